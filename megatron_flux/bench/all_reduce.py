@@ -80,11 +80,10 @@ def rows(
     found: list[dict[str, Any]] = []
     for layer in layers(models, group.size()):
         generator = torch.Generator(device=device).manual_seed(group.rank())
-        cold = COLD_BYTES if device.type == "cuda" else 0
-        count = max(2, -(-cold // (layer.n * layer.k * dtype.itemsize)))
+        cold = -(-COLD_BYTES // (layer.n * layer.k * dtype.itemsize)) if device.type == "cuda" else 0
         weights = [
             torch.empty(layer.n, layer.k, dtype=dtype, device=device).normal_(generator=generator)
-            for _ in range(min(count, CALLS))
+            for _ in range(min(max(2, cold), CALLS))
         ]
         for m in ms:
             if not go_on():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_flux.ops import timing
 from megatron_flux.quant.fold import MLP, activate, fold, joined, shard
 from megatron_flux.quant.gptq import round_to_nearest
-from megatron_flux.quant.layers import FoldedMLP, NaiveMLP
+from megatron_flux.quant.layers import FoldedMLP, NaiveMLP, activated
 
 TOKENS = (1, 2, 4, 8, 16)
 GROUP_SIZE = 128
@@ -74,12 +74,7 @@ class Bf16MLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """As :class:`FoldedMLP`."""
-        hidden = torch.nn.functional.linear(x, self._first)
-        if self._gated:
-            gate, up = hidden.chunk(2, -1)
-            inner = self._activation(gate) * up
-        else:
-            inner = self._activation(hidden)
+        inner = activated(torch.nn.functional.linear(x, self._first), self._gated, self._activation)
         y = torch.nn.functional.linear(inner, self._second)
         dist.all_reduce(y, group=self._group)
         return y
@@ -105,8 +100,7 @@ def rows(
         if not go_on():
             break
         shape = MODELS[model]
-        linears = 3 if shape.gated else 2
-        nbytes = linears * shape.hidden * shape.ffn // 2 // group.size()
+        nbytes = (3 if shape.gated else 2) * shape.hidden * shape.ffn // 2 // group.size()
         count = min(CALLS, max(1, -(-COLD_BYTES // nbytes))) if device.type == "cuda" else 1
         arms: dict[str, list[Any]] = {arm: [] for arm in ARMS}
         for layer in range(count):

@@ -14,12 +14,11 @@ when it is whole. In memory is one MLP at a time.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ class Stored:
     file: str
     start: int
     nbytes: int
+    shape: tuple[int, ...]
 
 
 @dataclass
@@ -171,17 +171,10 @@ def _refuse(found: Found, tp: int | None) -> None:
 
 def _bare(found: Found, name: str, order: torch.Tensor) -> GPTQLinear:
     """The linear with its order and shapes alone: no bytes of weights."""
-    shapes = {part: _shape(found, f"{name}.{part}") for part in ("qweight", "qzeros", "scales")}
+    shapes = {part: found.tensors[f"{name}.{part}"].shape for part in ("qweight", "qzeros", "scales")}
     made = {part: torch.empty(1, dtype=torch.int32).expand(shape) for part, shape in shapes.items()}
     made["scales"] = torch.empty(1).expand(shapes["scales"])
     return GPTQLinear(**made, g_idx=order, bits=found.bits, zero_offset=found.zero_offset, name=name)
-
-
-def _shape(found: Found, name: str) -> list[int]:
-    from safetensors import safe_open
-
-    with safe_open(found.folder / found.tensors[name].file, framework="pt") as file:
-        return file.get_slice(name).get_shape()
 
 
 def _check(before: MLP, after: MLP, at: str) -> float:
@@ -191,7 +184,8 @@ def _check(before: MLP, after: MLP, at: str) -> float:
     results = [forward(after, x)]
     if (tp := next((size for size in CHECK_TP if divides(after, size)), None)) is not None:
         results.append(sum(forward(shard(after, rank, tp), x) for rank in range(tp)))
-    error = max(float((result - expected).norm() / expected.norm()) for result in results)
+    norm = float(expected.norm()) or 1.0  # an MLP that was added to a model computes zeros
+    error = max(float((result - expected).norm()) / norm for result in results)
     if not error <= CHECK_ERROR:
         raise UserError(
             f"{at}: folded it differs by {error:.1e} of what it computes (at most {CHECK_ERROR:g} is rounding); the "
@@ -232,7 +226,7 @@ def _quantization(folder: Path) -> tuple[int, int]:
                 "gptq or gptq_v2"
             )
         bits = config.get("bits")
-        if bits not in BITS or isinstance(bits, bool):
+        if bits not in BITS or not isinstance(bits, int):
             raise UserError(f"{folder / name}: bits {bits!r}; can be one of {', '.join(map(str, BITS))}")
         return bits, 1 if layout == "gptq" else 0
     raise UserError(f"{folder} is no GPTQ checkpoint: neither {CONFIGS[0]} nor config.json says how it was quantised")
@@ -277,7 +271,7 @@ def _header(path: Path) -> dict[str, Stored]:
     found = {}
     for name in names:
         start, stop = entries[name]["data_offsets"]
-        found[name] = Stored(path.name, base + start, stop - start)
+        found[name] = Stored(path.name, base + start, stop - start, tuple(entries[name]["shape"]))
     return found
 
 
@@ -308,6 +302,14 @@ def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str
             f"{folder}: none of its {len(tensors)} tensors is of a quantised MLP by Llama's names (*.gate_proj, "
             "*.up_proj, *.down_proj) or GPT-2's (*.mlp.c_fc, *.mlp.c_proj)"
         )
+    for name in (name for name in tensors if NAMES.match(name) is None):
+        for at in found.keys() & {name[: dot.start()] for dot in re.finditer(r"\.", name)}:
+            # A norm between the linears, an adapter: what has a number for each of the second one's inputs.
+            if set(tensors[name].shape) & set(tensors[f"{at}.{found[at][1]}.g_idx"].shape):
+                raise UserError(
+                    f"{folder}: {name} {list(tensors[name].shape)} may depend on the order of {at}.{found[at][1]}'s "
+                    "inputs, which fold changes; merge it into the weights before they are quantised"
+                )
     return found
 
 
@@ -323,6 +325,8 @@ def _may_write(found: Found, out: Path) -> None:
         raise UserError(f"{out} exists; name a folder that does not")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; make it first")
+    if (part := out.with_name(f".{out.name}.part")).exists():
+        raise UserError(f"{part} exists: another fold is writing {out}, or was killed; if none is, remove that folder")
     if out.resolve().is_relative_to(found.folder.resolve()):
         raise UserError(f"{out} is inside {found.folder}; name a folder beside it")
     needed = sum(path.stat().st_size for path in found.folder.rglob("*") if path.is_file())
@@ -334,15 +338,15 @@ def _may_write(found: Found, out: Path) -> None:
 @contextmanager
 def _made_whole(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` when all went well, and is gone when not."""
-    part = out.parent / f".{out.name}.part-{os.getpid()}"
-    try:
-        part.mkdir()
-        yield part
-        part.rename(out)
-    except OSError as error:
-        raise StorageError(f"{out} could not be written: {one_line(error)}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    part = out.with_name(f".{out.name}.part")
+    with ExitStack() as end:
+        try:
+            part.mkdir()  # what is there by now is another fold's, and stays
+            end.callback(shutil.rmtree, part, ignore_errors=True)
+            yield part
+            part.rename(out)
+        except OSError as error:
+            raise StorageError(f"{out} could not be written: {one_line(error)}") from error
 
 
 def _copy(found: Found, part: Path, progress: Progress) -> None:

@@ -178,15 +178,13 @@ def rows(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
     part, per = linear.k // tp, 32 // linear.bits
     size = linear.k // linear.groups
     inputs, groups = slice(rank * part, (rank + 1) * part), slice(rank * part // size, (rank + 1) * part // size)
-    return GPTQLinear(
+    return replace(
+        linear,
         qweight=linear.qweight[inputs.start // per : inputs.stop // per].contiguous(),
         qzeros=linear.qzeros[groups].contiguous(),
         scales=linear.scales[groups].contiguous(),
         g_idx=(linear.g_idx[inputs] - groups.start).contiguous(),
         bias=linear.bias if rank == 0 else None,
-        bits=linear.bits,
-        zero_offset=linear.zero_offset,
-        name=linear.name,
     )
 
 
@@ -204,14 +202,12 @@ def joined(linears: Sequence[GPTQLinear]) -> GPTQLinear:
     biases = [linear.bias for linear in linears]
     if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
         raise UserError(f"of {names} only some have a bias")
-    return GPTQLinear(
+    return replace(
+        first,
         qweight=torch.cat([linear.qweight for linear in linears], 1),
         qzeros=torch.cat([linear.qzeros for linear in linears], 1),
         scales=torch.cat([linear.scales for linear in linears], 1),
-        g_idx=first.g_idx,
         bias=None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None]),
-        bits=first.bits,
-        zero_offset=first.zero_offset,
         name="+".join(linear.name for linear in linears),
     )
 

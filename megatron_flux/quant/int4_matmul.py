@@ -11,7 +11,8 @@ CUDA       ``_weight_int4pack_mm`` (tinygemm), bf16      n a multiple of 8, k of
 CPU        ``_weight_int4pack_mm_for_cpu``               n a multiple of 16, k of 2
 =========  ============================================  =================================================
 
-Groups are 32, 64, 128 or 256 rows. Scales are rounded to bf16, so a weight is within 2^-8 of GPTQ's.
+Groups are 32, 64, 128 or 256 rows. Both are rounded to bf16, so a weight is within 1/16 of its scale of GPTQ's, and
+where the zero point is 8 (symmetric) within 2^-8 of its own size.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class FoldedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[m, n]`` of ``x`` ``[m, k]``, both bf16, on all ranks."""
-        inner = _activated(self._first(x), self._gated, self._activation)
+        inner = activated(self._first(x), self._gated, self._activation)
         return self._all_reduce(self._second(inner))
 
 
@@ -85,7 +85,7 @@ class NaiveMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[m, n]`` of ``x`` ``[m, k]``, both bf16, on all ranks."""
-        inner = _activated(self._first(x), self._gated, self._activation).contiguous()
+        inner = activated(self._first(x), self._gated, self._activation).contiguous()
         m, width = inner.shape
         tp = self._group.size()
         gathered = inner.new_empty(tp, m, width)
@@ -96,7 +96,8 @@ class NaiveMLP:
         return self._all_reduce(self._second(whole.index_select(1, self._own)))
 
 
-def _activated(hidden: torch.Tensor, gated: bool, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def activated(hidden: torch.Tensor, gated: bool, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What lies between the linears, of ``hidden`` ``[m, n]``, where there are both ``[gate, up]``."""
     if not gated:
         return activation(hidden)
     gate, up = hidden.chunk(2, -1)

@@ -232,12 +232,41 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"bits": 3}, "bits 3; can be one of 2, 4, 8"),
         ({"bits": True}, "bits True"),
+        ({"bits": 4.0}, r"bits 4\.0"),
         ({"bits": None}, "bits None"),
     ],
 )
 def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         checkpoint.read(write(tmp_path / "in", tensors(1), **config))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlp.ffn_sub_norm.weight", [128]),  # between the linears
+        ("mlp.down_proj.lora_A.weight", [4, 128]),
+        ("mlp.up_proj.lora_B.weight", [128, 4]),
+        ("mlp.act_fn.scales", [128]),
+    ],
+)
+def test_what_else_may_depend_on_the_order_is_refused(tmp_path: Path, name: str, shape: list[int]) -> None:
+    made = tensors(2) | {f"model.layers.1.{name}": torch.randn(shape)}
+    with pytest.raises(UserError, match=rf"{name} .* may depend on the order of model\.layers\.1\.mlp\.down_proj's"):
+        checkpoint.read(write(tmp_path / "in", made))
+
+
+def test_what_does_not_depend_on_the_order_may_be_there(tmp_path: Path) -> None:
+    others = {
+        "mlp.norm.weight": [64],
+        "mlp.down_proj.lora_B.weight": [64, 4],
+        "norm.weight": [128],
+        "mlp_norm.w": [128],
+    }
+    more = {f"model.layers.1.{name}": torch.randn(shape) for name, shape in others.items()}
+    # Another MLP, in the one of this layer.
+    more |= {n.replace("layers.0.mlp", "layers.1.mlp.shared"): t for n, t in tensors(1).items() if ".mlp." in n}
+    assert len(checkpoint.read(write(tmp_path / "in", tensors(2) | more)).mlps) == 3
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
@@ -281,6 +310,18 @@ def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_an_mlp_of_zeros_passes_the_check(tmp_path: Path) -> None:
+    """As models have them that were made deeper: what they add to the residual is nothing yet."""
+    made = tensors(1)
+    made["model.layers.0.mlp.down_proj.scales"].zero_()
+    report = checkpoint.run(checkpoint.read(write(tmp_path / "in", made)), tmp_path / "out", check=True)
+    assert report["mlps"][0]["error"] == 0
+    made["model.layers.0.mlp.down_proj.scales"].fill_(torch.inf)
+    found = checkpoint.read(write(tmp_path / "infinite", made))
+    with pytest.raises(UserError, match="numbers that are not finite"):
+        checkpoint.run(found, tmp_path / "none", check=True)
+
+
 def command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CLI, "quant", "fold", *map(str, words)], capture_output=True, text=True, timeout=120)
 
@@ -299,8 +340,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"
 
 
-def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
-    folder, out = write(tmp_path / "in", tensors(40)), tmp_path / "out"
+def in_the_middle(folder: Path, out: Path) -> subprocess.Popen[str]:
+    """A fold that has copied the files and goes no further."""
     code = (
         "import sys, time\n"
         "from megatron_flux.quant import checkpoint\n"
@@ -317,12 +358,39 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "copied\n"
+    return process
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    process = in_the_middle(write(tmp_path / "in", tensors(40)), tmp_path / "out")
     assert len(list(tmp_path.iterdir())) == 2, "it is made beside"
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; nothing was written" in said
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_another_fold_has_made_so_far_stays_and_what_one_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers of their own, processes have the same numbers."""
+    folder, out = write(tmp_path / "in", tensors(1)), tmp_path / "out"
+    process = in_the_middle(folder, out)
+    (part,) = (path for path in tmp_path.iterdir() if path != folder)
+    monkeypatch.setattr(os, "getpid", lambda: process.pid)
+    found, said = checkpoint.read(folder), f"{part} exists: another fold is writing {out}, or was killed"
+    with pytest.raises(UserError, match=said):
+        checkpoint.run(found, out)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(checkpoint, "_may_write", lambda found, out: None)
+        with pytest.raises(StorageError, match="File exists"):
+            checkpoint.run(found, out)
+    process.kill()
+    process.communicate(timeout=30)
+    assert (part / "model.safetensors").is_file()
+    with pytest.raises(UserError, match=said):
+        checkpoint.examine(found, out, None)
 
 
 def test_memory_is_that_of_one_mlp(tmp_path: Path) -> None:

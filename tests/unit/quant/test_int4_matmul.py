@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,20 @@ def test_exactly_where_bf16_is_exact() -> None:
     exact = replace(made, scales=scales, qweight=pack(unpack(made.qweight, 4, 0).clamp(4, 8), 4, 0))
     exact = replace(exact, qzeros=pack(torch.full((2, 16), 5, dtype=torch.uint8), 4, 1))
     assert torch.equal(int4_linear(exact)(x).float(), x.float() @ exact.dequantize().t())
+
+
+@pytest.mark.parametrize(("zero", "off"), [(None, lambda weight: 1 / 16), (8, lambda weight: weight.abs() / 256)])
+def test_how_far_weights_are_from_gptqs(zero: int | None, off: Callable[[torch.Tensor], Any]) -> None:
+    """In units of their scales, of all zero points or the symmetric one."""
+    made = linear(512, 256, group=32)
+    stored = torch.randint(0, 16, (16, 256)) if zero is None else torch.full((16, 256), zero - 1)
+    made = replace(made, qzeros=pack(stored.to(torch.uint8), 4, 1))
+    ran, groups = int4_linear(made), made.g_idx.long()
+    scales, zeros = ran.scales_and_zeros.float().unbind(-1)
+    exact = made.integers().float() - made.zeros()[groups]
+    held = ((made.integers().float() - 8) * scales[groups] + zeros[groups]) / made.scales.float()[groups]
+    assert bool(((held - exact).abs() <= off(exact) + 1e-6).all())
+    assert float((held - exact).abs().max()) > (1 / 32 if zero is None else 1 / 64)
 
 
 def test_what_torchs_layout_cannot_hold() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,8 +77,9 @@ DEVICES: dict[str, Device] = {
 
 def device_named(name: str) -> Device | None:
     """The device that CUDA calls ``name``; None where it is not in the table."""
-    # An H100 PCIe is no H100 SXM; cards are in the table under names that say so.
-    found = [d for d in DEVICES.values() if d.name in name and ("PCIe" not in name or "PCIe" in d.name)]
+    # An H100 PCIe is no H100 SXM, nor a GH200 an H200; cards are in the table under names that say so.
+    card = next((kind for kind in ("PCIE", "NVL") if kind in name.upper()), "")
+    found = [d for d in DEVICES.values() if re.search(rf"\b{d.name}\b", name) and card in d.name.upper()]
     return max(found, key=lambda device: len(device.name), default=None)
 
 
@@ -140,9 +142,9 @@ class MeasuredCalls:
         sides = np.array([[call.tp - 1, call.case.bytes_received(call.tp)] for call in self._plain], dtype=float)
         times = np.array([call.nccl_ms for call in self._plain])
         (step, per_byte), *_ = np.linalg.lstsq(sides / times[:, None], np.ones(len(times)), rcond=None)
-        if per_byte <= 0:  # too few sizes to tell latency from bandwidth
+        if min(step, per_byte) < 0 or not per_byte:  # sizes that do not tell latency from bandwidth
             step, per_byte = 0.0, times.sum() / sides[:, 1].sum()
-        self.step_ms, self.ms_per_byte = max(0.0, float(step)), float(per_byte)
+        self.step_ms, self.ms_per_byte = float(step), float(per_byte)
 
     def exact(self, case: Case, tp: int) -> Call | None:
         """The very call, if it was measured; the model's name does not matter, nor where the scale of a tensor is from.
@@ -197,10 +199,14 @@ class Rates:
 
     @property
     def reached(self) -> float:
-        """GB/s that NCCL reaches per GPU within a node, for long messages."""
-        if self.calls:
-            return self.link / self._own_link / self.calls.ms_per_byte / 1e6
-        return self.nccl
+        """GB/s that NCCL reaches per GPU of a tensor-parallel group, for long messages."""
+        calls = self._over_this_link
+        return self.link / self._own_link / calls.ms_per_byte / 1e6 if calls else self.nccl
+
+    @property
+    def _over_this_link(self) -> MeasuredCalls | None:
+        """The calls, where they say what its collectives take: of a group that spans nodes, others do not."""
+        return self.calls if self.calls and self.calls.link == (self.kind or self.device.link) else None
 
     @property
     def nccl(self) -> float:
@@ -249,9 +255,8 @@ class Rates:
         """A ring's all-gather or reduce-scatter in a node (arXiv 2104.04473, 3.2); a rank receives ``nbytes``."""
         if ranks == 1:
             return 0.0
-        if self.calls:
-            per_byte = self.calls.ms_per_byte * self._own_link / self.link
-            return (ranks - 1) * self.calls.step_ms + nbytes * per_byte
+        if calls := self._over_this_link:
+            return (ranks - 1) * calls.step_ms + nbytes * calls.ms_per_byte * self._own_link / self.link
         return (ranks - 1) * self.device.step_us / 1e3 + self.within_node(nbytes)
 
     def memory(self, nbytes: float) -> float:

@@ -107,6 +107,7 @@ _PEAK_BF16_TFLOPS = {
     # twice as high). The first name that occurs in the device's name counts.
     "GB200": 2500.0,
     "B200": 2250.0,
+    "H200 NVL": 835.5,
     "H200": 989.4,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.5,

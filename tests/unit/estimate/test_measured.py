@@ -15,7 +15,7 @@ from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.estimate.job import PlanOptions, resolve
 from megatron_flux.estimate.measured import LARGEST_ERROR, LARGEST_SPEEDUP_ERROR, calibrate, validate
-from megatron_flux.estimate.prediction import predict
+from megatron_flux.estimate.prediction import predict, predict_options
 from megatron_flux.estimate.rates import (
     DEVICES,
     Calibration,
@@ -90,6 +90,31 @@ def test_nccl_times_are_fitted(calls: MeasuredCalls, rates: Rates) -> None:
         rates.collective(call.case.bytes_received(4), 4) / call.nccl_ms - 1 for call in calls.calls if call.tp == 4
     ]
     assert statistics.mean(map(abs, errors)) < 0.05
+
+
+def test_a_fit_without_latency_is_one_of_bandwidth(calls: MeasuredCalls) -> None:
+    """Where more bytes take longer by more than their share, the line would begin below 0."""
+    found = []
+    for call in calls.calls:
+        nbytes = call.case.bytes_received(call.tp)
+        found.append(replace(call, nccl_ms=nbytes / 250e6 * (0.9 if nbytes < 60e6 else 1.0)))
+    fitted = MeasuredCalls(found, H200, ["made up"])
+    assert fitted.step_ms == 0
+    assert 250 <= 1 / fitted.ms_per_byte / 1e6 <= 250 / 0.9
+
+
+def test_calls_through_host_memory_say_nothing_of_the_network() -> None:
+    def step(*ops: Path) -> dict[str, Any]:
+        options = {"preset": "gpt3-175b", "device": "h200", "gpus": 32, "tp": 16, "pp": 2, "link": "host"}
+        return predict_options(PlanOptions(**options, ops=list(ops)))
+
+    with_calls, without = step(ROOT / "results/host-link-h200x2/ops"), step()
+    of_both = [plan["arms"]["baseline"]["step"]["tp_collectives"] for plan in (with_calls, without)]
+    assert of_both[0] == pytest.approx(of_both[1])
+    assert with_calls["inputs"]["nccl_reaches_gb_per_s"] == pytest.approx(43)
+    assert with_calls["arms"]["baseline"]["step"]["total"] == pytest.approx(
+        without["arms"]["baseline"]["step"]["total"], rel=0.3
+    )
 
 
 def test_the_table_of_devices_has_what_was_measured(calls: MeasuredCalls) -> None:

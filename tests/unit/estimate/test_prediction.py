@@ -348,6 +348,9 @@ def test_cards_are_told_from_modules() -> None:
         "NVIDIA H100 PCIe": "h100-pcie",
         "NVIDIA H100 NVL": "h100-nvl",
         "NVIDIA L40S": "l40s",
+        "NVIDIA H200 NVL": None,
+        "NVIDIA GH200 480GB": None,
+        "NVIDIA A100-PCIE-40GB": None,
         "NVIDIA A30 PCIe": None,
         "Tesla T4": None,
     }

@@ -32,6 +32,7 @@ def test_six_flops_per_parameter_and_token_plus_attention(preset: str) -> None:
     ("name", "teraflops"),
     [
         ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA H20", 148),
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756),

@@ -17,6 +17,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.slurm.profile import matching
 
 logger = logging.getLogger("megatron_flux")
+PATIENCE = 120  # seconds for each of Slurm's commands
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -53,7 +54,11 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
     """What one of Slurm's commands printed in the folder ``cwd``; a :class:`FluxError` with its words if it refused."""
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)  # noqa: S603 - no shell
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=cwd)  # noqa: S603 - no shell
+    except subprocess.TimeoutExpired:
+        first = "look with squeue --me whether the job is there, then " if words[0] == "sbatch" else ""
+        raise FluxError(f"{words[0]}: no answer within {PATIENCE} s; {first}try again") from None
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split())
         raise FluxError(f"{words[0]}: {said} (exit code {done.returncode})")

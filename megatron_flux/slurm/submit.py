@@ -29,8 +29,9 @@ def environment(runs: Path, root: Path | None = None) -> str:
     in one that is there, its own. A path that sbatch would take apart, or that cannot be written, is a UserError.
     """
     path = str(root or runs)
-    if not path.isprintable() or "," in path:
-        raise UserError(f"--runs {path!r}: line breaks, control characters and commas are not allowed")
+    # Between quotes sbatch sees no commas: the folder of a resumed job would be part of the one of all jobs.
+    if not path.isprintable() or set(path) & set(",'\""):
+        raise UserError(f"--runs {path!r}: commas, quotes, line breaks and control characters are not allowed")
     check_writable(runs, "--runs")
     return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
 

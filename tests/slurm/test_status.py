@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_flux.errors import FluxError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.watch import Watched, view
 from megatron_flux.slurm import queue, status
+from megatron_flux.slurm.submit import environment
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
 from tests.unit.metrics.metrics_records import record
@@ -229,6 +230,29 @@ def test_a_controller_that_does_not_answer_has_forgotten_nothing(
     assert slurm("status", root) == f"tiny-flux job 7: state unknown: squeue: {said} (exit code 1)\n"
     # It may be running: two jobs in one folder would spoil it.
     assert "Unable to contact" in slurm("resume", root, code=1)
+
+
+def test_commands_that_do_not_answer_at_all(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub(tmp_path, monkeypatch, "case $* in *--version*) exit 0; esac\nexec sleep 60", "squeue", "scontrol", "sbatch")
+    monkeypatch.setattr(queue, "PATIENCE", 1)
+    for job in ("7", "8"):
+        (tmp_path / "runs" / f"tiny-flux-{job}" / "rep-0").mkdir(parents=True)
+    said = slurm("status", "--runs", tmp_path / "runs").splitlines()
+    late = "state unknown: squeue: no answer within 1 s; try again"
+    assert said[0] == f"tiny-flux job 7: {late}"
+    assert said[1].startswith("  rep-0: not ended")
+    assert f"tiny-flux job 8: {late}" in said
+    submit = ("submit", "--profile", "local", "--job", "tiny", "--runs", tmp_path / "runs")
+    assert "sbatch: no answer within 1 s; look with squeue --me whether" in slurm(*submit, code=1)
+
+
+@pytest.mark.parametrize("name", ["it's", 'a"b', "a,b", "'quoted'"])
+def test_folders_that_sbatch_would_take_apart_are_refused(name: str, slurm: Slurm, tmp_path: Path) -> None:
+    """With a quote in both, the folder that a resumed job goes on in would be a part of the folder of all jobs."""
+    said = slurm("submit", "--profile", "local", "--job", "tiny", "--runs", tmp_path / name, "--dry-run", code=2)
+    assert "commas, quotes, line breaks and control characters are not allowed" in said
+    with pytest.raises(UserError, match="commas, quotes"):
+        environment(tmp_path / name, tmp_path / name / "tiny-flux-1")
 
 
 def test_states_that_may_change() -> None:

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.preflight import node, rules
-from megatron_flux.slurm.preflight.ranks import neighbours
+from megatron_flux.slurm.preflight.ranks import neighbours, numbers
 from megatron_flux.slurm.preflight.rules import between_nodes, judge, within_nodes
 from megatron_flux.slurm.profile import Floors, Profile
 from tests.unit.slurm.test_preflight import changed, report
@@ -166,6 +167,16 @@ def test_each_round_has_each_node_once_and_all_neighbours_meet(count: int) -> No
         assert len(members) == len(set(members))
     met = {frozenset(pair) for pairs in rounds for pair in pairs}
     assert {frozenset((i, i + 1)) for i in range(count - 1)} <= met
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 5_800, 8_192, 4096 * 64])
+def test_what_ranks_send_adds_up_exactly_in_any_order(ranks: int) -> None:
+    """From 5,793 ranks on a ring's sum of their numbers in fp32 was another one, and no job began."""
+    sent = numbers(ranks).numpy()
+    assert len(set(sent.tolist())) == min(ranks, 61)
+    for start in (0, ranks // 3, ranks - 1):  # a ring's parts begin at each of its ranks
+        assert np.add.accumulate(np.roll(sent, start), dtype=np.float32)[-1] == int(sent.astype(np.int64).sum())
+    assert numbers(ranks).sum() == int(sent.astype(np.int64).sum())
 
 
 def test_every_packaged_profile_has_floors_for_its_link() -> None:

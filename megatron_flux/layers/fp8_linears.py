@@ -28,13 +28,7 @@ from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import keep, prefetch
-from megatron_flux.layers.backward import (
-    LinearState,
-    first_derivative_only,
-    main_grad_of,
-    rows,
-    unread_gradient,
-)
+from megatron_flux.layers.backward import LinearState, first_derivative_only, main_grad_of, rows, unread_gradient
 from megatron_flux.layers.fp8 import Fp8, PendingRows, Rows, gather
 from megatron_flux.layers.prefetch import ColumnState
 from megatron_flux.ops.fp8_operand import Fp8Operand

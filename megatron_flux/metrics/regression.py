@@ -6,28 +6,18 @@ seed, data and schedule for losses. Anything else is refused, with what differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.render import Part, Table
-from megatron_flux.metrics.report.run import Run, different_models, differing, load
+from megatron_flux.metrics.report.run import LOSS_SETTINGS, TIME_SETTINGS, Run, different_models, differing, load
 from megatron_flux.metrics.summary import largest, relative_differences, timed
 from megatron_flux.metrics.table import Form, finite, memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")
-
-_TIME_SETTINGS = (
-    *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
-    *("precision", "fp8", "recompute", "cuda_graph_impl"),
-)
-_LOSS_SETTINGS = (
-    *("seed", "data", "global_batch_size", "precision", "fp8", "dropout"),
-    "padded_vocab_size",  # differs with tp, and the loss with it
-    *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
-)
 
 _UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
 
@@ -100,14 +90,6 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
         if run.kind != "training":
             what = "plan" if run.kind == "plan" else "benchmark"
             raise UserError(f"{run.path} is a {what}; --against compares runs of compare and train")
-    if {"step-time", "memory"} & set(checks):
-        devices = [run.summary.get("device") or run.config.get("device") for run in (now, then)]
-        names = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
-        if names[0] != names[1]:
-            raise UserError(
-                f"{run_path} ran on {names[0]} and {results_path} on {names[1]}: their times and memory cannot be "
-                "compared; --check loss compares losses alone"
-            )
     found = list(_checked(now, then, bands, checks))
     notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
     if "memory" in checks:
@@ -128,8 +110,8 @@ def _checked(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iter
             f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
         )
     for names, kinds, others in (
-        (_TIME_SETTINGS, ("step-time", "memory"), "loss"),
-        (_LOSS_SETTINGS, ("loss",), "step-time,memory"),
+        (TIME_SETTINGS, ("step-time", "memory"), "loss"),
+        (LOSS_SETTINGS, ("loss",), "step-time,memory"),
     ):
         if set(kinds) & set(checks) and (unequal := differing(now, then, names)):
             raise UserError(

@@ -194,10 +194,8 @@ def _linears_of(model: Model, classes: set[str]) -> Iterator[tuple[str, torch.nn
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
         for name, module in chunk.named_modules():
             if any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
-                yield (
-                    name.removeprefix("module.").removeprefix("module."),
-                    module,
-                )  # DistributedDataParallel, Float16Module
+                # Without the names of DistributedDataParallel and Float16Module.
+                yield name.removeprefix("module.").removeprefix("module."), module
 
 
 def report(model: Model | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import benchmarks, inference, plans, render, training
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
-from megatron_flux.metrics.report.run import Run, different_models, load, load_all, with_pairs
+from megatron_flux.metrics.report.run import Run, different_models, load, load_all, why_apart, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
@@ -70,9 +70,10 @@ def _overview(runs: Sequence[Run]) -> Chapter:
     trained, planned = ([run for run in runs if run.kind == kind] for kind in ("training", "plan"))
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
     if notes := [
-        ("", f"{first.name} and {second.name} trained different models ({apart}): do not compare them.")
+        ("", f"{first.name} and {second.name} {apart}: do not compare them.")
         for first, second in combinations(trained, 2)
-        if (apart := different_models(first, second))
+        if (apart := why_apart(first, second))
+        and (different_models(first, second) or {first.only_arm, second.only_arm} == set(ARMS))
     ]:
         parts.append(Part("notes", "Notes", table=Table(notes)))
     if trained:

@@ -25,10 +25,7 @@ STEP_ROWS = {
 }
 
 PARTS: dict[str, tuple[str, Callable[[Plan], float]]] = {
-    "gemm": (
-        "computation",
-        lambda s: s["pipeline"] - s["bubble"] - s["point_to_point"] - s["tp_exposed"] - s["host"],
-    ),
+    "gemm": ("computation", lambda s: s["pipeline"] - s["bubble"] - s["point_to_point"] - s["tp_exposed"] - s["host"]),
     "communication_exposed": ("exposed TP communication", lambda s: s["tp_exposed"]),
     "other": ("host", lambda s: s["host"]),
     "norm": ("sends between stages", lambda s: s["point_to_point"]),

@@ -22,6 +22,18 @@ from megatron_flux.metrics.table import UNKNOWN
 
 Kind = Literal["training", "operators", "layers", "inference", "plan"]
 
+TIME_SETTINGS = (
+    *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
+    *("device", "precision", "fp8", "recompute", "cuda_graph_impl"),
+)
+"""What two runs must have in common for a ratio of their step times to say something."""
+LOSS_SETTINGS = (
+    *("seed", "data", "global_batch_size", "precision", "fp8", "dropout"),
+    "padded_vocab_size",  # differs with tp, and the loss with it
+    *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
+)
+"""The same for a difference of their losses."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -192,10 +204,11 @@ def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
 def with_pairs(runs: Sequence[Run]) -> list[Run]:
     """The runs, with a comparison in front where exactly one of them is stock alone and one flux alone.
 
-    Two such runs of different models are not compared. Of others a note says that they were not interleaved.
+    Two such runs that :func:`why_apart` tells apart are not compared. Of others notes say that they were not
+    interleaved, and in which settings of their losses they differ.
     """
     baselines, fluxes = ([run for run in runs if run.kind == "training" and run.only_arm == arm] for arm in ARMS)
-    if len(baselines) != 1 or len(fluxes) != 1 or different_models(baselines[0], fluxes[0]) is not None:
+    if len(baselines) != 1 or len(fluxes) != 1 or why_apart(baselines[0], fluxes[0]) is not None:
         return list(runs)
     baseline, flux = baselines[0], fluxes[0]
     # Blocks count the order of execution over both arms; these ran one after the other.
@@ -206,14 +219,28 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     summary["notes"].append(
         "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
     )
+    if unequal := differing(baseline, flux, LOSS_SETTINGS):
+        summary["notes"].append(f"The arms' losses cannot be compared: {', '.join(unequal)}.")
     arms, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
     return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs]
 
 
+def why_apart(first: Run, second: Run) -> str | None:
+    """Why the step times of two trainings cannot be compared, in a few words; None where nothing is against it."""
+    if (models := different_models(first, second)) is not None:
+        return f"trained different models ({models})"
+    unequal = differing(first, second, TIME_SETTINGS)
+    return f"trained in different ways ({', '.join(unequal)})" if unequal else None
+
+
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
-    """``name a and b`` for each of these settings that both runs know and that is not the same."""
-    a, b = first.settings, second.settings
+    """``name a and b`` for each of these settings that both runs know and that is not the same; ``device`` is what the
+    trainings ran on, by name.
+    """
+    devices = [run.summary.get("device") or run.config.get("device") for run in (first, second)]
+    named = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
+    a, b = ({**run.settings, "device": name} for run, name in zip((first, second), named, strict=True))
     unequal = [name for name in names if name in a and name in b and a[name] != b[name]]
     return [f"{name} {a[name] or 'none'} and {b[name] or 'none'}" for name in unequal]
 

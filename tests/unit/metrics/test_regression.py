@@ -159,7 +159,7 @@ def test_another_device(tmp_path: Path, results: Path) -> None:
         found = json.loads((run / name).read_text())
         found["device"]["name"] = "NVIDIA H100"
         (run / name).write_text(json.dumps(found))
-    with pytest.raises(UserError, match=r"ran on NVIDIA H100 and .* on NVIDIA H200.*--check loss"):
+    with pytest.raises(UserError, match=r"device NVIDIA H100 and NVIDIA H200; .*--check loss"):
         compare(run, results, Bands())
     assert not compare(run, results, Bands(), ("loss",)).left
 

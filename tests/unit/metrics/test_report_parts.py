@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -282,6 +283,35 @@ def test_one_arm_of_another_model_is_not_compared(tmp_path: Path) -> None:
     said = text.read_text()
     assert "trained different models (num\\_layers 2 and 3): do not compare" in said
     assert "stock-job and flux-job:" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"global_batch_size": 8}, "global_batch_size 4 and 8"),
+        ({"tp": 4}, "tp 2 and 4"),
+        ({"precision": "fp32"}, "precision bf16 and fp32"),
+    ],
+)
+def test_one_arm_of_other_steps_is_not_compared(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    """A step of twice the batch takes twice as long: their ratio is no speed-up."""
+    stock = load(one_arm(tmp_path / "stock-job", "baseline"))
+    runs = [stock, load(one_arm(tmp_path / "flux-job", "flux", **settings))]
+    assert with_pairs(runs) == runs
+    _, text = write_reports([run.path for run in runs], tmp_path / "out")
+    written = text.read_text().replace("\\", "")
+    assert f"stock-job and flux-job trained in different ways ({said}): do not compare them" in written
+
+
+def test_one_arm_of_another_device_is_not_compared(tmp_path: Path) -> None:
+    runs = [load(one_arm(tmp_path / f"{arm}-job", arm)) for arm in ("baseline", "flux")]
+    runs[1].summary["device"] = {**runs[1].summary["device"], "name": "NVIDIA A100"}
+    assert with_pairs(runs) == runs
+
+
+def test_losses_of_other_trainings_are_not_compared(tmp_path: Path) -> None:
+    runs = [load(one_arm(tmp_path / "flux-job", "flux", seed=1)), load(one_arm(tmp_path / "stock-job", "baseline"))]
+    assert with_pairs(runs)[0].summary["notes"][-1] == "The arms' losses cannot be compared: seed 1234 and 1."
 
 
 def test_markdown_shows_text_as_it_is() -> None:

@@ -78,7 +78,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, ...]]:
 def sources(plan: Plan) -> str:
     """Where the times of GEMMs and layers are from, and what links reach."""
     used = plan["inputs"]
-    reached = f"; NCCL reaches {used['nccl_reaches_gb_per_s']:.1f} GB/s per GPU in a node"
+    reached = f"; NCCL reaches {used['nccl_reaches_gb_per_s']:.1f} GB/s per GPU of a tensor-parallel group"
     if used["chunks_reach_gb_per_s"] is not None:
         reached += f", flux through host memory {used['chunks_reach_gb_per_s']:.1f}"
     return f"times from: {used['gemms']}" + (f"; layers of {used['layers']}" if used["layers"] else "") + reached

@@ -26,6 +26,7 @@ from megatron_flux.estimate.rates import (
     read_ops,
 )
 from megatron_flux.estimate.step import predict_stages
+from megatron_flux.metrics.report import plans
 
 ROOT = Path(__file__).parents[3]
 OPS = [ROOT / "results/ops-h200x4-sustained" / name for name in ("m8192", "m2048")]
@@ -112,6 +113,7 @@ def test_calls_through_host_memory_say_nothing_of_the_network() -> None:
     of_both = [plan["arms"]["baseline"]["step"]["tp_collectives"] for plan in (with_calls, without)]
     assert of_both[0] == pytest.approx(of_both[1])
     assert with_calls["inputs"]["nccl_reaches_gb_per_s"] == pytest.approx(43)
+    assert "NCCL reaches 43.0 GB/s per GPU of a tensor-parallel group" in plans.sources(with_calls), "of no node"
     assert with_calls["arms"]["baseline"]["step"]["total"] == pytest.approx(
         without["arms"]["baseline"]["step"]["total"], rel=0.3
     )

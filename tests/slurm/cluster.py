@@ -221,23 +221,23 @@ class Cluster:
         Slurm waits for a reason: a node takes no start within the second in which it revoked the first one's
         credential, and the job fails.
         """
+        begins = ("RUNNING", "COMPLETED", "FAILED")
 
         def gone() -> bool:
             steps = f"slurmstepd: [{job}."
             words = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
-            return self.job(job)["JobState"] == "PENDING" and not any(
-                " ".join(w or ()).startswith(steps) for w in words
-            )
+            return self.job(job)["JobState"] in begins or not any(" ".join(w or ()).startswith(steps) for w in words)
 
-        self.wait(gone, f"the first start of job {job} to be gone", 120)
+        self.wait(lambda: self.job(job)["JobState"] in ("PENDING", *begins), f"job {job} to be queued again", 300)
+        self.wait(gone, f"the first start of job {job} to be gone", 300)  # or the two minutes, on a busy machine
         time.sleep(2)
 
         def begun() -> bool:
             # Again and again: while the job is still completing, Slurm puts the two minutes on top once more.
             self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
-            return self.job(job)["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
+            return self.job(job)["JobState"] in begins
 
-        self.wait(begun, f"job {job} to begin again", 120)
+        self.wait(begun, f"job {job} to begin again", 300)
 
     def wait_for_job(self, job: str, states: tuple[str, ...] = ("COMPLETED",), timeout: float = 300) -> dict[str, str]:
         """Wait until the job has ended (it must be in one of ``states`` then)."""

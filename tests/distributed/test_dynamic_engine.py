@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import itertools
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from megatron_flux.patch.megatron_core import installed_megatron_core
 from tests.distributed import te_stand_in
 from tests.distributed.data import normals
 from tests.distributed.megatron_world import FAMILIES, SEQUENCE, VOCABULARY, flux, gpt_model, megatron, model_config
+from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS
@@ -37,42 +37,6 @@ pytestmark = pytest.mark.distributed
 
 PROMPTS, NEW = ("flux", "of a GEMM", "a"), (6, 3, 5)
 ENGINE = "megatron.core.inference"
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last ``len(q)`` tokens, ``[tokens, heads, channels]``, to all of ``k``."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    ahead = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
-
-
-def of_blocks(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    return cache[blocks.long().clamp(min=0)].flatten(0, 1)[:length]
-
-
-def varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, *_: Any,
-    softmax_scale: float, causal: bool, block_table: torch.Tensor, **__: Any,
-) -> torch.Tensor:  # fmt: skip
-    assert causal
-    out, ends, keys = torch.zeros_like(q), cu_q.tolist(), cu_k.diff().tolist()
-    for row, (begin, end) in enumerate(itertools.pairwise(ends)):
-        if end > begin:
-            k_row, v_row = (of_blocks(t, block_table[row], keys[row]) for t in (k, v))
-            out[begin:end] = attend(q[begin:end], k_row, v_row, softmax_scale)
-    return out
-
-
-def with_kvcache(
-    *, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache_seqlens: Any, block_table: Any, **_: Any
-) -> torch.Tensor:  # fmt: skip
-    out, scale = torch.zeros_like(q), q.shape[-1] ** -0.5
-    for row, length in enumerate(cache_seqlens.tolist()):
-        if length:
-            k, v = (of_blocks(t, block_table[row], length) for t in (k_cache, v_cache))
-            out[row] = attend(q[row], k, v, scale)
-    return out
 
 
 class NoPinnedMemory(torch.overrides.TorchFunctionMode):

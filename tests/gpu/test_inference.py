@@ -5,12 +5,12 @@ model through the command.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 from megatron_flux import FluxConfig, ops
 from megatron_flux.comm import group_state
 from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.distributed.megatron_world import flux, gpt_model, megatron
+from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_dynamic_engine import generated, spread_logits
 from tests.distributed.test_inference_layers import Pair, bookkeeping, check_workspaces
@@ -84,23 +84,24 @@ def test_a_pass_in_a_graph(nccl2: WorkerPool, backend: str) -> None:
     nccl2.run(rank_graph, backend)
 
 
-def why_no_dynamic_engine() -> str | None:
-    """What megatron-core's dynamic engine needs and does not find."""
-    missing = [name for name in ("einops",) if importlib.util.find_spec(name) is None]
-    if importlib.util.find_spec("flash_attn_3") is None and importlib.util.find_spec("flashattn_hopper") is None:
-        try:
-            old = Version(version("flash-attn")) < Version("2.7.3")
-        except PackageNotFoundError:
-            old = True
-        missing += ["flash-attn 2.7.3 or newer, or flash-attn 3"] if old else []
-    return f"megatron-core's dynamic engine needs {', '.join(missing)}" if missing else None
+def flash_attention() -> contextlib.AbstractContextManager[Any]:
+    """Its kernels where megatron-core's dynamic engine finds them, else what they compute, in torch."""
+    from megatron.core.transformer import attention
+    from megatron.core.utils import is_fa_min_version
+
+    have = importlib.util.find_spec("flash_attn") is not None and is_fa_min_version("2.7.3")
+    if attention.HAVE_FA3 or have:
+        return contextlib.nullcontext()
+    return mock.patch.multiple(
+        attention, is_fa_min_version=lambda _: True, flash_attn_varlen_func=varlen, flash_attn_with_kvcache=with_kvcache
+    )
 
 
 def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, graphs: bool) -> tuple[Any, Any, Any]:
     """Tokens of stock, of flux, and what ran. In fp16, whose logits lie closer than bf16's: no two are equal."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ):
+    with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ), flash_attention():
         for name in [name for name in os.environ if name.startswith("NVTE_")]:
             del os.environ[name]
         if graphs:
@@ -123,7 +124,7 @@ def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, grap
         return stock, ours, seen.as_dict()
 
 
-@pytest.mark.skipif(why_no_dynamic_engine() is not None, reason=str(why_no_dynamic_engine()))
+@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="megatron-core's dynamic engine needs einops")
 @pytest.mark.parametrize(
     ("sequence_parallel", "graphs"), [(False, False), (True, False), (False, True)], ids=["", "split", "graphs"]
 )

@@ -55,7 +55,7 @@ def variants(
     """
     if pair.x.data.is_cuda and not cublas_takes(pair.x, pair.weight):
         raise UserError(
-            f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.words()} of "
+            f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.kind.words()} of "
             f"{case.m} x {case.n} x {case.k} on this GPU; leave that recipe out"
         )
     found = (_gathering if case.op == "all_gather_gemm" else _scattering)(case, pair, group)

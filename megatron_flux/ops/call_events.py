@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Kind
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Call:
     backend: str
     group_name: str
     wire: str = "exact"
+    fp8: Fp8Kind | None = None
     group: dist.ProcessGroup = field(compare=False)
 
     def __str__(self) -> str:
@@ -186,6 +188,7 @@ def run(call: OperatorCall, backend: Any) -> Any:
     seen = Call(
         operator=call.operator, m=call.m, n=call.n, k=call.k, dtype=x.dtype, device=x.device,
         transposed=call.transposed, backend=backend.name, group_name=group.group_name, group=group, wire=call.wire,
+        fp8=call.fp8 and call.fp8.kind,
     )  # fmt: skip
     with _segment(seen, first=True):
         result = call.run(backend)

@@ -135,7 +135,7 @@ def compare_calls(call: OperatorCall) -> None:
     compared = state_of(group).compared
     if kind in compared:
         return
-    of = call.x.dtype if call.fp8 is None else call.fp8.words()
+    of = call.x.dtype if call.fp8 is None else call.fp8.kind.words()
     words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind[:4], of, kind[5])
     if call.x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")

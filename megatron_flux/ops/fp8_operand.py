@@ -28,7 +28,7 @@ Shards
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -175,6 +175,27 @@ class Fp8Operand:
         return numbers * by_block.repeat_interleave(BLOCK, 1)[:, : self.k]
 
 
+class Fp8Kind(NamedTuple):
+    """What tells one multiplication of FP8 operands from another, but for shapes and addresses."""
+
+    x: torch.dtype
+    weight: torch.dtype
+    scaling: Scaling  # of x
+    out: torch.dtype
+    promoted: bool  # sums go to fp32 every 128 of k
+
+    def words(self) -> str:
+        """As keys of files have it: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
+        formats = " x ".join(str(dtype).removeprefix("torch.float8_") for dtype in (self.x, self.weight))
+        how = "blocks" if self.scaling != "tensor" else "tensor, split" if self.promoted else "tensor"
+        return f"{formats} by {how}, to {str(self.out).removeprefix('torch.')}"
+
+    def how(self) -> dict[str, Any]:
+        """As :func:`random_pair` takes it."""
+        in_blocks = self.scaling != "tensor"
+        return {"formats": (self.x, self.weight), "in_blocks": in_blocks, "split": self.promoted and not in_blocks}
+
+
 class Fp8Pair(NamedTuple):
     """Both operands of a GEMM, and how it adds up."""
 
@@ -204,16 +225,10 @@ class Fp8Pair(NamedTuple):
         """Whether sums go to fp32 every 128 of k."""
         return self.split or self.blocks
 
-    def words(self) -> str:
-        """All but shapes and addresses, as keys of files have it: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
-        formats = " x ".join(str(operand.dtype).removeprefix("torch.float8_") for operand in (self.x, self.weight))
-        how = "blocks" if self.blocks else "tensor, split" if self.split else "tensor"
-        return f"{formats} by {how}, to {str(self.out).removeprefix('torch.')}"
-
     @property
-    def kind(self) -> tuple[object, ...]:
+    def kind(self) -> Fp8Kind:
         """All but shapes and addresses."""
-        return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)
+        return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)
 
 
 def gemm_ready(compact: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, Times
 from megatron_flux.ops.checks import GATHERING, OperatorCall
+from megatron_flux.ops.fp8_operand import random_pair
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -119,8 +120,12 @@ class Sampler:
 
 
 def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
-    shape = call.operator, call.m, call.n, call.k, str(call.dtype), call.transposed
+    shape = call.operator, call.m, call.n, call.k, _numbers(call), call.transposed
     return *shape, call.backend, call.wire, call.group_name
+
+
+def _numbers(call: Call) -> str:
+    return str(call.dtype).removeprefix("torch.") if call.fp8 is None else call.fp8.words()
 
 
 class Baseline(NamedTuple):
@@ -201,7 +206,7 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
     exposed = None if baseline.gemm_ms is None or why is not None else max(taken - baseline.gemm_ms, 0.0)
     return {
         **{name: getattr(call, name) for name in ("operator", "m", "n", "k")},
-        "dtype": str(call.dtype).removeprefix("torch."),
+        "dtype": _numbers(call),
         "transposed": call.transposed,
         "tp": call.group.size(),
         "backend": _backend(call),
@@ -220,7 +225,8 @@ def _backend(call: Call) -> str:
         return call.backend
     like = torch.empty(0, dtype=call.dtype, device=call.device)
     for operator in (call.operator, f"{call.operator} beside wgrad"):
-        answer = _tuner().answer(operator, call.m, call.n, call.k, like, call.transposed, call.group, call.wire)
+        shape = call.m, call.n, call.k, like, call.transposed
+        answer = _tuner().answer(operator, *shape, call.group, call.wire, call.fp8)
         if answer is not None:
             return f"{call.backend}: {tuning_cache.label(answer)}"
     return call.backend
@@ -279,14 +285,21 @@ def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
     """
     rows = call.m // call.group.size() if call.operator in GATHERING else call.m
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
-    random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
+    like = torch.empty(0, dtype=call.dtype if call.fp8 is None else call.fp8.out, device=call.device)
     try:
-        x = random(rows, call.k)
-        weight = random(call.k, call.n) if call.transposed else random(call.n, call.k)
-        made = OperatorCall(call.operator, x, weight, call.group, call.transposed)
+        pair = None
+        if call.fp8 is None:
+            x, weight = like.new_empty(rows, call.k), like.new_empty(call.n, call.k)
+            x.normal_(generator=generator)
+            weight.normal_(generator=generator)
+            weight = weight.view(call.k, call.n) if call.transposed else weight
+        else:
+            pair = random_pair(rows, call.n, call.k, like, **call.fp8.how(), generator=generator)
+            x, weight = pair.x.numbers, pair.weight.numbers
+        made = OperatorCall(call.operator, x, weight, call.group, call.transposed, fp8=pair)
         alone = gemm_only(made)
         # The reference backend's gathered operand, its result and the one before, which is dropped later.
-        scratch = [x.new_empty(shape) for shape in ((call.m, call.k), (call.m, call.n), (call.m, call.n))]
+        scratch = [x.new_empty(call.m, call.k), like.new_empty(call.m, call.n), like.new_empty(call.m, call.n)]
         del scratch
     except torch.OutOfMemoryError:
         return None

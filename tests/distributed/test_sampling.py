@@ -19,6 +19,7 @@ from megatron_flux.metrics import schema
 from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests.distributed.pool import WorkerPool
 
@@ -95,6 +96,31 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
         assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
         assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
         assert set(values["flux/e_overlap"].values()) == {None}
+
+
+def rank_fp8(in_blocks: bool) -> dict[str, Any]:
+    sampler, group = Sampler(1), dist.group.WORLD
+    formats = (torch.float8_e4m3fn, torch.float8_e4m3fn if in_blocks else torch.float8_e5m2)
+    with sampler.step(1):
+        for operator, of_x in (("all_gather_gemm", 0), ("gemm_reduce_scatter", 1), ("gemm_all_reduce", 0)):
+            how = {"formats": (formats[of_x], formats[0]), "in_blocks": in_blocks, "split": of_x == 1 and not in_blocks}
+            pair = random_pair(256, 384, 128, torch.empty(0, dtype=torch.bfloat16), **how)
+            getattr(ops, operator)(pair.x, pair.weight, group, split_accumulator=pair.split, backend="reference")
+    return sampler.result()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_calls_on_fp8_operands_are_measured_on_such(world2: WorkerPool, in_blocks: bool) -> None:
+    """Random numbers in FP8 do not come from torch's generators, and a GEMM in bf16 is another one."""
+    for values in world2.run(rank_fp8, in_blocks):
+        plain = f"e4m3fn x e4m3fn by {'blocks' if in_blocks else 'tensor'}, to bfloat16"
+        of_dgrad = plain if in_blocks else "e5m2 x e4m3fn by tensor, split, to bfloat16"
+        assert {row["operator"]: (row["dtype"], row["m"], row["n"], row["k"]) for row in values["flux/calls"]} == {
+            "all_gather_gemm": (plain, 512, 384, 128),
+            "gemm_reduce_scatter": (of_dgrad, 256, 384, 128),
+            "gemm_all_reduce": (plain, 256, 384, 128),
+        }
+        assert all(0 < row["gemm_ms"] <= 2 * row["serial_ms"] for row in values["flux/calls"])
 
 
 def rank_rounds(at_once: int | None) -> list[int]:

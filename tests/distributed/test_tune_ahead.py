@@ -45,7 +45,7 @@ class Counting(TunedBackend):
 
     def _measure(self, call: Any) -> dict[str, Any]:
         call.run(self.reference)  # as a measurement would: all ranks take part, with operands that fit
-        of = tuner_calls.operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.words()}")
+        of = tuner_calls.operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.kind.words()}")
         self.measured.append((of, call.m, call.n, call.k, call.transposed, tuner_calls.kind_of(call)[-1]))
         return {"backend": "reference", "plan": None, "ms": {}}
 

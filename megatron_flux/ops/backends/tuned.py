@@ -64,6 +64,7 @@ from megatron_flux.ops.backends.waiting import Waiting
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fp8_operand import Fp8Kind
 from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.settings import tunes_fully
 
@@ -366,9 +367,10 @@ class TunedBackend(Measurement):
         return _first_that_runs(call, [known[m] for m in tuner_calls.between(known, call.m)]) or self._nearest(call)
 
     def answer(
-        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str
-    ) -> dict[str, Any] | None:
+        self, op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, group: dist.ProcessGroup, wire: str,
+        fp8: Fp8Kind | None = None,
+    ) -> dict[str, Any] | None:  # fmt: skip
         """What was decided in this process for a call, None if nothing was. Of ``x`` only dtype and device count."""
         link = link_name(group, x.device, wire)
-        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x))
+        key = describe(op, m, n, k, x, transposed, group.size(), link, captured=capturing(x), fp8=fp8)
         return self.decisions(group).answers.get(key)

@@ -53,7 +53,7 @@ def key_of(call: OperatorCall, *, captured: bool) -> str:
     """The key of its answer; collective on a group's first call, as all that asks for the link."""
     link = link_name(call.group, call.x.device, call.wire)
     shape = (operator_of(call), call.m, call.n, call.k, call.x, call.transposed, call.group.size())
-    return describe(*shape, link, captured=captured, fp8=call.fp8)
+    return describe(*shape, link, captured=captured, fp8=call.fp8 and call.fp8.kind)
 
 
 def link_name(group: dist.ProcessGroup, device: torch.device, wire: str) -> str:

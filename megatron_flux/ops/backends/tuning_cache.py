@@ -30,7 +30,7 @@ import torch
 from megatron_flux.errors import UserError
 from megatron_flux.ops import all_reduce_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.fp8_operand import Fp8Pair
+from megatron_flux.ops.fp8_operand import Fp8Kind
 from megatron_flux.ops.kernel_config import KernelConfig, label_of
 from megatron_flux.settings import cache_folder, sm_margin
 from megatron_flux.version import __version__
@@ -48,7 +48,7 @@ def cache_path() -> Path:
 
 def describe(
     op: str, m: int, n: int, k: int, x: torch.Tensor, transposed: bool, tp: int, link: str, *, captured: bool = False,
-    fp8: Fp8Pair | None = None,
+    fp8: Fp8Kind | None = None,
 ) -> str:  # fmt: skip
     """The key of an answer: everything it depends on. ``captured``: the calls run as inside a CUDA graph."""
     form = "[k,n]" if transposed else "[n,k]"

@@ -125,6 +125,18 @@ def flux(config: FluxConfig | None = None) -> Iterator[Seen]:
             seen.fallbacks.pop(f"operators: {NO_GPU}", None)  # which every call of auto is on CPUs
 
 
+@contextlib.contextmanager
+def no_random_numbers() -> Iterator[None]:
+    """Megatron's generators for inference: dropout draws from none, and a CUDA graph can hold what asks for one."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(123, inference_rng_tracker=True, force_reset_rng=True)
+    try:
+        yield
+    finally:
+        model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 
 FAMILIES: dict[str, dict[str, Any]] = {

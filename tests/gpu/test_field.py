@@ -27,7 +27,7 @@ MOST = 3
 
 
 def new_and_small(cache: Path) -> list[dict[str, Any]]:
-    group, device = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     variables = {"MEGATRON_FLUX_TUNE_CACHE": str(cache), "MEGATRON_FLUX_TUNE_SECONDS": "10"}
     tuned: Any = get_backend("tuned")
     weight = torch.randn(1024, 512, device=device, dtype=torch.bfloat16)

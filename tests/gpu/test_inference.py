@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops
 from megatron_flux.comm import group_state
 from megatron_flux.ops.cuda_graphs import captured_calls
-from tests.distributed.megatron_world import flux, gpt_model, megatron
+from tests.distributed.megatron_world import flux, gpt_model, megatron, no_random_numbers
 from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_dynamic_engine import generated, spread_logits
@@ -99,13 +99,13 @@ def flash_attention() -> contextlib.AbstractContextManager[Any]:
 
 def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, graphs: bool) -> tuple[Any, Any, Any]:
     """Tokens of stock, of flux, and what ran. In fp16, whose logits lie closer than bf16's: no two are equal."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ), flash_attention():
+    shims = contextlib.ExitStack()
+    with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ), flash_attention(), shims:
         for name in [name for name in os.environ if name.startswith("NVTE_")]:
             del os.environ[name]
+        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = "3"  # whatever all tests are told: what is not measured is counted
         if graphs:
-            model_parallel_cuda_manual_seed(123, inference_rng_tracker=True, force_reset_rng=True)
+            shims.enter_context(no_random_numbers())
 
         def made(**more: Any) -> torch.nn.Module:
             options = {"sequence_parallel": sequence_parallel, "params_dtype": torch.float16, "fp16": True}

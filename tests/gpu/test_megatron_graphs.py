@@ -134,7 +134,7 @@ def rank_train(
         config = run_config(spec, graphs, backend, fp8)
         captured = Captured(monkeypatch, backend)
         link = "host" if backend == "chunked" else None
-        device = torch.device("cuda", dist.get_rank()) if on_gpu() else torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         flux_config = FluxConfig(backend=config.backend, link=link, strict=True, fp8=fp8 is not None)
         with flux(flux_config) if patched else nullcontext() as seen:
             trainer = Trainer(config, Datasets(Counting(config.shape.seq_length), None), device)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.distributed.data import relative_error
-from tests.distributed.megatron_world import batch, flux, gpt_model, inference, megatron
+from tests.distributed.megatron_world import batch, flux, gpt_model, inference, megatron, no_random_numbers
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
@@ -50,7 +50,7 @@ def rank_forward(backend: str, tokens: int, cache: Path, te: bool = False, graph
     options |= {"hidden_size": 256, "ffn_hidden_size": 512}
     with (te_megatron if te else megatron)(dist.get_world_size()), mock.patch.dict(os.environ, variables):
         model = gpt_model("gpt3", te=te, **options).bfloat16().eval()
-        with inference():
+        with inference(), no_random_numbers() if graph else contextlib.nullcontext():
             return _forward(model, backend, tokens, graph)
 
 

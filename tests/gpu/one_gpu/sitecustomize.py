@@ -30,13 +30,14 @@ def share() -> None:
     import torch
     import torch.distributed as dist
 
-    begin, set_device = dist.init_process_group, torch.cuda.set_device
+    begin, set_device, device_count = dist.init_process_group, torch.cuda.set_device, torch.cuda.device_count
 
     def init_process_group(backend: str | None = None, *positional: object, **named: object) -> None:
         rank = named.get("rank", -1)
         os.environ["NCCL_HOSTID"] = f"rank {os.environ.get('RANK', 0) if rank in (-1, None) else rank}"
         if named.get("device_id") is not None:
             named["device_id"] = torch.device("cuda", 0)
+        torch.cuda.device_count = device_count  # a rank asks each GPU that it counts
         begin(backend, *positional, **named)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
@@ -44,8 +45,10 @@ def share() -> None:
     if not a_rank:
         torch.cuda._queued_calls.clear()  # CUDA's start looks at each device that is counted
         torch.cuda.device_count = lambda: int(RANKS or 1)
+    torch.cuda.can_device_access_peer = lambda device, peer: True
     from megatron_flux.comm import links
 
+    links.between = lambda devices: links.Link("nvlink", "")
     links._link = lambda group, device: links.Link("nvlink", "")
 
 

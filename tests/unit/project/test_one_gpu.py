@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[3]
 ASKED = """
 import os, torch, torch.distributed as dist
 from megatron_flux.comm import links
+counted = torch.cuda.device_count()
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-print(torch.cuda.device_count(), os.environ.get("LOCAL_RANK"), os.environ.get("NCCL_HOSTID"))
+print(counted, torch.cuda.device_count(), os.environ.get("LOCAL_RANK"), os.environ.get("NCCL_HOSTID"))
 print(links._link(dist.group.WORLD, torch.device("cuda", 0)).kind)
 """
 
@@ -23,9 +24,9 @@ print(links._link(dist.group.WORLD, torch.device("cuda", 0)).kind)
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"MEGATRON_FLUX_RANKS_ON_GPU": "2"}, ["2 None rank 0", "nvlink"]),
-        ({"MEGATRON_FLUX_RANKS_ON_GPU": "2", "LOCAL_RANK": "1", "RANK": "1"}, ["0 0 rank 0", "nvlink"]),
-        ({}, ["0 None None"]),
+        ({"MEGATRON_FLUX_RANKS_ON_GPU": "2"}, ["2 0 None rank 0", "nvlink"]),
+        ({"MEGATRON_FLUX_RANKS_ON_GPU": "2", "LOCAL_RANK": "1", "RANK": "1"}, ["0 0 0 rank 0", "nvlink"]),
+        ({}, ["0 0 None None"]),
     ],
     ids=["starts ranks", "a rank", "not asked"],
 )

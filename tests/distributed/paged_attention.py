@@ -44,5 +44,7 @@ def attend(
     k, v = (c[blocks.long().clamp(min=0)].flatten(1, 2).float() for c in (k_cache, v_cache))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("qhd,qkhd->qhk", q.float(), k) * scale
-    unseen = torch.arange(k.shape[1], device=q.device) >= seen.clamp(min=1)[:, None]
-    return torch.einsum("qhk,qkhd->qhd", scores.masked_fill(unseen[:, None], float("-inf")).softmax(-1), v).to(q.dtype)
+    unseen = torch.arange(k.shape[1], device=q.device) >= seen[:, None]
+    shares = scores.masked_fill(unseen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)  # of no key: none
+    v = v.masked_fill(unseen[:, :, None, None], 0.0)  # memory that nobody has written may hold anything
+    return torch.einsum("qhk,qkhd->qhd", shares, v).to(q.dtype)

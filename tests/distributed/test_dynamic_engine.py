@@ -97,6 +97,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
         wrapped = wrappers.GPTInferenceWrapper(model, described, context)
     controller = controllers.TextGenerationController(inference_wrapped_model=wrapped, tokenizer=Letters())
     engine = engines.DynamicInferenceEngine(controller, context, **({} if newer else {"random_seed": 1}))
+    context.memory_buffer.fill_(float("nan"))  # what a cache of torch.empty() may hold
     waiting, done = list(zip(range(len(PROMPTS)), PROMPTS, NEW, strict=True)), {}
     while waiting or engine.has_unfinished_requests():
         if waiting:

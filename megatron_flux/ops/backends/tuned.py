@@ -217,7 +217,8 @@ class TunedBackend(Measurement):
         return fast_path.PreparedStock(call) if stock else None
 
     def _may_pipeline(self, call: OperatorCall) -> bool:
-        return self.pipelined is not None and call.bias is None and call.fp8 is None
+        has_it = self.pipelined is not None and call.operator != "gemm_all_reduce"
+        return has_it and call.bias is None and call.fp8 is None
 
     def _choice(self, call: OperatorCall, *, itself: bool = False) -> Choice:
         """For this call; measured if that is new, or waits if it may. ``itself``: it is asked for ahead of training,

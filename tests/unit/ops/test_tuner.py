@@ -136,6 +136,21 @@ def test_pipelined_which_rounds_before_a_bias_is_neither_measured_nor_taken_for_
     assert list(answer["ms"]) == ["reference"], "it is not measured for calls that will be captured"
 
 
+def test_pipelined_which_has_no_gemm_all_reduce_is_not_tried(
+    tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")
+    monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {key: [1.0] for key in ways})
+    monkeypatch.setattr(timing, "all_agree", lambda *_: False)
+    monkeypatch.setattr(tuned, "reference", Sums("reference", tuned.log))
+    tuned.decide(OperatorCall("gemm_all_reduce", X, W, GROUP))
+    (answer,) = tuning_cache.load(tuning_cache.cache_path()).values()
+    assert (answer["list"], list(answer["ms"])) == ("full", ["reference"])
+    assert "cannot run" not in caplog.text, "a warning that nobody can do anything about"
+
+
 def test_a_tuner_without_pipelined(tuned: TunedBackend) -> None:
     keep("pipelined", None)
     tuned.pipelined = None

@@ -442,8 +442,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "the tuner keeps one answer for sums that are promoted and sums that are not",
         f"{OPS}/fp8_operand.py",
-        "return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)",
-        "return (self.x.dtype, self.weight.dtype, self.x.scaling, self.out)",
+        "return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)",
+        "return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, False)",
         ("tests/distributed/test_tuner.py::test_fp8_is_decided_by_how_it_is_scaled_and_added_up",),
     ),
     _fault(

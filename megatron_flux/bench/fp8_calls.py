@@ -25,7 +25,7 @@ from megatron_flux import ops
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backends.fp8_gemm import cublas_takes, fp8_gemm
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, random_pair
+from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, Fp8Pair, random_pair
 
 
 def pair_of(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Fp8Pair:
@@ -33,9 +33,8 @@ def pair_of(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: to
     rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
     blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
     of_x = torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn
-    like = torch.empty(0, dtype=dtype, device=device)
-    how = {"formats": (of_x, torch.float8_e4m3fn), "in_blocks": blocks, "split": dgrad and not blocks}
-    return random_pair(rows, case.n, case.k, like, **how)
+    kind = Fp8Kind(of_x, torch.float8_e4m3fn, "1x128" if blocks else "tensor", dtype, promoted=blocks or dgrad)
+    return random_pair(rows, case.n, case.k, kind, device)
 
 
 def call(case: Case, pair: Fp8Pair, group: dist.ProcessGroup, backend: str) -> Callable[[], object]:

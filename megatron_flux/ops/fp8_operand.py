@@ -28,7 +28,7 @@ Shards
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -184,16 +184,16 @@ class Fp8Kind(NamedTuple):
     out: torch.dtype
     promoted: bool  # sums go to fp32 every 128 of k
 
+    @property
+    def blocks(self) -> bool:
+        """Whether blocks of numbers have scales of their own."""
+        return self.scaling != "tensor"
+
     def words(self) -> str:
         """As keys of files have it: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
         formats = " x ".join(str(dtype).removeprefix("torch.float8_") for dtype in (self.x, self.weight))
-        how = "blocks" if self.scaling != "tensor" else "tensor, split" if self.promoted else "tensor"
+        how = "blocks" if self.blocks else "tensor, split" if self.promoted else "tensor"
         return f"{formats} by {how}, to {str(self.out).removeprefix('torch.')}"
-
-    def how(self) -> dict[str, Any]:
-        """As :func:`random_pair` takes it."""
-        in_blocks = self.scaling != "tensor"
-        return {"formats": (self.x, self.weight), "in_blocks": in_blocks, "split": self.promoted and not in_blocks}
 
 
 class Fp8Pair(NamedTuple):
@@ -217,7 +217,7 @@ class Fp8Pair(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Whether blocks of numbers have scales of their own."""
+        """As :attr:`Fp8Kind.blocks`."""
         return self.x.scaling != "tensor"
 
     @property
@@ -244,25 +244,15 @@ TOP = 4.0
 
 
 def random_pair(
-    rows: int,
-    n: int,
-    k: int,
-    like: torch.Tensor,
-    *,
-    formats: tuple[torch.dtype, torch.dtype],
-    in_blocks: bool,
-    split: bool,
-    generator: torch.Generator | None = None,
+    rows: int, n: int, k: int, kind: Fp8Kind, device: torch.device, generator: torch.Generator | None = None
 ) -> Fp8Pair:
-    """Operands ``[rows, k]`` and ``[n, k]`` of random numbers; results have the dtype of ``like``, which is where they
-    lie. For benchmarks, tests and tuning.
-    """
-    x = like.new_empty(rows, k).normal_(generator=generator).clamp_(-TOP, TOP)
+    """Operands ``[rows, k]`` and ``[n, k]`` of random numbers. For benchmarks, tests, tuning and sampled calls."""
+    x = torch.empty(rows, k, dtype=kind.out, device=device).normal_(generator=generator).clamp_(-TOP, TOP)
     x[0, 0] = TOP
-    weight = like.new_empty(n, k).normal_(generator=generator)
-    scalings: tuple[Scaling, Scaling] = ("1x128", "128x128") if in_blocks else ("tensor", "tensor")
-    operands = (quantized(t, *how) for t, *how in zip((x, weight), scalings, formats, strict=True))
-    return Fp8Pair(*operands, like.dtype, split)
+    weight = x.new_empty(n, k).normal_(generator=generator)
+    of_weight: Scaling = "128x128" if kind.blocks else "tensor"
+    operands = quantized(x, kind.scaling, kind.x), quantized(weight, of_weight, kind.weight)
+    return Fp8Pair(*operands, kind.out, kind.promoted and not kind.blocks)
 
 
 def quantized(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = torch.float8_e4m3fn) -> Fp8Operand:

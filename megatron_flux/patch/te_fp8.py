@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -42,7 +42,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_flux.config import Backends
 from megatron_flux.layers.fp8 import Gradient, Rows
 from megatron_flux.layers.fp8_linears import fp8_column_parallel_linear, fp8_row_parallel_linear
-from megatron_flux.ops.fp8_operand import BLOCK, Fp8Operand, gemm_ready
+from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, gemm_ready
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
@@ -67,14 +67,6 @@ BY_RELEASE = (
 """What not all supported releases have; see the module."""
 
 _INEXACT = ("chunked_fp8", "chunked_int8")
-
-
-class Fp8Gemm(NamedTuple):
-    """What a layer's GEMM multiplies by a recipe, shapes apart."""
-
-    formats: tuple[torch.dtype, torch.dtype]  # of x or dy, and of the weight
-    in_blocks: bool
-    split: bool  # sums, as :class:`~megatron_flux.ops.fp8_operand.Fp8Pair` says
 
 
 class TransformerEngineFp8:
@@ -198,12 +190,13 @@ class TransformerEngineFp8:
         )
         return forward, dgrad, wgrad
 
-    def gemms(self) -> tuple[Fp8Gemm, Fp8Gemm]:
-        """Forward and dgrad of a layer that would run under the present autocast."""
+    def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:
+        """What a layer would multiply, to ``out``, in forward and dgrad under the present autocast."""
         recipe = self.state.get_fp8_recipe()
-        in_blocks, splits = recipe.float8_block_scaling(), self.splits(recipe)
+        blocks, splits = recipe.float8_block_scaling(), self.splits(recipe)
+        how = [("1x128" if blocks else "tensor", out, split or blocks) for split in splits]
         weight, gradient = self.format_of(recipe, True), self.format_of(recipe, False)
-        return Fp8Gemm((weight, weight), in_blocks, splits[0]), Fp8Gemm((gradient, weight), in_blocks, splits[1])
+        return Fp8Kind(weight, weight, *how[0]), Fp8Kind(gradient, weight, *how[1])
 
     def run(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any, options: dict[str, Any]

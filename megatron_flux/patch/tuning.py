@@ -30,10 +30,9 @@ from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fp8_operand import random_pair
+from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.patch.linears import TE_KINDS, TE_ROW, LinearPatch, asks_for_graphs, backends_of
 from megatron_flux.patch.megatron_core import inference_layers, te_layers
-from megatron_flux.patch.te_fp8 import Fp8Gemm
 
 logger = logging.getLogger("megatron_flux")
 
@@ -47,7 +46,7 @@ class _Linear(NamedTuple):
     shape: tuple[int, int]  # ``[n, k]`` of the rank
     bias: torch.Tensor | None  # that the GEMM adds
     like: torch.Tensor  # of the operands' dtype and device; in FP8 of the results'
-    fp8: tuple[Fp8Gemm, Fp8Gemm] | None = None  # forward and dgrad
+    fp8: tuple[Fp8Kind, Fp8Kind] | None = None  # forward and dgrad
 
 
 class _Micro(NamedTuple):
@@ -106,15 +105,15 @@ def _decide(linear: _Linear, m: int, backend_name: str, wire: str, dgrad: bool, 
         return False
     n, k = reversed(linear.shape) if dgrad else linear.shape
     bias = None if dgrad else linear.bias
-    serves_wgrad = dgrad and not (gemm is not None and gemm.in_blocks)
+    serves_wgrad = dgrad and not (gemm is not None and gemm.blocks)
     how: dict[str, Any] = {"bias": bias, "return_gathered": serves_wgrad, "async_op": beside_wgrad, "wire": wire}
     if gemm is not None:
         # Of operands so small, only what they are counts.
-        tiny = random_pair(1, 16, 16, like, **gemm._asdict(), generator=_generator(like, group))
+        tiny = random_pair(1, 16, 16, gemm, like.device, _generator(like, group))
         tuner = _tuner(backend_name, tiny.x.numbers, tiny.weight.numbers, group)
         if tuner is None:
             return False
-        pair = random_pair(rows, n, k, like, **gemm._asdict(), generator=_generator(like, group))
+        pair = random_pair(rows, n, k, gemm, like.device, _generator(like, group))
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group, **how, fp8=pair)
     else:
         weight = like.new_empty(linear.shape) if linear.weight is None else linear.weight
@@ -137,7 +136,7 @@ def _decide_gather(linear: _Linear, m: int, backend_name: str, wires: Wires, ask
     layer, like, (n, k) = linear.layer, linear.like, linear.shape
     weight, fp8 = linear.weight, linear.fp8
     trained = weight is None or weight.requires_grad
-    again = not linear.row or (fp8 is not None and fp8[1].in_blocks)
+    again = not linear.row or (fp8 is not None and fp8[1].blocks)
     if not (trained and again and layer.sequence_parallel and tuner_calls.by_chunks(like, layer.tp_group)):
         return False
     width = n if linear.row else k
@@ -254,5 +253,5 @@ def _over_te(layer: Any, kind: str, linears: LinearPatch, micro: _Micro) -> _Lin
     if linears.why_stock_te(kind, layer, x, weight, (), {}):
         return None
     bias = layer.bias if not row and layer.apply_bias else None
-    fp8 = linears.te.fp8.gemms() if linears.runs_fp8() else None
+    fp8 = linears.te.fp8.gemms(like.dtype) if linears.runs_fp8() else None
     return _Linear(layer, row, weight, tuple(weight.shape), bias, like, fp8)

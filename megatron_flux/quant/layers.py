@@ -39,14 +39,9 @@ class FoldedMLP:
     """The rank's part of an MLP, which is folded if it is not yet."""
 
     def __init__(
-        self,
-        mlp: MLP,
-        group: dist.ProcessGroup,
-        *,
-        activation: str = "silu",
-        device: torch.device | str = "cpu",
+        self, mlp: MLP, group: dist.ProcessGroup, *, activation: str = "silu", device: torch.device | str = "cpu",
         all_reduce: AllReduce | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``all_reduce`` takes the place of torch's. Raises UserError: ``mlp`` cannot be folded, or not run as int4."""
         own = part(mlp, group.rank(), group.size())
         self._first = int4_linear(joined(own.first), device)
@@ -64,14 +59,9 @@ class NaiveMLP:
     """The rank's part of an MLP as it stands, FC1's columns in their own order: what lies between is gathered."""
 
     def __init__(
-        self,
-        mlp: MLP,
-        group: dist.ProcessGroup,
-        *,
-        activation: str = "silu",
-        device: torch.device | str = "cpu",
+        self, mlp: MLP, group: dist.ProcessGroup, *, activation: str = "silu", device: torch.device | str = "cpu",
         all_reduce: AllReduce | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As of :class:`FoldedMLP`."""
         tp, rank = group.size(), group.rank()
         if (reason := why_not(mlp, tp)) is not None:

@@ -285,21 +285,17 @@ def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
     """
     rows = call.m // call.group.size() if call.operator in GATHERING else call.m
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
-    like = torch.empty(0, dtype=call.dtype if call.fp8 is None else call.fp8.out, device=call.device)
+    random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)
     try:
-        pair = None
-        if call.fp8 is None:
-            x, weight = like.new_empty(rows, call.k), like.new_empty(call.n, call.k)
-            x.normal_(generator=generator)
-            weight.normal_(generator=generator)
-            weight = weight.view(call.k, call.n) if call.transposed else weight
+        pair = call.fp8 and random_pair(rows, call.n, call.k, call.fp8, call.device, generator)
+        if pair is None:
+            x, weight = random(rows, call.k), random(*((call.k, call.n) if call.transposed else (call.n, call.k)))
         else:
-            pair = random_pair(rows, call.n, call.k, like, **call.fp8.how(), generator=generator)
             x, weight = pair.x.numbers, pair.weight.numbers
         made = OperatorCall(call.operator, x, weight, call.group, call.transposed, fp8=pair)
         alone = gemm_only(made)
         # The reference backend's gathered operand, its result and the one before, which is dropped later.
-        scratch = [x.new_empty(call.m, call.k), like.new_empty(call.m, call.n), like.new_empty(call.m, call.n)]
+        scratch = x.new_empty(call.m, call.k), x.new_empty(2, call.m, call.n, dtype=made.out)
         del scratch
     except torch.OutOfMemoryError:
         return None

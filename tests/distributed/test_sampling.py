@@ -19,7 +19,7 @@ from megatron_flux.metrics import schema
 from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.ops.fp8_operand import random_pair
+from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests.distributed.pool import WorkerPool
 
@@ -100,11 +100,16 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
 
 def rank_fp8(in_blocks: bool) -> dict[str, Any]:
     sampler, group = Sampler(1), dist.group.WORLD
-    formats = (torch.float8_e4m3fn, torch.float8_e4m3fn if in_blocks else torch.float8_e5m2)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    forward = Fp8Kind(e4m3, e4m3, "1x128" if in_blocks else "tensor", torch.bfloat16, in_blocks)
+    dgrad = forward if in_blocks else forward._replace(x=e5m2, promoted=True)
     with sampler.step(1):
-        for operator, of_x in (("all_gather_gemm", 0), ("gemm_reduce_scatter", 1), ("gemm_all_reduce", 0)):
-            how = {"formats": (formats[of_x], formats[0]), "in_blocks": in_blocks, "split": of_x == 1 and not in_blocks}
-            pair = random_pair(256, 384, 128, torch.empty(0, dtype=torch.bfloat16), **how)
+        for operator, kind in {
+            "all_gather_gemm": forward,
+            "gemm_reduce_scatter": dgrad,
+            "gemm_all_reduce": forward,
+        }.items():
+            pair = random_pair(256, 384, 128, kind, torch.device("cpu"))
             getattr(ops, operator)(pair.x, pair.weight, group, split_accumulator=pair.split, backend="reference")
     return sampler.result()
 

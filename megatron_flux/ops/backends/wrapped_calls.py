@@ -66,13 +66,12 @@ class Planned:
 def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:
     """The same ways, each with the wgrad of its layer: ``dy.T @ x`` with dy ``[m, k]`` of the call and x ``[m, n]``."""
     generator = torch.Generator(device=call.x.device).manual_seed(0)  # training's numbers stay what they were
-    like = call.x.new_empty(0, dtype=call.out)
     if call.fp8 is None:
-        dy, x = call.x, like.new_empty(call.m, call.n).normal_(generator=generator)
+        dy, x = call.x, call.x.new_empty(call.m, call.n).normal_(generator=generator)
         wgrad = functools.partial(torch.matmul, dy.t(), x)
     else:  # of both transposed, as FP8 has them
-        formats, how = (call.fp8.x.dtype, call.fp8.weight.dtype), {"in_blocks": call.fp8.blocks, "split": True}
-        pair = random_pair(call.k, call.n, call.m, like, formats=formats, **how, generator=generator)
+        kind = call.fp8.kind._replace(promoted=True)
+        pair = random_pair(call.k, call.n, call.m, kind, call.x.device, generator)
         wgrad = functools.partial(fp8_gemm, pair)
 
     def beside(way: Way) -> Way:

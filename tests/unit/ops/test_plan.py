@@ -72,7 +72,7 @@ def test_answers_of_fp8_are_kept_by_all_that_they_depend_on() -> None:
         Fp8Pair(quantized(numbers, "1x128"), quantized(numbers, "128x128")),
     ]
     operands = ("all_gather_gemm", 256, 256, 256)
-    keys = {tuning_cache.describe(*operands, p.x.numbers, False, 2, "nvlink", fp8=p) for p in pairs}
+    keys = {tuning_cache.describe(*operands, p.x.numbers, False, 2, "nvlink", fp8=p.kind) for p in pairs}
     assert len(keys) == len({p.kind for p in pairs}) == len(pairs)
     assert any(" e4m3fn x e4m3fn by tensor, split, to bfloat16 " in key for key in keys)
 

@@ -298,6 +298,20 @@ def parity(path: str) -> str:
     return f"{curves(path, pairs)}\n{table(('run', 'mean loss of the last 50 steps'), last)}"
 
 
+def shared_gpu(folder: str) -> str:
+    """Trainings of ranks that share a GPU: two of stock, which may repeat itself to the bit, and one of flux."""
+    rows = []
+    for name in ("fp8-blockwise", "fp8-current", "host"):
+        runs = trainings(f"{folder}/{name}.json")
+        for run in ("stock-again", "flux"):
+            found = {curve: apart(runs[run], runs["stock"], curve) for curve in CURVES}
+            differs = [place for place, both in enumerate(zip(*found.values(), strict=True), 1) if any(both)]
+            cells = [f"{percent(fmean(of), 2)}, {percent(max(of), 1)}" for of in found.values()]
+            count = len(found["lm loss"])
+            rows.append([name, run, str(count), str(differs[0]) if differs else "none", *cells])
+    return table(("training", "run", "steps", "first step that differs", "loss", "gradient norm"), rows)
+
+
 def graphs(folder: str) -> str:
     """Trainings with Megatron's CUDA graphs."""
     small = f"{folder}/data-parallel.json"
@@ -527,6 +541,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "host-link-h200x2": host_link,
     "wire-cpu": wires,
     "fp8-gemm-h200": fp8_gemms,
+    "two-ranks-one-h200": shared_gpu,
 }
 
 

@@ -30,6 +30,7 @@ FOLDERS = (
     "host-link-h200x2",
     "wire-cpu",
     "fp8-gemm-h200",
+    "two-ranks-one-h200",
 )
 
 X = "\u00d7"

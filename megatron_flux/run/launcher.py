@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
@@ -87,11 +88,12 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
         FluxError: a rank failed or was killed; names the first one and its error.
         InterruptedRunError: this process got SIGINT or SIGTERM (with ``pass_on`` twice); the ranks have been ended.
     """
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     introduce_launcher()
+    # For the name of an event, each time, it reads the source of all that calls it: a third of the start of a training.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
     # What torch.distributed.run --standalone does: one node, a free port.
     alone: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     if pass_on is not None:
@@ -167,8 +169,7 @@ def failure_of(error: ChildFailedError, left: str) -> FluxError:
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that the others followed, and its failure."""
-    failures = error.failures.items()
-    return min(failures, key=lambda item: (cause_order(item[1].exitcode), item[1].timestamp, item[0]))
+    return min(error.failures.items(), key=lambda item: (cause_order(item[1].exitcode), item[1].timestamp, item[0]))
 
 
 def account_of(failure: ProcessFailure) -> str:

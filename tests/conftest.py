@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,19 @@ from tests.left_behind import pytest_sessionfinish, pytest_sessionstart, pytest_
 from tests.warm import Warm
 
 __all__ = ["pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summary"]
+
+gc.disable()  # until all has been imported, of which nothing is garbage
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks through what has been imported again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Extension modules complain of leaks at exit otherwise."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,13 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _serve(address: str) -> None:
     """Import, then fork for whoever connects, until this process's standard input ends."""
+    gc.disable()
     for module in MODULES:
         importlib.import_module(module)
     gc.freeze()  # no garbage, and a fork's collections need not look through it
+    gc.enable()
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # torch's operators need not be taken apart by every fork that ends
     assert threading.active_count() == 1
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{address}.new")

@@ -66,7 +66,7 @@ BY_RELEASE = (
 )
 """What not all supported releases have; see the module."""
 
-_INEXACT = ("chunked_fp8", "chunked_int8")
+_WITHOUT_FP8 = ("pipelined", "chunked_fp8", "chunked_int8")
 
 
 class TransformerEngineFp8:
@@ -131,8 +131,8 @@ class TransformerEngineFp8:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
         if type(weight) is not torch.nn.Parameter and not isinstance(weight, (self.whole, self.blocks)):
             return f"weight of type {type(weight).__name__}"
-        if inexact := [name for name in dict.fromkeys(backends) if name in _INEXACT]:
-            return f"fp8 over backend {inexact[0]}"
+        if without := [name for name in dict.fromkeys(backends) if name in _WITHOUT_FP8]:
+            return f"fp8 over backend {without[0]}"
         return self._why_stock_shapes(layer, x, weight, recipe)
 
     def _why_stock_shapes(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> str | None:

@@ -433,6 +433,7 @@ REASONS = {
     "userbuffers (tp_comm_overlap)": _reason(change=_set(ub_overlap_ag_fprop=True)),
     "delayed fp8 scaling with save_original_input": _reason("delayed", change=_set(save_original_input=True)),
     "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
+    "fp8 over backend pipelined": _reason(config={"dgrad": "pipelined"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
     "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
     "fp8 with TransformerEngine": _reason(change=_other_release),

@@ -164,9 +164,9 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | None:
 def _key(call: dict[str, Any]) -> tuple[str, ...]:
     if call.get("operator") == "all_gather":
         return "all_gather", f"{call.get('m', '?')} {CROSS} {call.get('k', '?')}"
-    weight = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k"
+    weight, dtype = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k", str(call.get("dtype"))
     shape = f" {CROSS} ".join(str(call.get(name, "?")) for name in "mnk")
-    return str(call.get("operator", "?")), shape, f"weight {weight}"
+    return str(call.get("operator", "?")), shape, dtype if " x " in dtype else f"weight {weight}"  # FP8's has one form
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -77,6 +77,19 @@ def test_operators_are_medians_of_the_timed_samples(full: dict[str, Part]) -> No
     assert full["choices"].table.rows[0][1:] == ("fused bm=128 bn=256", "2")
 
 
+def test_calls_in_fp8_are_told_apart_by_their_formats(tmp_path: Path) -> None:
+    """Both operands are always k-major: the weight's form does not tell forward's from dgrad's, of the same shape."""
+    formats = ("e4m3fn x e4m3fn by tensor, to bfloat16", "e5m2 x e4m3fn by tensor, split, to bfloat16")
+    arms = full_arms()
+    for item in arms["flux"]:
+        if item.get("flux/calls"):
+            like = item["flux/calls"][0]
+            item["flux/calls"] = [like | {"dtype": dtype, "transposed": False} for dtype in formats]
+    part = parts(chapter(load(full_run(tmp_path / "run", arms)), "run1"))["e-overlap"]
+    call = f"{like['operator']} " + " \u00d7 ".join(str(like[name]) for name in "mnk")
+    assert [row[0] for row in part.table.rows] == [f"{call}, {dtype}" for dtype in formats]
+
+
 def test_what_is_withheld_is_said(tmp_path: Path) -> None:
     arms = full_arms()
     for item in arms["flux"]:

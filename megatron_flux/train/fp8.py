@@ -14,7 +14,9 @@ and attention's two products are not.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
+from unittest import mock
 
 from megatron_flux.errors import UserError
 from megatron_flux.train.presets import ModelShape
@@ -39,6 +41,17 @@ _CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0)}
 def transformer_options(recipe: Recipe | None) -> dict[str, Any]:
     """What megatron-core's TransformerConfig is given of ``recipe``; None is none."""
     return {} if recipe is None else dict(_MEGATRON[recipe])
+
+
+def turn_of(scales: dict[str, Any]) -> AbstractContextManager[object]:
+    """Have TransformerEngine know the ``scales`` of one model alone, empty before its first turn. In delayed scaling
+    every pass updates all that it knows: a model whose turn it is not would forget its amaxes.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
+        scales.setdefault(name, {})
+    return mock.patch.multiple(getattr(State, "quantization_state", State), **scales)  # the former from 2.15 on
 
 
 def words(precision: str, recipe: str | None) -> str:

@@ -1,7 +1,7 @@
 """One arm of training: model, optimizer, data and random state, advanced a step at a time by megatron.core.
 
-Two trainers may live in one process and take turns; each keeps its own random state between turns, so that neither
-knows of the other. Which linears run is decided outside, by whether flux is patched during the turn.
+Two trainers may live in one process and take turns; each keeps its own random state, and scales of FP8, between turns,
+so that neither knows of the other. Which linears run is decided outside, by whether flux is patched during the turn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import OPTIMIZER
+from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import Datasets, MicroBatches
 from megatron_flux.train.measurements import LocalStep, OwnMemory
@@ -39,6 +40,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
         self.config, self.device = config, device
+        self._scales: dict[str, Any] = {}
         self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
         with self.memory.turn():
             seed_everything(config.seed, config.cuda_graph_impl)
@@ -53,32 +55,23 @@ class Trainer:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Draw random numbers from this trainer's own state, and own what is allocated, inside the context."""
+        """Inside, random numbers and FP8's scales are this trainer's own, and so is what is allocated."""
         set_random_state(self._random_state)
         try:
-            with self.memory.turn():
+            with self.memory.turn(), nullcontext() if self.config.fp8 is None else fp8.turn_of(self._scales):
                 yield
         finally:
             self._random_state = random_state()
 
     def advance(self) -> tuple[list[dict[str, torch.Tensor]], float, float]:
-        """Forward, backward and optimizer over one global batch, enqueued and not measured.
-
-        Returns the micro-batches' losses, the gradient norm and the learning rate.
+        """Forward, backward and optimizer over one global batch, enqueued and not measured: the micro-batches' losses,
+        the gradient norm and the learning rate.
         """
         config = self.config
         self._graphs.before_step()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=self.batches,
-            model=self.model,
-            num_microbatches=config.micro_batches,
-            seq_length=config.shape.seq_length,
-            micro_batch_size=config.micro_batch_size,
-            forward_only=False,
-        )
+        losses = self._passes(self.batches, config.micro_batches, forward_only=False)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         with call_events.named(OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()
@@ -89,24 +82,29 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the tokens of the first ``eval_iters`` global batches for validation. A collective call.
 
-        Nothing of the training changes: no random number is drawn, since evaluation drops nothing out.
+        Nothing of the training changes: no random number is drawn, since evaluation drops nothing out, and amaxes of
+        delayed scaling are what they were.
         """
         config = self.config
+        kept = [(amax, amax.clone()) for found in self._scales.get("global_amax_buffer", {}).values() for amax in found]
         self.model.eval()
         with torch.no_grad():
-            losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=MicroBatches(config, self._validation, self._dp_rank, self.device),
-                model=self.model,
-                num_microbatches=config.micro_batches * (config.eval_iters or EVAL_ITERS),
-                seq_length=config.shape.seq_length,
-                micro_batch_size=config.micro_batch_size,
-                forward_only=True,
-            )
+            batches = MicroBatches(config, self._validation, self._dp_rank, self.device)
+            losses = self._passes(batches, config.micro_batches * (config.eval_iters or EVAL_ITERS), forward_only=True)
         self.model.train()
+        for amax, before in kept:
+            amax.copy_(before)
         found = torch.tensor(_sums(losses), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return float(found[0] / found[1])
+
+    def _passes(self, batches: MicroBatches, count: int, *, forward_only: bool) -> Any:
+        """Forward, and backward, over so many micro-batches; returns their losses."""
+        return get_forward_backward_func()(
+            forward_step_func=_forward_step, data_iterator=batches, model=self.model, num_microbatches=count,
+            seq_length=self.config.shape.seq_length, micro_batch_size=self.config.micro_batch_size,
+            forward_only=forward_only,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
@@ -126,10 +124,9 @@ class Trainer:
         config, mcore = self.config, self._mcore_config
         bare = build_model(config, mcore)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=config.overlap_grad_reduce,
+            grad_reduce_in_fp32=True, overlap_grad_reduce=config.overlap_grad_reduce,
             use_distributed_optimizer=config.distributed_optimizer,
-        )
+        )  # fmt: skip
         with side_stream(config):
             model = DistributedDataParallel(mcore, ddp, bare)
         mcore.finalize_model_grads_func, mcore.grad_scale_func = finalize_model_grads, None
@@ -140,29 +137,19 @@ class Trainer:
         config = self.config
         same = {name: getattr(config, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")}
         adam = OptimizerConfig(
-            optimizer="adam",
-            **same,
-            bf16=config.precision == "bf16",
-            params_dtype=config.dtype,
+            optimizer="adam", **same, bf16=config.precision == "bf16", params_dtype=config.dtype,
             use_distributed_optimizer=config.distributed_optimizer,
-        )
+        )  # fmt: skip
         optimizer = get_megatron_optimizer(adam, [self.model])
         batch = config.global_batch_size
         # The scheduler counts sequences. Constant rates ignore the decay's length, but it must exceed the warm-up.
         decay_steps = config.lr_decay_steps or config.lr_warmup_steps + 1
         scheduler = OptimizerParamScheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=config.lr_warmup_steps * batch,
-            lr_decay_steps=decay_steps * batch,
-            lr_decay_style="constant" if config.lr_decay_steps is None else "cosine",
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=decay_steps * batch,
-            wd_incr_style="constant",
-        )
+            optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr,
+            lr_warmup_steps=config.lr_warmup_steps * batch, lr_decay_steps=decay_steps * batch,
+            lr_decay_style="constant" if config.lr_decay_steps is None else "cosine", wd_incr_steps=decay_steps * batch,
+            start_wd=config.weight_decay, end_wd=config.weight_decay, wd_incr_style="constant",
+        )  # fmt: skip
         scheduler.step(increment=0)
         return optimizer, scheduler
 

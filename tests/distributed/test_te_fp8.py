@@ -23,6 +23,7 @@ from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.backends import registry
+from megatron_flux.train.fp8 import turn_of
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool
@@ -48,6 +49,7 @@ from tests.distributed.te_fp8_cases import (
     rank_quantised,
     rank_switches,
     recipe_of,
+    state_of,
     train,
     why_not,
 )
@@ -324,6 +326,25 @@ def test_the_program_of_gpus(te_world2: WorkerPool, recipe: str) -> None:
 
 
 # Frozen parameters, and an input without gradient
+
+
+def rank_turns() -> None:
+    case = fp8_case("column")
+    with fp8_megatron():
+        alone = train(case, built(case), ("delayed",) * 4)
+        fresh()
+        layers: list[tuple[Any, dict[str, Any]]] = [(built(case), {}) for _ in range(2)]
+        for layer, scales in layers:
+            with turn_of(scales):
+                train(case, layer, ("delayed",) * 4).require_same(alone, "a turn of its own")
+        for layer, _ in layers:  # the first one's passes lie before the other's
+            for name, expected in state_of(layer).items():
+                assert torch.equal(alone.state[f"3 {name}"], expected), name
+
+
+def test_two_models_take_turns(te_world2: WorkerPool) -> None:
+    """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
+    te_world2.run(rank_turns)
 
 
 def rank_fp8_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:

@@ -72,9 +72,11 @@ HOST=(--nproc "$GPUS" --link host --wire fp8)
 if ((GPUS == 2)); then
     NARROW=(--models gpt3-6.7b --micro-batch 16 --layers 2)
     TRAINED=(--preset gpt3-6.7b --num-layers 8 --micro-batch-size 16)
+    TRAINED_FP8=("${TRAINED[@]}")
 else
     NARROW=(--models "gpt3-175b,llama-70b")
     TRAINED=(--preset gpt3-175b --num-layers 4)
+    TRAINED_FP8=(--preset llama2-70b --num-layers 4)
 fi
 
 # SECONDS COMMAND...: its output is the stage's log.
@@ -120,8 +122,8 @@ for stage in "${PARTS[@]}"; do
             ;;
         fp8_layer_*) # whose plans fp8_ops has tuned, if it ran before on this machine
             MEGATRON_FLUX_TUNE_SECONDS=15 limited 590 "${FLUX[@]}" bench layer --nproc "$GPUS" \
-                --models gpt3-175b,llama-70b --arms te,te_ub,flux_te,floor,busy_floor --fp8 "${stage#fp8_layer_}" \
-                --no-bf16 --rounds 7 --seconds 480 --out "$to"
+                "${NARROW[@]}" --arms te,te_ub,flux_te,floor,busy_floor --fp8 "${stage#fp8_layer_}" --no-bf16 --rounds 7 \
+                --seconds 480 --out "$to"
             ;;
         inference) limited 590 "${FLUX[@]}" bench inference --tp "$GPUS" --seconds 540 --out "$to" ;;
         connections) # to be laid beside the same rows of layer, which has one connection
@@ -161,7 +163,7 @@ for stage in "${PARTS[@]}"; do
                 --transformer-impl transformer_engine "${SMALL[@]}"
             ;;
         fp8_compare)
-            limited 590 "${FLUX[@]}" compare --preset llama2-70b --num-layers 4 --nproc "$GPUS" --fp8 current \
+            limited 590 "${FLUX[@]}" compare "${TRAINED_FP8[@]}" --nproc "$GPUS" --fp8 current \
                 --transformer-impl transformer_engine --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
             ;;
         metrics) limited 300 "${FLUX[@]}" bench metrics "${WIDE[@]}" --pairs 12 --block-steps 20 --out "$to" ;;

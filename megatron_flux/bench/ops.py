@@ -65,10 +65,7 @@ def operands(
     """``x`` and ``weight`` as the operator takes them, fresh and random."""
     rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
     weight = (case.k, case.n) if case.transposed else (case.n, case.k)
-    return (
-        torch.randn(rows, case.k, dtype=dtype, device=device),
-        torch.randn(*weight, dtype=dtype, device=device),
-    )
+    return (torch.randn(rows, case.k, dtype=dtype, device=device), torch.randn(*weight, dtype=dtype, device=device))
 
 
 def call(

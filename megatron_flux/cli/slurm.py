@@ -17,9 +17,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.estimate.job import PlanOptions
 
 app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    help="Job scripts for clusters: plan, render, submit, status, resume, collect.",
+    cls=Group, no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect."
 )
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]

@@ -193,11 +193,7 @@ def bytes_against_weights(run: RunConfig) -> float:
 
 
 def _notes(
-    job: Job,
-    calls: MeasuredCalls | None,
-    layers: MeasuredLayers | None,
-    reason: str | None,
-    memory: dict[str, float],
+    job: Job, calls: MeasuredCalls | None, layers: MeasuredLayers | None, reason: str | None, memory: dict[str, float]
 ) -> list[str]:
     run, key, notes = job.run, job.device.key, []
     if reason:

@@ -211,6 +211,14 @@ def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b, CPU: tl.constexpr):
+    """``a * b``; see :mod:`megatron_flux.kernels.hopper.scaled` for why it is rounded also where a sum follows."""
+    if CPU:
+        return a * b
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def multiply(
     acc, a, b, row, col, kt, row_end, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr, CPU: tl.constexpr, xs=None, ld=0, left=0, ws=None, ldw=0,

@@ -149,12 +149,7 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
 
 
 def first_or_again(
-    known: dict[Any, Any],
-    key: Hashable,
-    grid: int,
-    first: Callable[[], Launch],
-    device: int,
-    **operands: torch.Tensor,
+    known: dict[Any, Any], key: Hashable, grid: int, first: Callable[[], Launch], device: int, **operands: torch.Tensor
 ) -> None:
     """Launch a kernel on the current stream: by Triton the first time, by its :class:`Relaunch` afterwards.
 

@@ -64,6 +64,7 @@ from megatron_flux.kernels.device import (
     publish,
     raster,
     release_fence,
+    rounded_product,
     scatter_place,
     split_columns,
     wait_flags,
@@ -109,7 +110,7 @@ def ag_gemm_kernel(
             SCALES, PROMOTE,
         )  # fmt: skip
         if SCALES == "tensor":
-            acc *= tl.load(xs) * tl.load(ws)
+            acc = rounded_product(acc, tl.load(xs) * tl.load(ws), CPU)
         if BIAS and SCALES is not None:
             acc += _row_of(bias, pn * BN, n, BN)
         if TMA and not MASK_ROWS:

@@ -24,12 +24,7 @@ from megatron_flux.train.presets import ModelShape
 Recipe = Literal["delayed", "current", "blockwise"]
 
 _MEGATRON: dict[str, dict[str, Any]] = {
-    "delayed": {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-    },
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }

@@ -7,9 +7,12 @@ Contract
     =============  ==================================================================================================
     SCALES         the product is
     =============  ==================================================================================================
-    ``"tensor"``   ``(x @ w) * xs[0] * ws[0]``
+    ``"tensor"``   ``(x @ w) * (xs[0] * ws[0])``
     ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block, row] * ws[column // 128, block]``
     =============  ==================================================================================================
+
+    A bias is added to the rounded product, never in one operation with it: so cuBLASLt does, whose results with one
+    scale per tensor these are to the bit (results/parity-h200x2-fp8).
 
     PROMOTE, always on with them: the tensor core adds up 128 products in its own precision (14 bits on Hopper), which
     are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN 128 or
@@ -54,6 +57,12 @@ def _added(acc, x, y, nothing, by_row, by_half, SCALES: gl.constexpr):
         return acc + part * gl.expand_dims(by_row * by_half, 1)
     else:  # noqa: RET505 - Gluon compiles one of the two
         return acc + part
+
+
+@gluon.jit
+def _rounded_product(a, b):
+    """Compilers make one operation of a product and the sum behind it, but for one that says how it is rounded."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -117,7 +126,7 @@ def scaled_tile(
             sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, False, False, TEAM, TEAMS
         )
     if SCALES == "tensor":
-        acc = acc * (gl.load(xs) * gl.load(ws))
+        acc = _rounded_product(acc, gl.load(xs) * gl.load(ws))
     if BIAS:
         cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)

@@ -98,7 +98,7 @@ def compiled(
 
 
 def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any:
-    """A plain kernel; of FP8 operands with ``scales``, whose sums are promoted."""
+    """A plain kernel; of FP8 operands with ``scales``, whose sums are promoted, and with a bias where it gathers."""
 
     def tile(rows: int, cols: int, kind: str = "bf16") -> str:
         return f"tensordesc<{kind}[{rows}, {cols}]>" if tma else f"*{kind}"
@@ -112,7 +112,7 @@ def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any
     types = POINTERS | {"a": tile(64, bk, kinds[0]), "b": tile(64, bk, kinds[1])}
     if op == "ag_gemm":
         kernel = ag_gemm_kernel
-        constants |= {"GROUP": 8, "MASK_ROWS": False, "BIAS": False}
+        constants |= {"GROUP": 8, "MASK_ROWS": False, "BIAS": scales is not None}
         types |= {"c": tile(64, 64)}
     else:
         kernel = gemm_rs_kernel
@@ -240,13 +240,19 @@ def assembled(ptx: str) -> tuple[int, bool]:
     return int(re.search(r"(\d+) bytes spill stores", said)[1]), re.search(r"\(C751\d\)", said) is not None
 
 
+def arithmetic(ptx: str) -> dict[str, int]:
+    """How many sums in fp32 there are, and how many of them are one operation with a product."""
+    fused = ptx.count("fma.rn.f32")
+    return {"sums": ptx.count("add.f32") + ptx.count("add.rn.f32") + fused, "fused_sums": fused}
+
+
 def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, (capability, op, tma, scales) in PLAIN.items():
         ptx = plain(capability, op, tma, scales).asm["ptx"]
         found[name] = {
             "missing": missing_in_plain(ptx, tma=tma, sums=op == "gemm_rs"),
-            "sums": ptx.count("add.f32") + ptx.count("fma.rn.f32"),
+            **arithmetic(ptx),
         }
     for name, (op, given) in HOPPER.items():
         kernel = hopper(op, given)
@@ -257,7 +263,7 @@ def main() -> None:
             "shared": kernel.metadata.shared,
             "spilled": spilled,
             "waits": waits,
-            "sums": ptx.count("add.f32") + ptx.count("fma.rn.f32"),
+            **arithmetic(ptx),
             "wgmma": ptx.count("wgmma.mma_async"),
             "wide_stores": ptx.count("st.global.v4"),
             "relaunched": relaunched(kernel, operands_of(op, "BIAS" in given, "FP8" in given)),

@@ -72,6 +72,13 @@ def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
         assert kernels[name]["sums"] >= least, name
 
 
+def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, Any]) -> None:
+    """As cuBLASLt does; 128 numbers a thread of Hopper's tile, 32 of a plain one."""
+    for name, numbers in (("fp8 gathered", 128), ("8.9 ag_gemm fp8 tensor", 32), ("9.0 ag_gemm fp8 tensor", 32)):
+        assert kernels[name]["sums"] >= numbers, name
+        assert kernels[name]["fused_sums"] == 0, name
+
+
 def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str, Any]) -> None:
     """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)

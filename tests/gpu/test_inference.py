@@ -105,7 +105,10 @@ def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, grap
             del os.environ[name]
         os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = "3"  # whatever all tests are told: what is not measured is counted
         if graphs:
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
             shims.enter_context(no_random_numbers())
+            shims.callback(delete_cuda_graphs)  # else the next model's layers read what this one's leave
 
         def made(**more: Any) -> torch.nn.Module:
             options = {"sequence_parallel": sequence_parallel, "params_dtype": torch.float16, "fp16": True}

@@ -97,6 +97,24 @@ def flash_attention() -> contextlib.AbstractContextManager[Any]:
     )
 
 
+def with_sampling_behind_its_copies() -> contextlib.AbstractContextManager[Any]:
+    """megatron-core 0.16.1 copies top_k and its like to the host without waiting, and reads them: in CUDA graphs the
+    host is there before the copies, and samples by whatever lay there.
+    """
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    name = "_dynamic_step_sample_bookkeeping"
+    read = getattr(TextGenerationController, name, None)
+    if read is None:
+        return contextlib.nullcontext()
+
+    def waited(self: Any) -> Any:
+        torch.cuda.synchronize()
+        return read(self)
+
+    return mock.patch.object(TextGenerationController, name, waited)
+
+
 def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, graphs: bool) -> tuple[Any, Any, Any]:
     """Tokens of stock, of flux, and what ran. In fp16, whose logits lie closer than bf16's: no two are equal."""
     shims = contextlib.ExitStack()
@@ -108,6 +126,7 @@ def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, grap
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
             shims.enter_context(no_random_numbers())
+            shims.enter_context(with_sampling_behind_its_copies())
             shims.callback(delete_cuda_graphs)  # else the next model's layers read what this one's leave
 
         def made(**more: Any) -> torch.nn.Module:

@@ -90,9 +90,9 @@ class FluxConfig:
     """How many bytes a process may keep so; layers beyond gather again. None: nothing before the optimizer's first
     step, from then on a quarter of the GPU memory that was never needed; on CPUs no limit."""
 
-    fp8: bool = False
+    fp8: bool = True
     """Run layers over TransformerEngine under its FP8 autocast, too (:mod:`megatron_flux.patch.te_fp8`); without it
-    such calls run stock. Off until it has been measured on GPUs."""
+    such calls run stock."""
 
     link: str | None = None
     """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``

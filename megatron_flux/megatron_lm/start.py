@@ -185,12 +185,12 @@ def _fp8_problems(args: Any) -> Iterator[str]:
     if not getattr(args, "fp8", None):
         return
     recipe = getattr(args, "fp8_recipe", None) or "delayed"
-    if not getattr(args, "flux_fp8", False):
-        yield "every linear would run stock with --fp8-format: give --flux-fp8, or train in bf16 or fp16"
+    if not getattr(args, "flux_fp8", True):
+        yield "every linear would run stock with --fp8-format and --no-flux-fp8: leave one of them out"
     elif recipe not in FP8_RECIPES:
         yield f"every linear would run stock with --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
     elif getattr(args, "transformer_impl", None) == "local":
-        yield "--flux-fp8 is of TransformerEngine's layers: give --transformer-impl transformer_engine"
+        yield "--fp8-format is of TransformerEngine's layers: give --transformer-impl transformer_engine"
 
 
 def _graph_problems(args: Any) -> Iterator[str]:

@@ -107,8 +107,8 @@ class RunConfig(CheckpointOptions, RunOptions):
         """How the layers of a flux arm run."""
         # Those of directions are options of another name.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
-        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]
-        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names}, fp8=self.fp8 is not None)
+        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
+        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
 
     @property
     def tokens_per_step(self) -> int:

@@ -173,7 +173,7 @@ def test_what_goes_with_flux_passes() -> None:
     [
         ({"tensor_model_parallel_size": 1, "sequence_parallel": False}, "--tensor-model-parallel-size 2 or more"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap has TransformerEngine overlap the same communication"),
-        ({"fp8": "hybrid"}, "stock with --fp8-format"),
+        ({"fp8": "hybrid", "flux_fp8": False}, "stock with --fp8-format"),
         ({"fp4": "e2m1"}, "stock with --fp4-format"),
         ({"use_megatron_fsdp": True}, "stock with --use-megatron-fsdp"),
         (
@@ -231,11 +231,11 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({}, "stock with --fp8-format: give --flux-fp8"),
-        ({"flux_fp8": True}, None),
-        ({"flux_fp8": True, "fp8_recipe": "blockwise"}, None),
-        ({"flux_fp8": True, "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: use one of delayed, tensorwise, blockwise"),
-        ({"flux_fp8": True, "transformer_impl": "local"}, "give --transformer-impl transformer_engine"),
+        ({"flux_fp8": False}, "stock with --fp8-format and --no-flux-fp8: leave one of them out"),
+        ({}, None),
+        ({"fp8_recipe": "blockwise"}, None),
+        ({"fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: use one of delayed, tensorwise, blockwise"),
+        ({"transformer_impl": "local"}, "give --transformer-impl transformer_engine"),
     ],
 )
 def test_fp8(changes: dict[str, Any], problem: str | None) -> None:
@@ -249,7 +249,7 @@ def test_fp8(changes: dict[str, Any], problem: str | None) -> None:
 
 def test_all_reasons_are_said_at_once() -> None:
     with pytest.raises(MegatronArgumentsError) as error:
-        validate(arguments(use_megatron_fsdp=True, tp_comm_overlap=True, fp8="e4m3"))
+        validate(arguments(use_megatron_fsdp=True, tp_comm_overlap=True, fp8="e4m3", flux_fp8=False))
     assert all(word in str(error.value) for word in ("--use-megatron-fsdp", "--tp-comm-overlap", "--fp8-format"))
 
 

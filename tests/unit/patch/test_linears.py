@@ -76,7 +76,7 @@ REMOVED = object()
 @pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
 def seam(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
-    patch = LinearPatch(FluxConfig(backend="reference"), request.param, Layer._forward_impl)
+    patch = LinearPatch(FluxConfig(backend="reference", fp8=False), request.param, Layer._forward_impl)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def flux(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,12 +144,12 @@ COLUMN_CALLS = {
 
 
 def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[[], Any]) -> None:
-    seam.patch.config = FluxConfig()
+    seam.patch.config = FluxConfig(fp8=False)
     assert call() == "stock"
     assert dict(seam.patch.fallbacks) == {(kind, reason): 1}
     assert seam.calls == []
     assert seam.patch.active_layers == 0
-    seam.patch.config = FluxConfig(strict=True)
+    seam.patch.config = FluxConfig(strict=True, fp8=False)
     with pytest.raises(FallbackError) as error:
         call()
     assert f"{kind} layer" in str(error.value)
@@ -358,7 +358,7 @@ def test_a_warm_up_by_hand_in_which_it_is_switched_leaves_it_on(seam: SimpleName
 
 @pytest.mark.usefixtures("mode")
 def test_a_stock_layer_does_not_switch_it(seam: SimpleNamespace) -> None:
-    seam.row(configured(cuda_graph_impl="local", fp8="hybrid")(), X)
+    seam.row(configured(cuda_graph_impl="local", fp4="e2m1")(), X)
     assert not cuda_graphs.capturing(X)
 
 

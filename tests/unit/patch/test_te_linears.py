@@ -75,7 +75,7 @@ class Seam:
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
     te = Seam()
-    linears = LinearPatch(FluxConfig(backend="reference"), request.param, lambda: None, te)  # type: ignore[arg-type]
+    linears = LinearPatch(FluxConfig(backend="reference", fp8=False), request.param, lambda: None, te)  # type: ignore[arg-type]
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def flux(name: str) -> Callable[..., torch.Tensor]:
@@ -98,12 +98,12 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Si
 
 
 def require_stock(world: SimpleNamespace, kind: str, reason: str, call: Callable[[], Any]) -> None:
-    world.linears.config = FluxConfig()
+    world.linears.config = FluxConfig(fp8=False)
     assert call() == "stock"
     assert dict(world.linears.fallbacks) == {(kind, reason): 1}
     assert world.calls == []
     assert world.linears.active_layers == 0
-    world.linears.config = FluxConfig(strict=True)
+    world.linears.config = FluxConfig(strict=True, fp8=False)
     with pytest.raises(FallbackError) as error:
         call()
     assert f"{kind} layer" in str(error.value)

@@ -53,10 +53,9 @@ def _no_meeting(cause: str, timeout: float) -> str:
     number, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if "EADDRINUSE" in cause:
         return f"port {port} (MASTER_PORT) is in use on this machine; give the launcher another one"
-    return (
-        f"rank {number} of {size} has not met the others at {address}:{port} within {timeout:.0f} s "
-        f"({cause.splitlines()[0]}); are all of them running, or is this left in the environment from a launcher?"
-    )
+    met = f"rank {number} of {size} has not met the others at {address}:{port} within {timeout:.0f} s"
+    question = "are all of them running, or is this left in the environment from a launcher?"
+    return f"{met} ({cause.splitlines()[0]}); {question}"
 
 
 @contextmanager
@@ -70,17 +69,19 @@ def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
 
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
-    with world(config) as (datasets, device):
-        from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
+    gc.disable()  # megatron-core is imported meanwhile, of which nothing is garbage: looking took an eighth of a start
+    try:
+        with world(config) as (datasets, device):
+            from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
 
-        # Under a launcher of the user's own, every rank has named the default folder by its own clock.
-        out = [config.out]
-        dist.broadcast_object_list(out, src=0)
-        gc.freeze()  # megatron-core collects garbage in every save, and need not look through all that was imported
-        try:
+            # Under a launcher of the user's own, every rank has named the default folder by its own clock.
+            dist.broadcast_object_list(out := [config.out], src=0)
+            gc.freeze()  # megatron-core collects garbage in every save, and need not look through what was imported
+            gc.enable()
             loop.run(config.model_copy(update={"out": out[0]}), datasets, device)
-        finally:
-            gc.unfreeze()  # extension modules complain of leaks at exit otherwise
+    finally:
+        gc.enable()
+        gc.unfreeze()  # extension modules complain of leaks at exit otherwise
 
 
 def work(folder: str) -> None:

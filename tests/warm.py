@@ -109,6 +109,10 @@ def _serve(address: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # no garbage, and a fork's collections need not look through it
     gc.enable()
+    # torchrun asks for it again and again, and it reads the source of all that calls it (as in our own launcher).
+    sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = lambda depth=2: (
+        "rendezvous"
+    )
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch's operators need not be taken apart by every fork that ends
     assert threading.active_count() == 1

@@ -58,7 +58,7 @@ class Template:
 
     def __init__(self, *modules: str) -> None:
         self._server = forkserver.ForkServer()
-        self._server.set_forkserver_preload(list(modules))
+        self._server.set_forkserver_preload(["tests.uncollected", *modules])
 
     def start(self, process: Any) -> None:
         """Start ``process``, of the context ``forkserver``, from this one instead of multiprocessing's own."""
@@ -222,17 +222,16 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     os.environ.clear()
     os.environ.update(environment)
     import datetime
-    import gc
 
     import torch
     import torch.distributed as dist
 
-    from tests import interpreter
+    from tests import interpreter, uncollected
 
     interpreter.hurry()
     if backend == "gloo":
         _share_a_device()
-    gc.freeze()  # what has been imported is no garbage, and a collection need not look through it
+    uncollected.end()
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
     if rank == 0:

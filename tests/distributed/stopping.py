@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests import uncollected  # isort: skip # noqa: F401
+
 import os
 import signal
 import sys

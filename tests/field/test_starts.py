@@ -44,6 +44,7 @@ def test_no_mpi(world2: WorkerPool) -> None:
 
 
 USED = """
+import gc; gc.disable()
 import pathlib, sys, megatron_flux, megatron_flux_autoload
 for file in (megatron_flux.__file__, megatron_flux_autoload.__file__):
     assert pathlib.Path(sys.argv[1]) in pathlib.Path(file).parents, file

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from tests.distributed.pool import Template
 from tests.megatron_lm.stand_in import write_tree
+from tests.train.conftest import UNCOMPILED
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "pretrain_tiny.py"
@@ -86,7 +87,7 @@ def run(tree: Path, warm_python: str) -> Run:
     """
 
     def run_(*words: str, processes: int = 1, folder: Path = tree, path: tuple[Path, ...] = (), **more: str) -> Result:
-        environment = environment_of(path, {"PYTHON_EXEC": sys.executable, **more})
+        environment = environment_of(path, {"PYTHON_EXEC": sys.executable, **UNCOMPILED, **more})
         launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         done = subprocess.run(
             [*(launcher if processes > 1 else [sys.executable]), *words],
@@ -132,6 +133,9 @@ def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def _rank(words: tuple[str, ...], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
     """What ``python WORDS`` does."""
+    from tests import uncollected
+
+    uncollected.end()
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)

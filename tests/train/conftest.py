@@ -16,6 +16,9 @@ from megatron_flux.metrics.recorder import read_records
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""For fresh Pythons of which only the end matters: torch leaves its compilers out, a quarter of what a rank imports."""
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

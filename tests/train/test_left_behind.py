@@ -19,7 +19,7 @@ import pytest
 
 from megatron_flux.train.checkpoint_folder import checkpoint_of, damage, tracked
 from tests.processes import MARK, end, left, marked, with_mark
-from tests.train.conftest import records
+from tests.train.conftest import UNCOMPILED, records
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterat
         [*map(str, words)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment, MARK: with_mark(mark)},
+        env={**environment, MARK: with_mark(mark), **UNCOMPILED},
         start_new_session=True,  # as a terminal does
     )
 

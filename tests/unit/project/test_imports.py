@@ -16,6 +16,7 @@ print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
 """
 
 PATCHES_NOTHING = """
+import gc; gc.disable()
 import megatron_flux
 import megatron.core.tensor_parallel.layers as layers
 assert not megatron_flux.is_patched()

@@ -23,7 +23,6 @@ from tests.unit.quant.test_fold import mlp as random_mlp
 from tests.unit.quant.test_fold import near
 
 AT = "model.layers.{}.mlp"
-CLI = [sys.executable, "-m", "megatron_flux.cli"]
 
 
 def tensors(layers: int = 2, *, gated: bool = True, bias: bool = False, **sizes: int) -> dict[str, torch.Tensor]:
@@ -322,11 +321,11 @@ def test_an_mlp_of_zeros_passes_the_check(tmp_path: Path) -> None:
         checkpoint.run(found, tmp_path / "none", check=True)
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, "quant", "fold", *map(str, words)], capture_output=True, text=True, timeout=120)
+def test_the_command(warm_python: str, tmp_path: Path) -> None:
+    def command(*words: object) -> subprocess.CompletedProcess[str]:
+        fold = [warm_python, "-m", "megatron_flux.cli", "quant", "fold", *map(str, words)]
+        return subprocess.run(fold, capture_output=True, text=True, timeout=120)
 
-
-def test_the_command(tmp_path: Path) -> None:
     folder, out, report = write(tmp_path / "in", tensors()), tmp_path / "out", tmp_path / "report.json"
     done = command(folder, out, "--dry-run")
     assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits in 1 file(s) can be folded\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,8 @@ from megatron_flux.errors import UserError
 from megatron_flux.train import config, data
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 from tests.small_disk import small_disk
+
+ROOT = Path(__file__).parents[3]
 
 
 def documents(found: data.Corpus) -> list[bytes]:
@@ -89,20 +90,19 @@ def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
         prepare(folder, tmp_path / "file")
 
 
-def test_processes_that_ask_at_once_build_once(folder: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from megatron_flux.train import data\n"
-        "built = data._build\n"
-        "def build(*a): print('built'); built(*a)\n"
-        "data._build = build\n"
-        "print(data.prepare([Path(sys.argv[1])], Path(sys.argv[2]), 8, 258).tokens)"
-    )
-    words = [sys.executable, "-W", "ignore", "-c", code, str(folder), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [p.communicate(timeout=120)[0].split() for p in processes]
+def asked_at_once(python: str, what: str, folder: Path, cache: Path) -> list[list[str]]:
+    """The lines that two processes print which ask for the same."""
+    words = [python, "-m", "tests.unit.train.asking", what, str(folder), str(cache)]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    said = [p.communicate(timeout=300)[0].splitlines() for p in processes]
     assert [p.returncode for p in processes] == [0, 0]
-    assert [words[-1] for words in said] == ["95", "95"]
-    assert sum("built" in words for words in said) == 1
+    return said
+
+
+def test_processes_that_ask_at_once_build_once(warm_python: str, folder: Path, tmp_path: Path) -> None:
+    said = asked_at_once(warm_python, "tokens", folder, tmp_path / "cache")
+    assert [lines[-1] for lines in said] == ["95", "95"]
+    assert sum("built" in lines for lines in said) == 1
 
 
 def run_on(text: Path, cache: Path) -> config.RunConfig:
@@ -124,21 +124,9 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
         del found  # its files are mapped
 
 
-def test_runs_that_begin_at_once_make_indices_once(folder: Path, tmp_path: Path) -> None:
+def test_runs_that_begin_at_once_make_indices_once(warm_python: str, folder: Path, tmp_path: Path) -> None:
     """Whoever came second wrote into files that the first one was reading."""
-    code = (
-        "import sys, time; from pathlib import Path; import numpy\n"
-        "from tests.unit.train.test_data import data, run_on\n"
-        "save = numpy.save\n"
-        "def slowly(path, *a, **k): print('saved', Path(path).name, flush=True); time.sleep(1); save(path, *a, **k)\n"
-        "numpy.save = slowly\n"
-        "run = run_on(Path(sys.argv[1]), Path(sys.argv[2]))\n"
-        "print(data.build_datasets(run, data.prepared(run)).train[0]['tokens'].tolist())"
-    )
-    words = [sys.executable, "-W", "ignore", "-c", code, str(folder), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [p.communicate(timeout=300)[0].splitlines() for p in processes]
-    assert [p.returncode for p in processes] == [0, 0]
+    said = asked_at_once(warm_python, "indices", folder, tmp_path / "cache")
     assert said[0][-1] == said[1][-1]
     assert sorted(len(lines) for lines in said) == [1, 4]
 

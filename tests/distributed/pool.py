@@ -222,12 +222,15 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     os.environ.clear()
     os.environ.update(environment)
     import datetime
+    import functools
 
     import torch
     import torch.distributed as dist
 
+    from megatron_flux.patch import megatron_core
     from tests import interpreter, uncollected
 
+    megatron_core.version = functools.cache(megatron_core.version)  # tests patch hundreds of times
     interpreter.hurry()
     if backend == "gloo":
         _share_a_device()

@@ -111,7 +111,8 @@ def test_torchrun_is_preempted_and_training_goes_on(torchrun: Torchrun, command:
 
 
 def test_one_rank_alone_is_asked_again_and_again_during_validation(torchrun: Torchrun) -> None:
-    training = torchrun("--eval-interval", "1", "--eval-iters", "50")
+    small = ["--num-layers", "1", "--seq-length", "64"]
+    training = torchrun("--eval-interval", "1", "--eval-iters", "50", *small)
     training.wait(lambda: training.has_recorded(2))
     _, second = training.ranks()
     for _ in range(3):

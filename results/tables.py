@@ -21,7 +21,7 @@ from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import cases
 from megatron_flux.metrics.summary import relative_differences, spread
 from results.ops_tables import beside, named, operators
-from results.readme_tables import X, between_marks, percent, table
+from results.readme_tables import SHORT, X, between_marks, percent, table
 
 HERE = Path(__file__).parent
 
@@ -301,9 +301,9 @@ def parity(path: str) -> str:
 def shared_gpu(folder: str) -> str:
     """Trainings of ranks that share a GPU: two of stock, which may repeat itself to the bit, and one of flux."""
     rows = []
-    for name in ("fp8-blockwise", "fp8-current", "host"):
+    for name in ("fp8-blockwise", "fp8-current-before", "fp8-current", "fp8-delayed", "host"):
         runs = trainings(f"{folder}/{name}.json")
-        for run in ("stock-again", "flux"):
+        for run in (run for run in runs if run != "stock"):
             found = {curve: apart(runs[run], runs["stock"], curve) for curve in CURVES}
             differs = [place for place, both in enumerate(zip(*found.values(), strict=True), 1) if any(both)]
             cells = [f"{percent(fmean(of), 2)}, {percent(max(of), 1)}" for of in found.values()]
@@ -529,6 +529,68 @@ def fp8_gemms(folder: str) -> str:
     return f"{table(head, rows)}\n{table(titles, calls)}"
 
 
+RECIPES = ("current", "delayed", "blockwise")
+
+
+def fp8_layers(folder: str) -> str:
+    """Layers by recipe, then what the tuner measured of each call on FP8 operands, lasting where it did."""
+    rows = []
+    for recipe in RECIPES:
+        for row in read(f"{folder}/layer/summary.json")["rows"]:
+            if row["fp8"] == recipe:
+                cells = (ARMS[row["arm"]], with_quartiles(row), f"{row['speedup_vs_te']:.3f}{X}")
+                rows.append([recipe, *cells, percent(row["hidden_share"]), f"{row['sm_clock_mhz']:.0f}"])
+    calls = []
+    for key, kept in read(f"{folder}/tuned.json").items():
+        call, _, rest = key.partition(" [n,k] ")
+        if rest and "e4m3fn" in call:
+            operator, m, n, k, *kind = call.split()
+            sizes = X.join(size.partition("=")[2] for size in (m, n, k))
+            own = min(ms for name, ms in kept["ms"].items() if name != "reference")
+            stock, gemm = kept["ms"]["reference"], kept["gemm_ms"]
+            words = " ".join(kind).removesuffix(", to bfloat16")
+            times = [f"{ms:.3f}" for ms in (gemm, stock, own)]
+            calls.append([SHORT[operator], sizes, words, *times, f"{stock / own:.2f}{X}", f"{gemm / own:.2f}"])
+    head = ("recipe", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "MHz")
+    titles = ("call", f"m{X}n{X}k", "operands", "cuBLASLt alone, ms", "cuBLASLt and NCCL", "fused, fastest plan",
+              "fused over both", "GEMM alone / fused")  # fmt: skip
+    return f"{table(head, rows)}\n{table(titles, calls)}"
+
+
+def inference(folder: str) -> str:
+    """What ``bench inference`` found, a row for each call: milliseconds of each arm, and how much faster than stock."""
+    found: dict[str, list[list[str]]] = {}
+    heads: dict[str, list[str]] = {}
+    for run in ("layers", "calls"):
+        calls: dict[tuple[Any, ...], dict[str, Json]] = {}
+        for row in read(f"{folder}/{run}/summary.json")["rows"]:
+            what = f"{row['layers']} layers" if "layers" in row else row.get("layer", "MLP")
+            calls.setdefault((row["kind"], row["model"], what, row["m"]), {})[row["arm"]] = row
+        for (kind, model, what, m), arms in calls.items():
+            rounds = {row["rounds"] for row in arms.values()}
+            cells = [f"{row['ms']:.4g} ({row['speedup_vs_stock']:.2f}{X})" for row in arms.values()]
+            heads[kind] = [kind, "m", "rounds", *(ARMS.get(arm, arm) for arm in arms)]
+            found.setdefault(kind, []).append([f"{model}, {what}", str(m), "/".join(map(str, sorted(rounds))), *cells])
+    return "\n".join(table(heads[kind], rows) for kind, rows in found.items())
+
+
+def first_steps(path: str) -> str:
+    """Seconds from the command to the end of its first three steps, by arm."""
+    arms = read(path)["arms"]
+    rows = [[arm, *(f"{found['step_ends_s'].get(str(step), math.nan):.1f}" for step in (1, 2, 3))]
+            for arm, found in arms.items() if arm != "warm"]  # fmt: skip
+    return table(("arm", "first step", "second", "third"), rows)
+
+
+def fp8_parity(folder: str) -> str:
+    """Two trainings of stock and one of flux, of each file."""
+    pairs = (("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again"))
+    return "\n".join(
+        f"{name}:\n\n{curves(f'{folder}/{name}.json', pairs)}"
+        for name in ("current-before", "delayed-before", "blockwise", "host")
+    )
+
+
 FOLDERS: dict[str, Callable[[str], str]] = {
     "layer-h200x4-ahead": tp4,
     "layer-h200x4-more": tp4_more,
@@ -542,6 +604,10 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "wire-cpu": wires,
     "fp8-gemm-h200": fp8_gemms,
     "two-ranks-one-h200": shared_gpu,
+    "fp8-h200x2": fp8_layers,
+    "inference-h200x2": inference,
+    "first-step-h200x2": lambda folder: first_steps(f"{folder}/delay.json"),
+    "parity-h200x2-fp8": fp8_parity,
 }
 
 

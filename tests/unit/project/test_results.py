@@ -31,6 +31,10 @@ FOLDERS = (
     "wire-cpu",
     "fp8-gemm-h200",
     "two-ranks-one-h200",
+    "fp8-h200x2",
+    "inference-h200x2",
+    "first-step-h200x2",
+    "parity-h200x2-fp8",
 )
 
 X = "\u00d7"

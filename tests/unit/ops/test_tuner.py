@@ -25,6 +25,7 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.shipped_plans import Entry, Shape
 from megatron_flux.settings import WIRES
@@ -297,6 +298,19 @@ def test_where_no_plans_ship_all_candidates_are_measured(
     monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: gpu)
     assert call(on_h200) == ("fused", FULL[-1])
     assert kept_answer()["list"] == "full"
+
+
+def test_of_fp8_the_first_candidates_are_measured_where_plans_ship(
+    on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [KernelConfig(reducers=number) for number in range(1, 10)]
+    monkeypatch.setattr(tuner_calls, "fp8_candidates", lambda *_, promoted: found)
+    pair = Fp8Pair(quantized(torch.ones(16, 16), "tensor"), quantized(torch.ones(32, 16), "tensor"))
+    made = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, GROUP, fp8=pair)
+    assert tuner_calls.listed(made, False) == ("short", [asdict(plan) for plan in found[:4]])
+    assert tuner_calls.listed(made, True) == ("full", [asdict(plan) for plan in found])
+    monkeypatch.setattr(tuner_calls, "gpu_of", lambda call: "")
+    assert tuner_calls.listed(made, False) == ("full", [asdict(plan) for plan in found])
 
 
 def test_h100_begins_with_the_plans_of_h200(on_h200: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -533,7 +533,7 @@ RECIPES = ("current", "delayed", "blockwise")
 
 
 def fp8_layers(folder: str) -> str:
-    """Layers by recipe, then what the tuner measured of each call on FP8 operands, lasting where it did."""
+    """Layers by recipe, then what the tuner measured in bursts of each call on FP8 operands."""
     rows = []
     for recipe in RECIPES:
         for row in read(f"{folder}/layer/summary.json")["rows"]:
@@ -564,7 +564,9 @@ def inference(folder: str) -> str:
     for run in ("layers", "calls"):
         calls: dict[tuple[Any, ...], dict[str, Json]] = {}
         for row in read(f"{folder}/{run}/summary.json")["rows"]:
-            what = f"{row['layers']} layers" if "layers" in row else row.get("layer", "MLP")
+            what = row.get("layer", "MLP")
+            if "layers" in row:
+                what = f"{row['layers']} layer{'s' * (row['layers'] > 1)}"
             calls.setdefault((row["kind"], row["model"], what, row["m"]), {})[row["arm"]] = row
         for (kind, model, what, m), arms in calls.items():
             rounds = {row["rounds"] for row in arms.values()}

@@ -13,7 +13,7 @@ Contract
       ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
       measured and decided as well.
     * With ``MEGATRON_FLUX_TUNE=later`` a new call for which plans ship runs at once, with the first one that they
-      suggest, and is measured between later steps (:mod:`ops.backends.waiting`). Has not run on GPUs.
+      suggest, and is measured between later steps (:mod:`ops.backends.waiting`).
     * All ranks of a group decide together: times are reduced by maximum over the group, and the group's first rank
       reads what is kept, or lists the candidates, and broadcasts that. A few collectives per new shape, none after.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):

@@ -126,6 +126,47 @@ def test_the_layers_without_nvlink_are_those_of_the_data(row: str, run: str) -> 
         assert cell.strip(" *") == f"{rows[arm]['speedup_vs_te']:.2f}{X}", arm
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_the_layers_in_fp8_are_those_of_the_data(recipe: str) -> None:
+    text = MEASURED.read_text().partition("### FP8")[2].partition("\n### ")[0]
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {recipe} |"))
+    rows = {row["arm"]: row for row in summary("fp8-h200x2/layer")["rows"] if row["fp8"] == recipe}
+    te, *cells = (cell.strip().replace("*", "") for cell in line.split("|")[2:-1])
+    assert te == f"{rows['te']['ms_per_layer']:.2f}"
+    for arm, cell in zip(("te_ub", "flux_te", "floor"), cells, strict=True):
+        row = rows.get(arm)
+        assert cell == (f"{row['ms_per_layer']:.2f}, {row['speedup_vs_te']:.3f}{X}" if row else "-"), arm
+    shares = [re.search(said, " ".join(text.split())) for said in (r"hides (.*?) % of", r"waiting hides (.*?) %")]
+    place = ("current", "delayed", "blockwise").index(recipe)
+    for found, arm in zip(shares, ("flux_te", "busy_floor"), strict=True):
+        assert found is not None
+        assert re.findall(r"\d+", found[1])[place] == f"{100 * rows[arm]['hidden_share']:.0f}", arm
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "within"),
+    [
+        ("2 x H200, TP 2, FP8 in 128-blocks", "blockwise", True),
+        ("the same, bf16 through host memory", "host", True),
+        ("the same, FP8, current scaling \N{SUPERSCRIPT FOUR}", "current-before", False),
+        ("the same, delayed scaling \N{SUPERSCRIPT FOUR}", "delayed-before", False),
+    ],
+)
+def test_what_200_steps_in_fp8_say_is_in_the_data(row: str, name: str, within: bool) -> None:
+    tables = script(RESULTS / "tables.py")
+    runs = tables.trainings(f"parity-h200x2-fp8/{name}.json")
+    pairs = (("stock-again", "stock"), ("flux", "stock"), ("flux", "stock-again"))
+    spread, *others = (fmean(tables.apart(runs[run], runs[other], "lm loss")) for run, other in pairs)
+    assert (max(others) <= 2 * spread) is within
+    (line,) = (
+        line for line in MEASURED.read_text().splitlines() if line.startswith(f"| {row.replace(' x ', f' {X} ')}")
+    )
+    assert [cell.strip() for cell in line.split("|")[2:4]] == [
+        " and ".join(f"{100 * found:.2f} %" for found in others),
+        f"{100 * spread:.2f} %",
+    ]
+
+
 def test_the_readmes_layers_are_those_of_the_data() -> None:
     lines = [line.split("|")[1:-1] for line in (ROOT / "README.md").read_text().splitlines() if f"{X} |" in line]
     runs = {
@@ -245,7 +286,12 @@ def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: st
         ("parity-h200x4-dp", 2),
         ("megatron-graphs-h200x4", 2),
         ("host-bound-h200x2", 8),
-        ("gpu-tests-h200x2", 13),
+        ("gpu-tests-h200x2", 17),
+        ("fp8-h200x2", 11),
+        ("inference-h200x2", 8),
+        ("first-step-h200x2", 1),
+        ("parity-h200x2-fp8", 4),
+        ("two-ranks-one-h200", 10),
         ("faults-h200x2", 2),
         ("no-slower-h200x2", 8),
     ],

@@ -12,7 +12,7 @@ Contract
     =============  ==================================================================================================
 
     A bias is added to the rounded product, never in one operation with it: so cuBLASLt does, whose results with one
-    scale per tensor these are to the bit (results/parity-h200x2-fp8).
+    scale per tensor these are to the bit (results/fp8-gemm-h200, orders.jsonl).
 
     PROMOTE, always on with them: the tensor core adds up 128 products in its own precision (14 bits on Hopper), which
     are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN 128 or

@@ -203,7 +203,7 @@ def test_fp8_reaches_megatrons_configuration_and_flux(
     )
     assert run.flux_config.fp8
     plain = in_fp8(None)
-    assert transformer_config(plain).fp8 is None
+    assert (transformer_config(plain).fp8, plain.flux_config.fp8) == (None, True)
 
 
 @pytest.mark.parametrize(

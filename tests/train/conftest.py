@@ -19,6 +19,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """For fresh Pythons of which only the end matters: torch leaves its compilers out, a quarter of what a rank imports."""
 
+SMALL = ("--num-layers", "1", "--seq-length", "64", "--micro-batch-size", "1", "--global-batch-size", "1")
+"""For trainings of which no size matters: starts are dear enough."""
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_flux.train.checkpoint_folder import checkpoint_of, damage, tracked
 from tests.processes import MARK, end, left, marked, with_mark
-from tests.train.conftest import UNCOMPILED, records
+from tests.train.conftest import SMALL, UNCOMPILED, records
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -39,19 +39,25 @@ class Endless:
         return [process for process in marked(self.mark) if process.ppid() == self.process.pid]
 
 
+UNMONITORED = {"WANDB_X_DISABLE_STATS": "true"}
+"""Without wandb's monitor of the machine, which looks every four seconds whether wandb is still there."""
+
+
 @pytest.fixture
-def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterator[Endless]:
+def endless(
+    request: pytest.FixtureRequest, environment: dict[str, str], corpus: Path, tmp_path: Path
+) -> Iterator[Endless]:
     """One that is in the middle of a save."""
     out, saved, mark = tmp_path / "run", tmp_path / "saved", uuid.uuid4().hex
     # The pipe is read only at the end: a log line for every step would fill it.
     words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out, "--save", saved]
     words += ["--save-interval", "1", "--save-keep", "2", "--wandb", "offline"]
-    words += ["--steps", "100000", "--block-steps", "1", "--log-interval", "100000"]
+    words += ["--steps", "100000", "--block-steps", "1", "--log-interval", "100000", *SMALL]
     process = subprocess.Popen(
         [*map(str, words)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment, MARK: with_mark(mark), **UNCOMPILED},
+        env={**environment, MARK: with_mark(mark), **UNCOMPILED, **getattr(request, "param", UNMONITORED)},
         start_new_session=True,  # as a terminal does
     )
 
@@ -72,6 +78,7 @@ def endless(environment: dict[str, str], corpus: Path, tmp_path: Path) -> Iterat
         process.communicate(timeout=60)
 
 
+@pytest.mark.parametrize("endless", [{}], ids=["monitored"], indirect=True)
 def test_a_killed_rank_ends_the_run(endless: Endless) -> None:
     rank, _ = endless.ranks()
     rank.kill()

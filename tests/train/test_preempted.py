@@ -16,14 +16,14 @@ import pytest
 
 from megatron_flux.train import checkpoint_folder
 from tests.processes import MARK, end, left, marked, with_mark
-from tests.train.conftest import Run, losses, records
+from tests.train.conftest import SMALL, Run, losses, records
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SECONDS = 15.0
 """From the signal to the end of everything; half of what torchrun gives its ranks."""
 # Dropout: a resume that did not restore the random state would show.
-SAME = ["--dropout", "0.1", "--lr-decay-steps", "1000", "--log-interval", "100000"]
+SAME = [*SMALL, "--dropout", "0.1", "--lr-decay-steps", "1000", "--log-interval", "100000"]
 
 Torchrun = Callable[..., "Training"]
 
@@ -111,8 +111,7 @@ def test_torchrun_is_preempted_and_training_goes_on(torchrun: Torchrun, command:
 
 
 def test_one_rank_alone_is_asked_again_and_again_during_validation(torchrun: Torchrun) -> None:
-    small = ["--num-layers", "1", "--seq-length", "64"]
-    training = torchrun("--eval-interval", "1", "--eval-iters", "50", *small)
+    training = torchrun("--eval-interval", "1", "--eval-iters", "50")
     training.wait(lambda: training.has_recorded(2))
     _, second = training.ranks()
     for _ in range(3):

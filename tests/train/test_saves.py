@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flux.train import checkpoint_folder
 from tests.small_disk import small_disk
-from tests.train.conftest import Run, losses, records, summary
+from tests.train.conftest import SMALL, Run, losses, records, summary
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ def stopped(
 ) -> Path:
     """A folder with ``run`` and ``saved`` of a run that saved every third step, kept two, and was then stopped."""
     root = tmp_path_factory.mktemp("stopped")
-    words = ["--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--save-keep", "2"]
+    words = [*SMALL, "--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--save-keep", "2"]
     words += ["--exit-signal", "USR1", "--data", corpus, "--out", root / "run"]
     command = [warm_python, "-m", "megatron_flux.cli", "train", *map(str, words)]
     with (root / "log.txt").open("w") as log:
@@ -73,7 +73,7 @@ def test_flipped_bytes_are_noticed_and_an_older_one_is_resumed(command: Run, sto
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    resume = ["train", "--steps", str(newest + 1), "--load", saved, "--save", saved, "--save-keep", "2"]
+    resume = ["train", *SMALL, "--steps", str(newest + 1), "--load", saved, "--save", saved, "--save-keep", "2"]
     out = tmp_path / "resumed"
     said = complaint(command(*resume, "--out", out, code=2))
     assert f"{damaged} is damaged: __1_0.distcp is not what was saved (its checksum differs)" in said

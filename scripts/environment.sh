@@ -23,7 +23,7 @@ fail() {
 
 # use_environment EXTRA: install this package with the extra (may be empty), once for each state of pyproject.toml.
 use_environment() {
-    local extra=$1 stamp
+    local extra=$1 stamp compiling=
     if ((ACTIVE)); then
         PYTHON=$(command -v python3 || command -v python) || fail "no Python in the active environment"
         # A container's own Python is none, but has the torch that it is there for.
@@ -42,9 +42,14 @@ use_environment() {
     if ! ((ACTIVE)) && [[ -e $UNFINISHED ]] || ! cmp -s pyproject.toml "$stamp" ||
         ! "$PYTHON" -c 'import megatron_flux, torch' 2>/dev/null; then
         ((ACTIVE)) || complete_venv
-        "$PYTHON" -c 'import torch' 2>/dev/null || install_torch
+        if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+            install_torch
+            compile_torch &
+            compiling=$!
+        fi
         printf 'installing megatron-flux and what else it needs: up to 400 MB to download\n'
         pip_install --editable ".${extra:+[$extra]}"
+        [[ -z $compiling ]] || wait "$compiling"
         cp pyproject.toml "$stamp"
         ((ACTIVE)) || rm "$UNFINISHED"
     fi
@@ -84,7 +89,7 @@ complete_venv() {
         fail ".venv has no pip, and its Python cannot add it; install that Python's venv package and remove .venv"
 }
 
-# --no-compile: most modules are never imported, and Python compiles the others when they are.
+# --no-compile: most modules are never imported, and Python compiles the others when they are; torch's, compile_torch.
 pip_install() {
     "$PYTHON" -m pip install --no-compile --disable-pip-version-check "$@"
 }
@@ -118,6 +123,13 @@ install_torch() {
     fi
     printf 'installing %s: %s to download\n' "$torch" "$size"
     pip_install "$torch" "$@"
+}
+
+# Beside pip, which uses one processor: otherwise the first processes that import torch would all do so, for seconds.
+compile_torch() {
+    local packages
+    packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$PYTHON" -m compileall -q "$packages/torch" "$packages/sympy" >/dev/null 2>&1 || true # what fails, fails on import
 }
 
 has_driver() {

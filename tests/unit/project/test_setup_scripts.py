@@ -41,6 +41,7 @@ case "$*" in
         touch .venv/packages/half-1.dist-info/INSTALLER
         case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
         ;;
+    "-m compileall "*) echo "$*" >>compiled ;;
     *"import megatron_flux, torch") test -e .venv/bin/megatron_flux ;;
     *"import torch") test -e .venv/bin/torch ;;
     *"sys.prefix == sys.base_prefix)") exit 1 ;;
@@ -102,12 +103,15 @@ def test_everything_is_installed_once(checkout: Path) -> None:
     assert code == 0
     assert said.index("making .venv with Python 3.12.1") < said.index("to download") < said.index("ran: ")
     assert "up to 400 MB to download" in said
+    packages = checkout / ".venv" / "packages"
+    assert (checkout / "compiled").read_text() == f"-m compileall -q {packages}/torch {packages}/sympy\n"
     (checkout / "asked").unlink()
     assert "ran: " in run(checkout, "--dry-run")[1]
     assert not (checkout / "asked").exists()
     (checkout / "pyproject.toml").write_text("[project]\nanother = 1\n")
     run(checkout, "--dry-run")
     assert asked(checkout) == ["--editable ."]
+    assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
 
 
 @pytest.mark.skipif(DRIVER, reason="this machine has a driver of NVIDIA's")

@@ -35,6 +35,7 @@ from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
+from tests.train.conftest import UNCOMPILED
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -141,8 +142,8 @@ def compare(cluster: Cluster) -> Job:
 def lose_a_node(cluster: Cluster) -> Job:
     """What Slurm ends is fresh: it finds all of it below its own processes."""
     settings = [f"steps={STEPS}", "save_interval=4", "save_keep=2"]
-    fresh = f"((${{SLURM_RESTART_COUNT:-0}})) || MEGATRON_FLUX_PYTHON={sys.executable}"
-    site = {**NO_PREFLIGHT, "setup": [fresh]}
+    fresh = f"MEGATRON_FLUX_PYTHON={sys.executable}; export {' '.join(f'{k}={v}' for k, v in UNCOMPILED.items())}"
+    site = {**NO_PREFLIGHT, "setup": [f"((${{SLURM_RESTART_COUNT:-0}})) || {{ {fresh}; }}"]}
     job = Job.submitted(cluster, range(2, 5), site, mode="flux", settings=settings)
     cluster.client("scancel", job.collecting)
     job.until(job.tracker().exists, "a checkpoint")

@@ -65,8 +65,8 @@ fi
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
 # when both have ended. tests/unit/project/test_sessions.py looks that no test is left out.
 APART=(tests/distributed/test_te_*.py tests/distributed/test_bench_fp8.py tests/distributed/test_bench_layer.py)
-FIRST=(tests/slurm "${APART[@]}" tests/unit tests/browser tests/megatron_lm tests/field)
-SECOND=(tests/distributed "${APART[@]/#/--ignore=}" tests/train tests/gpu)
+FIRST=(tests/slurm "${APART[@]}" tests/unit tests/browser tests/field)
+SECOND=(tests/distributed "${APART[@]/#/--ignore=}" tests/train tests/megatron_lm tests/gpu)
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

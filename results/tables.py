@@ -501,10 +501,8 @@ def wires(folder: str) -> str:
     return f"{table(('input', 'wire', *keys), found)}\n{table(head, rows)}"
 
 
-def fp8_gemms(folder: str) -> str:
-    """The fastest plan of every way to multiply, against cuBLASLt, lasting and in bursts; then bf16 before and after
-    the kernels took FP8.
-    """
+def fp8_ways(folder: str) -> str:
+    """The fastest plan of every way to multiply, against cuBLASLt, lasting and in bursts."""
     bursts, rows = {}, []
     for line in lines(f"{folder}/fp8.jsonl"):
         if "ms" in line:
@@ -520,13 +518,18 @@ def fp8_gemms(folder: str) -> str:
             rows.append([shape, way, own.removeprefix(f"{way} "), *times, last])
     head = ("GEMM", "sums", "fastest plan", "kernel, ms", "cuBLASLt, ms", "kernel's speed", "cuBLAS bf16, ms",
             "its speed in bursts")  # fmt: skip
+    return table(head, rows)
+
+
+def fp8_gemms(folder: str) -> str:
+    """:func:`fp8_ways`; then bf16 before and after the kernels took FP8."""
     before, after = (read(f"{folder}/bf16-{when}.json") for when in ("before", "after"))
     calls = [
         [name, *(f"{run[name]['ms'][arm]:.3f}" for arm in ("kernel", "cublas") for run in (before, after))]
         for name in before
     ]
     titles = ("bf16", "kernel before", "kernel after", "cuBLAS, first run", "cuBLAS, second run")
-    return f"{table(head, rows)}\n{table(titles, calls)}"
+    return f"{fp8_ways(folder)}\n{table(titles, calls)}"
 
 
 RECIPES = ("current", "delayed", "blockwise")
@@ -605,6 +608,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "host-link-h200x2": host_link,
     "wire-cpu": wires,
     "fp8-gemm-h200": fp8_gemms,
+    "fp8-gemm-h100": fp8_ways,
     "two-ranks-one-h200": shared_gpu,
     "fp8-h200x2": fp8_layers,
     "inference-h200x2": inference,

@@ -30,6 +30,7 @@ FOLDERS = (
     "host-link-h200x2",
     "wire-cpu",
     "fp8-gemm-h200",
+    "fp8-gemm-h100",
     "two-ranks-one-h200",
     "fp8-h200x2",
     "inference-h200x2",

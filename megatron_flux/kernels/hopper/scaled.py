@@ -20,9 +20,9 @@ Contract
 
 Schedule with PROMOTE
     A team multiplies a k block by 128 columns, waits for it, and adds it: meanwhile the other team multiplies. Beside
-    the sum a thread holds the product of a block. Measured, not taken (results/fp8-gemm-h200): teams that take turns, slower
-    by 2 to 10 %; pieces of 64 columns, one multiplied while another is added, which Triton 3.9 spills and which gain
-    2 % where blocks are gathered, nothing with one scale, and lose 1 to 5 % where results are scattered.
+    the sum a thread holds the product of a block. Measured, not taken (results/fp8-gemm-h200): teams that take turns,
+    2 to 10 % slower; pieces of 64 columns, one multiplied while another is added, which Triton 3.9 spills and which
+    gain 2 % where blocks are gathered, nothing with one scale, and lose 1 to 5 % where results are scattered.
 
     Scales come with the operands of their block, by *load*: a block takes less time than a load from L2, so what each
     thread loads itself one block ahead comes too late (run so on an H200).

@@ -193,6 +193,9 @@ def _multiply(
     phase = 0
     slot_d = 0
     phase_d = 0
+    scale = 0.0
+    if SCALES == "tensor":
+        scale = gl.load(xs) * gl.load(ws)
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
         if BIAS:
@@ -205,7 +208,7 @@ def _multiply(
             )  # fmt: skip
         else:
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, bias, col, n, BM, BN, STAGES,
+                sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM, BN, STAGES,
                 SCALES, PROMOTE, BIAS, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)

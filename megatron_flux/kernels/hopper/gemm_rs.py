@@ -137,6 +137,9 @@ def _multiply(
     phase = 0
     slot_d = 0
     phase_d = 0
+    scale = 0.0
+    if SCALES == "tensor":
+        scale = gl.load(xs) * gl.load(ws)
     for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
         if SCALES is None:
             acc, slot, phase = multiply_tile(
@@ -145,7 +148,7 @@ def _multiply(
             )  # fmt: skip
         else:
             acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, None, 0, n, BM, BN,
+                sa, sb, full, empty, slot, phase, kt, scale, ss, sw, None, 0, n, BM, BN,
                 STAGES, SCALES, PROMOTE, False, TEAM, TEAMS,
             )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)

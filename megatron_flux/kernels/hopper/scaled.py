@@ -20,9 +20,19 @@ Contract
 
 Schedule with PROMOTE
     A team multiplies a k block by 128 columns, waits for it, and adds it: meanwhile the other team multiplies. Beside
-    the sum a thread holds the product of a block. Measured, not taken (results/fp8-gemm-h200): teams that take turns,
-    2 to 10 % slower; pieces of 64 columns, one multiplied while another is added, which Triton 3.9 spills and which
-    gain 2 % where blocks are gathered, nothing with one scale, and lose 1 to 5 % where results are scattered.
+    the sum a thread holds the product of a block. A team that adds leaves the tensor cores to one other, so nothing
+    else may lie between two of its products: it waits for the next block and frees the one before while a product is
+    under way, and scales are loaded once. That took 5 to 7 % off (results/fp8-gemm-h100, `schedule.jsonl`).
+
+    Hazards
+        * Of the barriers that Triton puts between an arrival and what follows it in shared memory, those beside a
+          product cost nothing: hence the two explicit ones. Before a product they cost what they take.
+        * Compilers put sums off past a branch, and a wait is one. Sums that are put off past the next product need
+          registers beside it: 1 KB a thread was spilled. :func:`_here` forbids it.
+
+    Measured, not taken (results/fp8-gemm-h200): teams that take turns, 2 to 10 % slower by mbarriers and no faster by
+    named ones; pieces of 64 columns, one multiplied while another is added, which gain 2 % where blocks are gathered,
+    nothing with one scale, and lose 1 to 5 % where results are scattered.
 
     Scales come with the operands of their block, by *load*: a block takes less time than a load from L2, so what each
     thread loads itself one block ahead comes too late (run so on an H200).
@@ -41,22 +51,12 @@ from megatron_flux.kernels.hopper.pieces import (
     barrier,
     multiply_tile,
     reinterpreted,
+    slot_before,
     team_rows,
     tile_layout,
 )
 
 HALF = gl.constexpr(128)  # columns that share the scales of a weight
-
-
-@gluon.jit
-def _added(acc, x, y, nothing, by_row, by_half, SCALES: gl.constexpr):
-    """``acc`` and the scaled product of x and half a tile's weight."""
-    part = warpgroup_mma(x, y.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    part = warpgroup_mma_wait(0, deps=(part,))
-    if SCALES == "blocks":
-        return acc + part * gl.expand_dims(by_row * by_half, 1)
-    else:  # noqa: RET505 - Gluon compiles one of the two
-        return acc + part
 
 
 @gluon.jit
@@ -73,6 +73,28 @@ def _scale(scales, at):
 
 
 @gluon.jit
+def _here(sum):  # noqa: A002
+    """``sum``, which compilers may not put off: past the product behind it, whose registers are those it is made of."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sum], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _begun(x, y, nothing):
+    """The product of x and half a tile's weight, under way."""
+    return warpgroup_mma(x, y.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(acc, part, by_row, by_half, SCALES: gl.constexpr):
+    """``acc`` and the scaled product that :func:`_begun` began."""
+    part = warpgroup_mma_wait(0, deps=(part,))
+    if SCALES == "blocks":
+        return acc + part * gl.expand_dims(by_row * by_half, 1)
+    else:  # noqa: RET505 - Gluon compiles one of the two
+        return acc + part
+
+
+@gluon.jit
 def _promoted(
     sa, sb, full, empty, slot, phase, kt, ss, sw, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
@@ -85,8 +107,8 @@ def _promoted(
     numbers = sa
     if SCALES == "blocks":
         numbers = reinterpreted(sw, gl.float32, [STAGES * LINE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.wait(full.index(slot), phase)
     for block in range(kt):
-        mbarrier.wait(full.index(slot), phase)
         by_row = 0.0
         by_first = 0.0
         by_second = 0.0
@@ -97,18 +119,28 @@ def _promoted(
             if BN > HALF:
                 by_second = _scale(numbers, at + LINE // 2)
         x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
-        first = _added(first, x, sb.index(slot).slice(0, HALF), nothing, by_row, by_first, SCALES)
-        if BN > HALF:
-            second = _added(second, x, sb.index(slot).slice(HALF, HALF), nothing, by_row, by_second, SCALES)
+        part = _begun(x, sb.index(slot).slice(0, HALF), nothing)
         barrier()
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = advance(slot, phase, STAGES)
+        mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1, pred=block > 0)
+        barrier()
+        following, phase = advance(slot, phase, STAGES)
+        if BN > HALF:
+            first = _here(_added(first, part, by_row, by_first, SCALES))
+            part = _begun(x, sb.index(slot).slice(HALF, HALF), nothing)
+        mbarrier.wait(full.index(following), phase, pred=block + 1 < kt)
+        if BN > HALF:
+            second = _added(second, part, by_row, by_second, SCALES)
+        else:
+            first = _added(first, part, by_row, by_first, SCALES)
+        slot = following
+    barrier()
+    mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1)
     return first, second, slot, phase
 
 
 @gluon.jit
 def scaled_tile(
-    sa, sb, full, empty, slot, phase, kt, xs, ss, ws, sw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
+    sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
     TEAMS: gl.constexpr,
 ):  # fmt: skip
@@ -126,7 +158,7 @@ def scaled_tile(
             sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, False, False, TEAM, TEAMS
         )
     if SCALES == "tensor":
-        acc = _rounded_product(acc, gl.load(xs) * gl.load(ws))
+        acc = _rounded_product(acc, scale)
     if BIAS:
         cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)

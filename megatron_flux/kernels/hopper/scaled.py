@@ -73,7 +73,7 @@ def _scale(scales, at):
 
 
 @gluon.jit
-def _here(sum):  # noqa: A002
+def _here(sum):
     """``sum``, which compilers may not put off: past the product behind it, whose registers are those it is made of."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sum], dtype=gl.float32, is_pure=False, pack=1)
 

@@ -201,9 +201,7 @@ def fp8_candidates(
         first, rows = found[0], cdiv(mp, 128)
         if op == "all_gather_gemm":
             found.insert(1, replace(first, stages=3, ring=4))
-        elif promoted:
-            found.insert(1, replace(first, band=min(rows, 16)))
-        else:
+        elif not promoted:
             found[1:1] = [replace(first, band=min(rows, band), teams=2) for band in (4, 8)]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 

@@ -43,11 +43,10 @@ from megatron_flux.kernels.hopper.pieces import (
     each_thread,
     hand_over_tile,
     load_blocks,
-    multiply_tile,
     rings,
     wait_flags,
 )
-from megatron_flux.kernels.hopper.scaled import scaled_tile
+from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
@@ -201,16 +200,10 @@ def _multiply(
         if BIAS:
             _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
             col = pn * BN
-        if SCALES is None:
-            acc, slot, phase = multiply_tile(
-                sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS,
-                TEAM, TEAMS,
-            )  # fmt: skip
-        else:
-            acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM, BN, STAGES,
-                SCALES, PROMOTE, BIAS, TEAM, TEAMS,
-            )  # fmt: skip
+        acc, slot, phase = product(
+            sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS, SCALES,
+            PROMOTE, TEAM, TEAMS,
+        )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
 
 

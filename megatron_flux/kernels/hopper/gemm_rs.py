@@ -34,11 +34,10 @@ from megatron_flux.kernels.hopper.pieces import (
     each_thread,
     hand_over_tile,
     load_blocks,
-    multiply_tile,
     rings,
     wait_flags,
 )
-from megatron_flux.kernels.hopper.scaled import scaled_tile
+from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
@@ -141,16 +140,10 @@ def _multiply(
     if SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
     for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
-        if SCALES is None:
-            acc, slot, phase = multiply_tile(
-                sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, TRANSPOSED, False, TEAM,
-                TEAMS,
-            )  # fmt: skip
-        else:
-            acc, slot, phase = scaled_tile(
-                sa, sb, full, empty, slot, phase, kt, scale, ss, sw, None, 0, n, BM, BN,
-                STAGES, SCALES, PROMOTE, False, TEAM, TEAMS,
-            )  # fmt: skip
+        acc, slot, phase = product(
+            sa, sb, full, empty, slot, phase, kt, scale, ss, sw, None, 0, n, BM, BN, STAGES, TRANSPOSED, False, SCALES,
+            PROMOTE, TEAM, TEAMS,
+        )  # fmt: skip
         slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 4096, 50,

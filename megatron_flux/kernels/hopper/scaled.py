@@ -1,41 +1,35 @@
-"""Products of FP8 operands for the Hopper kernels: with fast accumulation, or promoted to fp32 every 128 of k.
+"""A tile's product for the Hopper kernels: of 16-bit operands, or of FP8 with fast accumulation or promoted sums.
 
 Contract
-    :func:`scaled_tile` is :func:`megatron_flux.kernels.hopper.pieces.multiply_tile` for FP8: same rings, same return.
-    Both operands are k-major, ``[rows, k]``, which is all that FP8 ``wgmma`` takes; formats may differ.
+    :func:`product` is :func:`megatron_flux.kernels.hopper.pieces.multiply_tile` with scales: same rings, same return.
+    FP8 operands are k-major, ``[rows, k]``, which is all that FP8 ``wgmma`` takes; formats may differ.
 
     =============  ==================================================================================================
     SCALES         the product is
     =============  ==================================================================================================
+    None           ``x @ w``
     ``"tensor"``   ``(x @ w) * (xs[0] * ws[0])``
     ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block, row] * ws[column // 128, block]``
     =============  ==================================================================================================
 
-    A bias is added to the rounded product, never in one operation with it: so cuBLASLt does, whose results with one
-    scale per tensor these are to the bit (results/fp8-gemm-h200, orders.jsonl).
+    A bias is added to the rounded product, as cuBLASLt does, whose results with one scale these are to the bit
+    (results/fp8-gemm-h200, orders.jsonl). Compilers make one operation of a product and the sum behind it, but for one
+    that says how it is rounded. That of 16 bits begins the sum.
 
-    PROMOTE, always on with them: the tensor core adds up 128 products in its own precision (14 bits on Hopper), which
-    are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN 128 or
-    256.
+    PROMOTE, always on with "blocks": the tensor core adds up 128 products in its own precision (14 bits on Hopper),
+    which are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN
+    128 or 256.
 
 Schedule with PROMOTE
-    A team multiplies a k block by 128 columns, waits for it, and adds it: meanwhile the other team multiplies. Beside
-    the sum a thread holds the product of a block. A team that adds leaves the tensor cores to one other, so nothing
-    else may lie between two of its products: it waits for the next block and frees the one before while a product is
-    under way, and scales are loaded once. That took 5 to 7 % off (results/fp8-gemm-h100, `schedule.jsonl`).
+    A team multiplies a k block by 128 columns, waits, and adds: meanwhile the other team multiplies. Nothing else lies
+    between two products of a team: it waits for the next block and frees the one before beside a product, and scales
+    per tensor are read once. That took 3 to 7 % off (results/fp8-gemm-h100, which says what else was tried). Scales of
+    blocks come with the operands, by *load*: a block takes less time than a load from L2.
 
-    Hazards
-        * Of the barriers that Triton puts between an arrival and what follows it in shared memory, those beside a
-          product cost nothing: hence the two explicit ones. Before a product they cost what they take.
-        * Compilers put sums off past a branch, and a wait is one. Sums that are put off past the next product need
-          registers beside it: 1 KB a thread was spilled. :func:`_here` forbids it.
-
-    Measured, not taken (results/fp8-gemm-h200): teams that take turns, 2 to 10 % slower by mbarriers and no faster by
-    named ones; pieces of 64 columns, one multiplied while another is added, which gain 2 % where blocks are gathered,
-    nothing with one scale, and lose 1 to 5 % where results are scattered.
-
-    Scales come with the operands of their block, by *load*: a block takes less time than a load from L2, so what each
-    thread loads itself one block ahead comes too late (run so on an H200).
+Hazards
+    * Between an arrival and what follows it in shared memory Triton puts a barrier: hence the explicit ones, early.
+    * Compilers put a sum off past a branch, such as a wait, unless assembly takes it before. Put off past the next
+      product it needs registers beside it: 1 KB a thread was spilled.
 """
 
 from __future__ import annotations
@@ -60,12 +54,6 @@ HALF = gl.constexpr(128)  # columns that share the scales of a weight
 
 
 @gluon.jit
-def _rounded_product(a, b):
-    """Compilers make one operation of a product and the sum behind it, but for one that says how it is rounded."""
-    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _scale(scales, at):
     """Number ``at`` in shared memory, for every thread."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -73,20 +61,8 @@ def _scale(scales, at):
 
 
 @gluon.jit
-def _here(sum):
-    """``sum``, which compilers may not put off: past the product behind it, whose registers are those it is made of."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sum], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _begun(x, y, nothing):
-    """The product of x and half a tile's weight, under way."""
-    return warpgroup_mma(x, y.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _added(acc, part, by_row, by_half, SCALES: gl.constexpr):
-    """``acc`` and the scaled product that :func:`_begun` began."""
+    """``acc`` and the scaled product ``part``, which is under way."""
     part = warpgroup_mma_wait(0, deps=(part,))
     if SCALES == "blocks":
         return acc + part * gl.expand_dims(by_row * by_half, 1)
@@ -119,14 +95,16 @@ def _promoted(
             if BN > HALF:
                 by_second = _scale(numbers, at + LINE // 2)
         x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
-        part = _begun(x, sb.index(slot).slice(0, HALF), nothing)
+        y = sb.index(slot)
+        part = warpgroup_mma(x, y.slice(0, HALF).permute((1, 0)), nothing, use_acc=False, is_async=True)
         barrier()
         mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1, pred=block > 0)
         barrier()
         following, phase = advance(slot, phase, STAGES)
         if BN > HALF:
-            first = _here(_added(first, part, by_row, by_first, SCALES))
-            part = _begun(x, sb.index(slot).slice(HALF, HALF), nothing)
+            first = _added(first, part, by_row, by_first, SCALES)
+            first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [first], gl.float32, is_pure=False, pack=1)
+            part = warpgroup_mma(x, y.slice(HALF, HALF).permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.wait(full.index(following), phase, pred=block + 1 < kt)
         if BN > HALF:
             second = _added(second, part, by_row, by_second, SCALES)
@@ -139,13 +117,13 @@ def _promoted(
 
 
 @gluon.jit
-def scaled_tile(
+def product(
     sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
-    TEAMS: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr,
+    TEAM: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``ss`` and ``sw``: where *load* brings the scales of x and of the weight, of blocks."""
-    mma: gl.constexpr = tile_layout(BN, 32, TEAMS)
+    """See the module. ``scale``: of "tensor"; ``ss`` and ``sw``: where *load* brings the scales of blocks."""
+    mma: gl.constexpr = tile_layout(BN, 256 // sa.dtype.primitive_bitwidth, TEAMS)
     if PROMOTE:
         acc, second, slot, phase = _promoted(
             sa, sb, full, empty, slot, phase, kt, ss, sw, BM, BN, STAGES, SCALES, TEAM, TEAMS
@@ -155,11 +133,12 @@ def scaled_tile(
             acc = gl.convert_layout(gl.reshape(both, (BM // TEAMS, BN)), mma)
     else:
         acc, slot, phase = multiply_tile(
-            sa, sb, full, empty, slot, phase, kt, None, 0, n, BM, BN, STAGES, False, False, TEAM, TEAMS
-        )
+            sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED,
+            BIAS and SCALES is None, TEAM, TEAMS,
+        )  # fmt: skip
     if SCALES == "tensor":
-        acc = _rounded_product(acc, scale)
-    if BIAS:
+        acc = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [acc, scale], gl.float32, True, 1)
+    if BIAS and SCALES is not None:
         cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
     return acc, slot, phase

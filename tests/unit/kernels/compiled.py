@@ -246,6 +246,17 @@ def arithmetic(ptx: str) -> dict[str, int]:
     return {"sums": ptx.count("add.f32") + ptx.count("add.rn.f32") + fused, "fused_sums": fused}
 
 
+def barriers_before_products(ptx: str) -> int:
+    """Barriers that lie between the end of a product, or the head of its loop, and the next product."""
+    behind = re.findall(r"wgmma\.wait_group.*?(?:wgmma\.mma_async|\bbra\b)", ptx, re.DOTALL)
+    heads = [
+        block.split("wgmma.mma_async")[0]
+        for block in re.findall(r"^\$L\w+:.*?(?=^\$L|\Z)", ptx, re.DOTALL | re.MULTILINE)
+        if "wgmma.mma_async" in block
+    ]
+    return sum(len(re.findall(r"\bbar(?:rier)?\.sync", part)) for part in (*behind, *heads))
+
+
 def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, (capability, op, tma, scales) in PLAIN.items():
@@ -265,6 +276,7 @@ def main() -> None:
             "waits": waits,
             **arithmetic(ptx),
             "wgmma": ptx.count("wgmma.mma_async"),
+            "barriers_before_products": barriers_before_products(ptx),
             "wide_stores": ptx.count("st.global.v4"),
             "relaunched": relaunched(kernel, operands_of(op, "BIAS" in given, "FP8" in given)),
         }

@@ -72,6 +72,13 @@ def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
         assert kernels[name]["sums"] >= least, name
 
 
+def test_nothing_is_waited_for_between_two_promoted_products(kernels: dict[str, Any]) -> None:
+    """But for the tensor cores: a team that waits leaves them to the other one alone."""
+    promoted = [name for name in kernels.keys() - PLAIN if "promoted" in name or "blocks" in name]
+    assert {name: kernels[name]["barriers_before_products"] for name in promoted} == dict.fromkeys(promoted, 0)
+    assert len(promoted) == 5
+
+
 def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, Any]) -> None:
     """As cuBLASLt does; 128 numbers a thread of Hopper's tile, 32 of a plain one."""
     for name, numbers in (("fp8 gathered", 128), ("8.9 ag_gemm fp8 tensor", 32), ("9.0 ag_gemm fp8 tensor", 32)):

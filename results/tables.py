@@ -298,10 +298,10 @@ def parity(path: str) -> str:
     return f"{curves(path, pairs)}\n{table(('run', 'mean loss of the last 50 steps'), last)}"
 
 
-def shared_gpu(folder: str) -> str:
-    """Trainings of ranks that share a GPU: two of stock, which may repeat itself to the bit, and one of flux."""
+def repeated(folder: str, names: Iterable[str]) -> str:
+    """Trainings of which stock's may repeat itself to the bit: where each of the others first differs from it."""
     rows = []
-    for name in ("fp8-blockwise", "fp8-current-before", "fp8-current", "fp8-delayed", "host"):
+    for name in names:
         runs = trainings(f"{folder}/{name}.json")
         for run in (run for run in runs if run != "stock"):
             found = {curve: apart(runs[run], runs["stock"], curve) for curve in CURVES}
@@ -310,6 +310,11 @@ def shared_gpu(folder: str) -> str:
             count = len(found["lm loss"])
             rows.append([name, run, str(count), str(differs[0]) if differs else "none", *cells])
     return table(("training", "run", "steps", "first step that differs", "loss", "gradient norm"), rows)
+
+
+def shared_gpu(folder: str) -> str:
+    """Trainings of ranks that share a GPU."""
+    return repeated(folder, ("fp8-blockwise", "fp8-current-before", "fp8-current", "fp8-delayed", "host"))
 
 
 def graphs(folder: str) -> str:
@@ -521,6 +526,34 @@ def fp8_ways(folder: str) -> str:
     return table(head, rows)
 
 
+SCHEDULED = {
+    "GPT-3 FC1, one scale": ("gpt3 ag", "split 128x256 s4"),
+    "GPT-3 FC1, blocks": ("gpt3 ag", "blocks 128x256 s4"),
+    "Llama FC2, one scale": ("llama rs", "split 128x256 s3 b16"),
+    "Llama FC2, blocks": ("llama rs", "blocks 128x256 s3 b4"),
+    "m=8192, n=k=4096: gathered, one scale": ("small ag", "split 128x256 s4"),
+    "scattered, one scale": ("small rs", "split 128x256 s3 b16"),
+}
+
+
+def fp8_schedules(folder: str) -> str:
+    """:func:`fp8_ways`; then promoted sums by schedule: a process each, over cuBLASLt in it, in bursts and lasting."""
+    found: dict[tuple[int, int], tuple[str, dict[tuple[str, str], str]]] = {}
+    for line in lines(f"{folder}/schedule.jsonl"):
+        cells = found.setdefault((line["machine"], line["process"]), (line["schedule"], {}))[1]
+        for key in ("ms", "lasting_ms"):
+            for arm, ms in line.get(key, {}).items():
+                stock = line[key][f"cublas {arm.split()[0]}"] if not arm.startswith("cublas") else None
+                if stock is not None:
+                    cells.setdefault((line["of"][0], arm), "")
+                    cells[line["of"][0], arm] += ("" if key == "ms" else ", ") + f"{stock / ms:.3f}"
+    rows = [
+        [str(machine), schedule, *(cells.get(arm, "-") for arm in SCHEDULED.values())]
+        for (machine, _), (schedule, cells) in found.items()
+    ]
+    return f"{fp8_ways(folder)}\n{table(('machine', 'schedule', *SCHEDULED), rows)}"
+
+
 def fp8_gemms(folder: str) -> str:
     """:func:`fp8_ways`; then bf16 before and after the kernels took FP8."""
     before, after = (read(f"{folder}/bf16-{when}.json") for when in ("before", "after"))
@@ -535,11 +568,14 @@ def fp8_gemms(folder: str) -> str:
 RECIPES = ("current", "delayed", "blockwise")
 
 
-def fp8_layers(folder: str) -> str:
-    """Layers by recipe, then what the tuner measured in bursts of each call on FP8 operands."""
+def fp8_layers(folder: str, tuning: Sequence[str] = ()) -> str:
+    """Layers by recipe, then what the tuner measured in bursts of each call on FP8 operands. The recipes ``tuning`` are
+    those of the run in which it did so.
+    """
     rows = []
     for recipe in RECIPES:
-        for row in read(f"{folder}/layer/summary.json")["rows"]:
+        run = "layer-tuning" if recipe in tuning else "layer"
+        for row in read(f"{folder}/{run}/summary.json")["rows"]:
             if row["fp8"] == recipe:
                 cells = (ARMS[row["arm"]], with_quartiles(row), f"{row['speedup_vs_te']:.3f}{X}")
                 rows.append([recipe, *cells, percent(row["hidden_share"]), f"{row['sm_clock_mhz']:.0f}"])
@@ -608,12 +644,14 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "host-link-h200x2": host_link,
     "wire-cpu": wires,
     "fp8-gemm-h200": fp8_gemms,
-    "fp8-gemm-h100": fp8_ways,
+    "fp8-gemm-h100": fp8_schedules,
     "two-ranks-one-h200": shared_gpu,
     "fp8-h200x2": fp8_layers,
+    "fp8-h100x2": lambda folder: fp8_layers(folder, ("blockwise",)),
     "inference-h200x2": inference,
     "first-step-h200x2": lambda folder: first_steps(f"{folder}/delay.json"),
     "parity-h200x2-fp8": fp8_parity,
+    "parity-h100x2-fp8": lambda folder: repeated(folder, RECIPES),
 }
 
 

@@ -23,7 +23,7 @@ Contract
 Schedule with PROMOTE
     A team multiplies a k block by 128 columns, waits, and adds: meanwhile the other team multiplies. Nothing else lies
     between two products of a team: it waits for the next block and frees the one before beside a product, and scales
-    per tensor are read once. That took 3 to 7 % off (results/fp8-gemm-h100, which says what else was tried). Scales of
+    per tensor are read once. That took 2 to 6 % off (results/fp8-gemm-h100, which says what else was tried). Scales of
     blocks come with the operands, by *load*: a block takes less time than a load from L2.
 
 Hazards

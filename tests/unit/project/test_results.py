@@ -33,9 +33,11 @@ FOLDERS = (
     "fp8-gemm-h100",
     "two-ranks-one-h200",
     "fp8-h200x2",
+    "fp8-h100x2",
     "inference-h200x2",
     "first-step-h200x2",
     "parity-h200x2-fp8",
+    "parity-h100x2-fp8",
 )
 
 X = "\u00d7"
@@ -131,7 +133,9 @@ def test_the_layers_without_nvlink_are_those_of_the_data(row: str, run: str) -> 
 def test_the_layers_in_fp8_are_those_of_the_data(recipe: str) -> None:
     text = MEASURED.read_text().partition("### FP8")[2].partition("\n### ")[0]
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {recipe} |"))
-    rows = {row["arm"]: row for row in summary("fp8-h200x2/layer")["rows"] if row["fp8"] == recipe}
+    run = "layer-tuning" if recipe == "blockwise" else "layer"
+    rows = {row["arm"]: row for row in summary(f"fp8-h100x2/{run}")["rows"] if row["fp8"] == recipe}
+    assert {row["rounds"] for row in rows.values()} == {7}
     te, *cells = (cell.strip().replace("*", "") for cell in line.split("|")[2:-1])
     assert te == f"{rows['te']['ms_per_layer']:.2f}"
     for arm, cell in zip(("te_ub", "flux_te", "floor"), cells, strict=True):
@@ -142,6 +146,14 @@ def test_the_layers_in_fp8_are_those_of_the_data(recipe: str) -> None:
     for found, arm in zip(shares, ("flux_te", "busy_floor"), strict=True):
         assert found is not None
         assert re.findall(r"\d+", found[1])[place] == f"{100 * rows[arm]['hidden_share']:.0f}", arm
+    earlier = re.search(r"earlier schedule of promoted sums, it was (.*?), and a whole", " ".join(text.split()))
+    assert earlier is not None
+    (before,) = (
+        row["speedup_vs_te"]
+        for row in summary("fp8-h200x2/layer")["rows"]
+        if (row["fp8"], row["arm"]) == (recipe, "flux_te")
+    )
+    assert re.findall(r"[\d.]+", earlier[1])[place] == f"{before:.3f}"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +178,16 @@ def test_what_200_steps_in_fp8_say_is_in_the_data(row: str, name: str, within: b
         " and ".join(f"{100 * found:.2f} %" for found in others),
         f"{100 * spread:.2f} %",
     ]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_200_steps_in_fp8_between_two_gpus_are_stocks_to_the_bit(recipe: str) -> None:
+    tables = script(RESULTS / "tables.py")
+    runs = tables.trainings(f"parity-h100x2-fp8/{recipe}.json")
+    assert [len(runs[name]) for name in ("stock", "stock-again", "flux")] == [200] * 3
+    assert len(runs["stock-from-flux"]) >= 85
+    for curve in tables.CURVES:
+        assert {difference for name in runs for difference in tables.apart(runs[name], runs["stock"], curve)} == {0.0}
 
 
 def test_the_readmes_layers_are_those_of_the_data() -> None:
@@ -289,6 +311,8 @@ def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: st
         ("host-bound-h200x2", 8),
         ("gpu-tests-h200x2", 17),
         ("fp8-h200x2", 11),
+        ("fp8-h100x2", 10),
+        ("parity-h100x2-fp8", 3),
         ("inference-h200x2", 8),
         ("first-step-h200x2", 1),
         ("parity-h200x2-fp8", 4),

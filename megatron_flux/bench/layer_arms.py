@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.errors import FluxError
 from megatron_flux.layers import keep
 from megatron_flux.settings import WIRES
-from megatron_flux.train.fp8 import Recipe, transformer_options
+from megatron_flux.train.fp8 import Recipe, transformer_options, turn_of
 from megatron_flux.train.measurements import workspace_bytes
 
 BlockKind = Literal["te", "te_ub", "te_floor", "local"]
@@ -149,7 +149,7 @@ def make(
     Without ``dy`` steps are of inference, and ``x`` is any tensor; ``context``: megatron-core's inference context.
 
     ``backend`` is the operator backend of the flux arms, ``link`` the strongest link they may use, ``keep_gathered``
-    whether they keep gathered inputs, of up to ``keep_bytes``; ``recipe`` that of the layers in FP8.
+    whether they keep gathered inputs, of up to ``keep_bytes``; ``recipe`` that of the layers in FP8, with their scales.
     """
     backends = Backends.of(backend)
     if (wires := wires_of(arm)) != ALL_EXACT:
@@ -165,29 +165,29 @@ def make(
         y.backward(dy)
         return y.detach(), x.grad  # type: ignore[return-value]
 
-    def active() -> AbstractContextManager[None]:
-        if arm in FLOORS and recipe is None:
-            return patched(FluxConfig(backend=FLOORS[arm].name, link=link))
-        if arm in FLOORS:
-            return _fp8_floor(block, FluxConfig(backend=FLOORS[arm].name, link=link, fp8=True))
-        if not arm.startswith("flux"):
-            return nullcontext()
-        ahead, keeps = not arm.endswith("_own_gather"), False if arm.endswith("_gather_again") else keep_gathered
-        # The tuner of an arm without wires sends none, whatever the environment says.
-        exact: dict[str, Any] = {"wire": "exact", "grad_wire": "exact"}
-        keeping: dict[str, Any] = {"keep_gathered": keeps, "keep_gathered_bytes": keep_bytes}
-        more: dict[str, Any] = {"gather_ahead": ahead, "link": link, "fp8": recipe is not None}
-        return patched(FluxConfig(**backends._asdict(), **exact, **keeping, **more))
+    @contextmanager
+    def active() -> Iterator[None]:
+        with ExitStack() as opened:
+            if recipe == "delayed":
+                opened.enter_context(turn_of(vars(block).setdefault("_scales", {})))
+            if arm in FLOORS:
+                opened.enter_context(patched(FluxConfig(backend=FLOORS[arm].name, link=link)))
+                if recipe is not None:
+                    opened.enter_context(fp8.without_amax_reductions(block))
+            elif arm.startswith("flux"):
+                more: dict[str, Any] = {
+                    "gather_ahead": not arm.endswith("_own_gather"), "link": link, "fp8": recipe is not None,
+                    "keep_gathered": False if arm.endswith("_gather_again") else keep_gathered,
+                    "keep_gathered_bytes": keep_bytes,
+                    # The tuner of an arm without wires sends none, whatever the environment says.
+                    "wire": "exact", "grad_wire": "exact",
+                }  # fmt: skip
+                opened.enter_context(patched(FluxConfig(**backends._asdict(), **more)))
+            yield
 
     if arm in FLOORS and FLOORS[arm].name not in ops.backend_names():
         ops.register_backend(FLOORS[arm])
     return Arm(arm, step, active)
-
-
-@contextmanager
-def _fp8_floor(block: torch.nn.Module, config: FluxConfig) -> Iterator[None]:
-    with patched(config), fp8.without_amax_reductions(block):
-        yield
 
 
 def look_inside(arm: Arm) -> None:

@@ -18,7 +18,7 @@ from megatron_flux.bench.shapes import RECIPES
 from megatron_flux.train.presets import PRESETS
 from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_fp8_cases import fp8_megatron
+from tests.distributed.te_fp8_cases import fp8_megatron, state_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -119,6 +119,40 @@ def check_flux(row: dict[str, Any]) -> None:
     for name, rounding in agreement["fp8_rounding"].items():
         assert agreement[name] < rounding
         assert 1e-3 < rounding < 0.3, (row["fp8"], name)
+
+
+def rank_scales(out: Path) -> list[str]:
+    """What of ``te``'s delayed scales a step of the floor, which has layers of its own, has changed."""
+    blocks: dict[str, Any] = {}
+    changed: list[str] = []
+    stock_make, stock_look = layer_arms.make, layer_arms.look_inside
+
+    def made(arm: str, block: Any, *given: Any, **more: Any) -> Any:
+        blocks[arm] = block
+        return stock_make(arm, block, *given, **more)
+
+    def scales() -> dict[str, torch.Tensor]:
+        layers = {name: layer for name, layer in blocks["te"].named_modules() if hasattr(layer, "fp8_meta")}
+        return {f"{name} {key}": value for name, layer in layers.items() for key, value in state_of(layer).items()}
+
+    def looked(arm: Any) -> None:
+        before = scales()
+        assert sum("amax" in name for name in before) == 16, "two of four linears in each of two layers"
+        stock_look(arm)
+        if arm.name == "floor":
+            changed.extend(name for name, value in scales().items() if not torch.equal(value, before[name]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_arms, "make", made)
+        patch.setattr(layer_arms, "look_inside", looked)
+        run(2, out, ("gelu",), ("delayed",), {"arms": ("te", "floor")})
+    assert blocks["te"] is not blocks["floor"]
+    return changed
+
+
+def test_arms_have_scales_of_their_own(te_world2: WorkerPool, tmp_path: Path) -> None:
+    """TransformerEngine updates what it knows, as if layers whose turn it is not had seen zeros."""
+    assert te_world2.run(rank_scales, tmp_path) == [[], []]
 
 
 def test_a_shard_that_is_lost_is_no_rounding(te_world2: WorkerPool, tmp_path: Path) -> None:

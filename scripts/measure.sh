@@ -158,8 +158,9 @@ for stage in "${PARTS[@]}"; do
         compare)
             limited 300 "${FLUX[@]}" compare "${WIDE[@]}" --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
             ;;
-        fp8_parity_*)
-            limited 590 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" --fp8 "${stage#fp8_parity_}" \
+        fp8_parity_*) # sums of two ranks have one order: with attention that repeats itself all is stock's to the bit
+            NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO-$((GPUS > 2))}" \
+                limited 590 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" --fp8 "${stage#fp8_parity_}" \
                 --transformer-impl transformer_engine "${SMALL[@]}"
             ;;
         fp8_compare)

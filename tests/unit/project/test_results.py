@@ -180,6 +180,19 @@ def test_what_200_steps_in_fp8_say_is_in_the_data(row: str, name: str, within: b
     ]
 
 
+def test_what_the_readme_says_of_fp8_is_in_the_data() -> None:
+    found: dict[str, list[float]] = {"flux_te": [], "floor": []}
+    for run, recipes in (("layer", {"current", "delayed"}), ("layer-tuning", {"blockwise"})):
+        for row in summary(f"fp8-h100x2/{run}")["rows"]:
+            if row["fp8"] in recipes and row["arm"] in found:
+                found[row["arm"]].append(row["speedup_vs_te"])
+    said = [
+        f"{min(of):.{digits}f} to {max(of):.{digits}f}{X}" for of, digits in zip(found.values(), (3, 2), strict=True)
+    ]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert all(f" {words}" in text for words in said), said
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_200_steps_in_fp8_between_two_gpus_are_stocks_to_the_bit(recipe: str) -> None:
     tables = script(RESULTS / "tables.py")

@@ -384,6 +384,20 @@ FAULTS: tuple[Fault, ...] = (
         ("fences",),
     ),
     _fault(
+        "promoted sums may be put off past the next product",
+        f"{KERNELS}/hopper/scaled.py",
+        'first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [first], gl.float32, is_pure=False, pack=1)',
+        "pass",
+        ("tests/unit/kernels/test_compiled.py::test_hopper_kernels_run_at_full_speed",),
+    ),
+    _fault(
+        "a team frees a slot between two promoted products",
+        f"{KERNELS}/hopper/scaled.py",
+        "        slot = following\n    barrier()",
+        "        slot = following\n        barrier()",
+        ("tests/unit/kernels/test_compiled.py::test_nothing_is_waited_for_between_two_promoted_products",),
+    ),
+    _fault(
         "Hopper kernels have no fence between proxies",
         f"{KERNELS}/hopper/pieces.py",
         '"fence.proxy.async;"',

@@ -364,8 +364,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "Hopper AG+GEMM waits for an earlier push",
         f"{KERNELS}/hopper/ag_gemm.py",
-        "wait_flags(flags + flag_off + unit * BM, BM, epoch,",
-        "wait_flags(flags + flag_off + unit * BM, BM, epoch - 2,",
+        "wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch,",
+        "wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch - 2,",
         checks=("late_hopper",),
     ),
     _fault(

@@ -43,7 +43,7 @@ from megatron_flux.kernels.hopper.pieces import (
     each_thread,
     hand_over_tile,
     load_blocks,
-    rings,
+    shared_memory,
     wait_flags,
 )
 from megatron_flux.kernels.hopper.scaled import product
@@ -94,10 +94,9 @@ def _piece(
 
 @gluon.jit
 def _load(
-    a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp,
-    rank, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
-    TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
-    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
+    s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
+    GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr,
+    EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     per_source: gl.constexpr = 2 if EARLY or LATE else 1
     slot = 0
@@ -107,14 +106,13 @@ def _load(
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
         if src == rank:
             slot, phase = load_blocks(
-                xd, b, rb * BM, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, rb * BM, ss, ws, sw, BM, BN,
-                BK, STAGES, TRANSPOSED, SCALES,
+                s, xd, b, rb * s.BM, pn * s.BN, 0, kt, xs, 0, rb * s.BM, ws, slot, phase
             )  # fmt: skip
         else:
             for kc in range(KCH):
                 if PUSH:
                     unit = (src * own + rb) * KCH + kc
-                    wait_flags(flags + flag_off + unit * BM, BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
+                    wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
                     each_thread(FENCE_PROXY, epoch)
                 else:
                     unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
@@ -123,27 +121,26 @@ def _load(
                         each_thread(FENCE_PROXY, epoch)
                         arrived = unit
                 slot, phase = load_blocks(
-                    a, b, src * mp + rb * BM, pn * BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), sa, sb, full,
-                    empty, slot, phase, gs, src * kt, rb * BM, ss, ws, sw, BM, BN, BK, STAGES, TRANSPOSED, SCALES,
+                    s, a, b, src * mp + rb * s.BM, pn * s.BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), gs,
+                    src * kt, rb * s.BM, ws, slot, phase,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _store(
-    c, pieces, ready, free, own, npn, mp, rank,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    SPAN: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
+    s, c, own, npn, mp, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr,
+    CTAS: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
-        for piece in gl.static_range(BN // PIECE):
-            mbarrier.wait(ready.index(slot), phase)
-            copy_out(c, [src * mp + rb * BM, pn * BN + piece * PIECE], pieces.index(slot))
+        for piece in gl.static_range(s.BN // PIECE):
+            mbarrier.wait(s.ready.index(slot), phase)
+            copy_out(c, [src * mp + rb * s.BM, pn * s.BN + piece * PIECE], s.pieces.index(slot))
             tma.store_wait(0)
-            mbarrier.arrive(free.index(slot), count=1)
-            slot, phase = advance(slot, phase, RING)
+            mbarrier.arrive(s.free.index(slot), count=1)
+            slot, phase = advance(slot, phase, s.RING)
 
 
 @gluon.jit
@@ -182,29 +179,23 @@ def _push(
 
 @gluon.jit
 def _multiply(
-    sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    SPAN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
-    TEAM: gl.constexpr,
+    s, own, npn, kt, bias, xs, ws, n, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+    SPAN: gl.constexpr, CTAS: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     slot_d = 0
     phase_d = 0
     scale = 0.0
-    if SCALES == "tensor":
+    if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
         if BIAS:
             _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
-            col = pn * BN
-        acc, slot, phase = product(
-            sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM, BN, STAGES, TRANSPOSED, BIAS, SCALES,
-            PROMOTE, TEAM, TEAMS,
-        )  # fmt: skip
-        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
+            col = pn * s.BN
+        acc, slot, phase = product(s, slot, phase, kt, scale, bias, col, n, BIAS, TEAM)
+        slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
 
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
@@ -223,26 +214,16 @@ def hopper_ag_gemm_kernel(
     own = mp // BM
     npn = gl.cdiv(n, BN)
     kt = gl.cdiv(k, BK)
-    sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
-    sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
-    pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], c.layout)
-    ss = sa
-    sw = sa
-    if SCALES == "blocks":
-        ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
-        sw = gl.allocate_shared_memory(gl.float32, [STAGES] + ws.block_type.shape, ws.layout)  # noqa: RUF005 - Gluon
-    full, empty = rings(STAGES, 1, TEAMS)
-    ready, free = rings(RING, TEAMS, 1)
+    s = shared_memory(
+        a, b, c, xs, ws, BM, BN, BK, STAGES, RING, TRANSPOSED, DTYPE, SCALES, PROMOTE, TEAMS
+    )  # fmt: skip
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
-                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
-                             PROMOTE, 1, 0)),
-                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own,
-                         npn, kt, chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS,
-                         STAGES, TRANSPOSED, SCALES)),
-                (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 0)),
+                (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
+                         rank, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, GROUP, TP, PUSH, SPAN, CTAS)),
                 (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                          TP, PUSH, KEEP, CTAS)),
             ],
@@ -252,16 +233,11 @@ def hopper_ag_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
-                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
-                             PROMOTE, 2, 0)),
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, own, npn, kt, bias, xs, ss, ws, sw, n, rank,
-                             BM, BN, GROUP, TP, PUSH, SPAN, CTAS, STAGES, RING, TRANSPOSED, BIAS, DTYPE, SCALES,
-                             PROMOTE, 2, 1)),
-                (_load, (a, xd, b, sa, sb, full, empty, xs, gs, ss, ws, sw, flags, flag_off, epoch, err, limit, own,
-                         npn, kt, chunk_k // BK, mp, rank, BM, BN, BK, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS,
-                         STAGES, TRANSPOSED, SCALES)),
-                (_store, (c, pieces, ready, free, own, npn, mp, rank, BM, BN, GROUP, TP, PUSH, SPAN, CTAS, RING)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 0)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 1)),
+                (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
+                         rank, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, GROUP, TP, PUSH, SPAN, CTAS)),
                 (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
                          TP, PUSH, KEEP, CTAS)),
             ],

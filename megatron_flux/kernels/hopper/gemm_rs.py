@@ -34,61 +34,54 @@ from megatron_flux.kernels.hopper.pieces import (
     each_thread,
     hand_over_tile,
     load_blocks,
-    rings,
+    shared_memory,
     wait_flags,
 )
 from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
-def _load(
-    a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr,
-    CTAS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
+def _load(s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr):
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
-        row = ((rank + 1 + step) % TP) * mp + rb * BM
-        slot, phase = load_blocks(
-            a, b, row, pn * BN, 0, kt, sa, sb, full, empty, slot, phase, xs, 0, row, ss, ws, sw, BM, BN, BK, STAGES,
-            TRANSPOSED, SCALES,
-        )  # fmt: skip
+        row = ((rank + 1 + step) % TP) * mp + rb * s.BM
+        slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
 
 
 @gluon.jit
 def _store(
-    d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, RING: gl.constexpr,
+    s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
+    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
     phase = 0
     tiles = nrb * npn
-    step_ns = spread // (BN // PIECE)
+    step_ns = spread // (s.BN // PIECE)
     offset = step_ns * (gl.program_id(0) % 32) // 32
     for t in range(gl.program_id(0), tiles * TP, CTAS):
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         tile = rb * npn + pn
-        row = row_off + (rank * tiles + tile) * BM
+        row = row_off + (rank * tiles + tile) * s.BM
         owner = gl.load(flag_table + (rank + 1 + step) % TP)
         start = now()
-        for piece in gl.static_range(BN // PIECE):
-            mbarrier.wait(ready.index(slot), phase)
+        for piece in gl.static_range(s.BN // PIECE):
+            mbarrier.wait(s.ready.index(slot), phase)
             if step_ns > 0:
                 if piece == 0:
                     start = now() + offset
                 if (step != TP - 1) & (t + CTAS < tiles * TP):
                     while now() - start < piece * step_ns:
                         each_thread(SLEEP, 200)
-            source = pieces.index(slot)
+            source = s.pieces.index(slot)
             for to in gl.static_range(TP):
                 if step == to:
                     copy_out(sinks[to], [row, piece * PIECE], source)
             tma.store_wait(0)
-            mbarrier.arrive(free.index(slot), count=1)
-            slot, phase = advance(slot, phase, RING)
+            mbarrier.arrive(s.free.index(slot), count=1)
+            slot, phase = advance(slot, phase, s.RING)
         each_thread(STORES_DONE, epoch)
         barrier()
         each_thread(FENCE_SYSTEM, epoch)
@@ -126,28 +119,22 @@ def _reduce(
 
 @gluon.jit
 def _multiply(
-    sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-    xs, ss, ws, sw, nrb, npn, kt, mp, n, rank,
-    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
-    SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
+    s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n,
+    TP: gl.constexpr, CTAS: gl.constexpr, PIECES: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     slot_d = 0
     phase_d = 0
     scale = 0.0
-    if SCALES == "tensor":
+    if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
     for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
-        acc, slot, phase = product(
-            sa, sb, full, empty, slot, phase, kt, scale, ss, sw, None, 0, n, BM, BN, STAGES, TRANSPOSED, False, SCALES,
-            PROMOTE, TEAM, TEAMS,
-        )  # fmt: skip
-        slot_d, phase_d = hand_over_tile(acc, pieces, ready, free, slot_d, phase_d, BM, BN, DTYPE, RING, TEAM, TEAMS)
+        acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
+        slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
     _reduce(
-        flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 4096, 50,
-        DTYPE,
+        flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, TP, PIECES, 4096, 50,
+        s.DTYPE,
     )  # fmt: skip
 
 
@@ -165,26 +152,17 @@ def hopper_gemm_rs_kernel(
     epoch = gl.load(epochs + slot)
     nrb = gl.cdiv(mp, BM)
     npn = gl.cdiv(n, BN)
-    sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
-    sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
-    pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], d0.layout)
-    ss = sa
-    sw = sa
-    if SCALES == "blocks":
-        ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
-        sw = gl.allocate_shared_memory(gl.float32, [STAGES] + ws.block_type.shape, ws.layout)  # noqa: RUF005 - Gluon
-    full, empty = rings(STAGES, 1, TEAMS)
-    ready, free = rings(RING, TEAMS, 1)
+    s = shared_memory(
+        a, b, d0, xs, ws, BM, BN, BK, STAGES, RING, TRANSPOSED, DTYPE, SCALES, PROMOTE, TEAMS
+    )  # fmt: skip
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
-                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 1, 0)),
-                (_load, (a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP,
-                         CTAS, STAGES, TRANSPOSED, SCALES)),
-                (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
-                          rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
+                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
+                             n, TP, CTAS, PIECES, 0)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS)),
+                (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
+                          spread, BAND, TP, CTAS)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
                            PIECES, 1024, 500, DTYPE)),
             ],
@@ -194,16 +172,13 @@ def hopper_gemm_rs_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
-                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 0)),
-                (_multiply, (sa, sb, full, empty, pieces, ready, free, flags, flag_off, recv, out, ctrl, epoch, err,
-                             limit, row_off, xs, ss, ws, sw, nrb, npn, kt, mp, n, rank, BM, BN, BAND, TP, CTAS,
-                             STAGES, RING, TRANSPOSED, PIECES, DTYPE, SCALES, PROMOTE, 2, 1)),
-                (_load, (a, b, sa, sb, full, empty, xs, ss, ws, sw, nrb, npn, kt, mp, rank, BM, BN, BK, BAND, TP,
-                         CTAS, STAGES, TRANSPOSED, SCALES)),
-                (_store, (d0, d1, d2, d3, d4, d5, d6, d7, pieces, ready, free, flag_table, flag_off, row_off, nrb, npn,
-                          rank, epoch, spread, BM, BN, BAND, TP, CTAS, RING)),
+                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
+                             n, TP, CTAS, PIECES, 0)),
+                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
+                             n, TP, CTAS, PIECES, 1)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS)),
+                (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
+                          spread, BAND, TP, CTAS)),
                 (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
                            PIECES, 1024, 500, DTYPE)),
             ],

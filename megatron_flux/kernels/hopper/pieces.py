@@ -28,6 +28,7 @@ Hazards
 
 from __future__ import annotations
 
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megatron_flux.kernels.device import give_up, now
 
 # Triton 3.9 has other names for these.
+aggregate = getattr(gluon, "aggregate", None) or tl.core._aggregate
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -113,6 +115,23 @@ def wait_flags(flags, COUNT: gl.constexpr, epoch, err, limit, OP: gl.constexpr, 
                     give_up(err, OP, peer, first, unit, epoch, behind, False)
 
 
+MEMORY = ("sa", "sb", "full", "empty", "ss", "sw", "pieces", "ready", "free")
+CONSTANTS = ("BM", "BN", "BK", "STAGES", "RING", "TRANSPOSED", "DTYPE", "SCALES", "PROMOTE", "TEAMS")
+
+
+@aggregate
+class Shared:
+    """A CTA's shared memory and what a launch has decided, for all kinds of warps: see :func:`shared_memory`."""
+
+    __annotations__ = dict.fromkeys(MEMORY, gl.shared_memory_descriptor) | dict.fromkeys(CONSTANTS, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, *values: object) -> None:
+        """By position: of MEMORY, then of CONSTANTS."""
+        for name, value in zip((*MEMORY, *CONSTANTS), values, strict=True):
+            setattr(self, name, value if name in MEMORY else gl.constexpr(value))
+
+
 @gluon.jit
 def rings(SLOTS: gl.constexpr, FILLING: gl.constexpr = 1, READING: gl.constexpr = 1):
     """Two mbarriers for each slot of a ring: filled, and free again, when so many partitions have said so."""
@@ -125,28 +144,50 @@ def rings(SLOTS: gl.constexpr, FILLING: gl.constexpr = 1, READING: gl.constexpr 
 
 
 @gluon.jit
-def load_blocks(
-    a, b, row, col, first, last, sa, sb, full, empty, slot, phase, xs, xs_row, xs_col, ss, ws, sw, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, SCALES: gl.constexpr,
+def shared_memory(
+    a, b, result, xs, ws, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    RING: gl.constexpr, TRANSPOSED: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr,
+    TEAMS: gl.constexpr,
 ):  # fmt: skip
+    """Rings of operands ``sa`` and ``sb`` and, with SCALES "blocks", of their scales ``ss`` and ``sw``, which *load*
+    fills and *multiply* empties; and of ``pieces`` of results, ``ready`` for *store* and then ``free``.
+    """
+    sa = gl.allocate_shared_memory(a.dtype, [STAGES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005 - Gluon
+    pieces = gl.allocate_shared_memory(DTYPE, [RING, BM, PIECE], result.layout)
+    ss = sa
+    sw = sa
+    if SCALES == "blocks":
+        ss = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], xs.layout)
+        sw = gl.allocate_shared_memory(gl.float32, [STAGES] + ws.block_type.shape, ws.layout)  # noqa: RUF005 - Gluon
+    full, empty = rings(STAGES, 1, TEAMS)
+    ready, free = rings(RING, TEAMS, 1)
+    return Shared(
+        sa, sb, full, empty, ss, sw, pieces, ready, free, BM, BN, BK, STAGES, RING, TRANSPOSED, DTYPE, SCALES, PROMOTE,
+        TEAMS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_blocks(s, a, b, row, col, first, last, xs, xs_row, xs_col, ws, slot, phase):
     """Load k blocks ``first`` to ``last`` of both operands as slots become empty; the ring's next slot and phase. With
     SCALES "blocks" also BM scales of x into ``ss``: row ``xs_row`` of ``xs`` for k block 0, from column ``xs_col``; and
     those of the weight into ``sw``: for each 128 columns as many as fill a line, from the last aligned block on.
     """
     for ki in range(first, last):
-        mbarrier.wait(empty.index(slot), phase)
-        loaded, to_a, to_b = full.index(slot), sa.index(slot), sb.index(slot)
-        scales: gl.constexpr = 4 * (BM + LINE) if SCALES == "blocks" else 0
-        mbarrier.expect(loaded, (BM + BN) * BK * (sa.dtype.primitive_bitwidth // 8) + scales)
-        if SCALES == "blocks":
-            copy_in(xs, [xs_row + ki, xs_col], loaded, ss.index(slot))
-            copy_in(ws, [col // 128, ki // ALIGNED * ALIGNED], loaded, sw.index(slot))
-        copy_in(a, [row, ki * BK], loaded, to_a)
-        if TRANSPOSED:
-            copy_in(b, [ki * BK, col], loaded, to_b)
+        mbarrier.wait(s.empty.index(slot), phase)
+        loaded, to_a, to_b = s.full.index(slot), s.sa.index(slot), s.sb.index(slot)
+        scales: gl.constexpr = 4 * (s.BM + LINE) if s.SCALES == "blocks" else 0
+        mbarrier.expect(loaded, (s.BM + s.BN) * s.BK * (s.sa.dtype.primitive_bitwidth // 8) + scales)
+        if s.SCALES == "blocks":
+            copy_in(xs, [xs_row + ki, xs_col], loaded, s.ss.index(slot))
+            copy_in(ws, [col // 128, ki // ALIGNED * ALIGNED], loaded, s.sw.index(slot))
+        copy_in(a, [row, ki * s.BK], loaded, to_a)
+        if s.TRANSPOSED:
+            copy_in(b, [ki * s.BK, col], loaded, to_b)
         else:
-            copy_in(b, [col, ki * BK], loaded, to_b)
-        slot, phase = advance(slot, phase, STAGES)
+            copy_in(b, [col, ki * s.BK], loaded, to_b)
+        slot, phase = advance(slot, phase, s.STAGES)
     return slot, phase
 
 
@@ -163,69 +204,54 @@ def tile_layout(bn, deep, teams):
 
 
 @gluon.jit
-def team_rows(tile, BM: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):
+def team_rows(s, tile, TEAM: gl.constexpr):
     """The team's rows of a tile in shared memory."""
-    if TEAMS == 1:
+    if s.TEAMS == 1:
         return tile
     else:  # noqa: RET505 - Gluon compiles one of the two
-        return tile.slice(TEAM * (BM // TEAMS), BM // TEAMS)
+        return tile.slice(TEAM * (s.BM // s.TEAMS), s.BM // s.TEAMS)
 
 
 @gluon.jit
-def multiply_tile(
-    sa, sb, full, empty, slot, phase, kt, bias, col, n, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr = 0, TEAMS: gl.constexpr = 1,
-):  # fmt: skip
+def multiply_tile(s, slot, phase, kt, bias, col, n, BIAS: gl.constexpr, TEAM: gl.constexpr):
     """One tile's product over ``kt`` k blocks, of the team's rows; returns it with the ring's next slot and phase. With
     ``BIAS`` the sum begins with ``bias[col:col+BN]``, which then needs no registers of its own.
     """
-    mma: gl.constexpr = tile_layout(BN, 256 // sa.dtype.primitive_bitwidth, TEAMS)
-    acc = gl.zeros((BM // TEAMS, BN), gl.float32, layout=mma)
+    mma: gl.constexpr = tile_layout(s.BN, 256 // s.sa.dtype.primitive_bitwidth, s.TEAMS)
+    acc = gl.zeros((s.BM // s.TEAMS, s.BN), gl.float32, layout=mma)
     if BIAS:
-        cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
+        cols = col + gl.arange(0, s.BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
     for ki in range(kt):
-        mbarrier.wait(full.index(slot), phase)
-        x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
-        if TRANSPOSED:
-            y = sb.index(slot)
+        mbarrier.wait(s.full.index(slot), phase)
+        x = team_rows(s, s.sa.index(slot), TEAM)
+        if s.TRANSPOSED:
+            y = s.sb.index(slot)
         else:
-            y = sb.index(slot).permute((1, 0))
+            y = s.sb.index(slot).permute((1, 0))
         acc = warpgroup_mma(x, y, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         barrier()
-        mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1, pred=ki > 0)
-        slot, phase = advance(slot, phase, STAGES)
+        mbarrier.arrive(s.empty.index(slot_before(slot, s.STAGES)), count=1, pred=ki > 0)
+        slot, phase = advance(slot, phase, s.STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     barrier()
-    mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1)
+    mbarrier.arrive(s.empty.index(slot_before(slot, s.STAGES)), count=1)
     return acc, slot, phase
 
 
 @gluon.jit
-def _hand_over(
-    value, pieces, ready, free, slot, phase, BM: gl.constexpr, DTYPE: gl.constexpr, RING: gl.constexpr,
-    TEAM: gl.constexpr, TEAMS: gl.constexpr,
-):  # fmt: skip
-    mbarrier.wait(free.index(slot), phase ^ 1)
-    team_rows(pieces.index(slot), BM, TEAM, TEAMS).store(value.to(DTYPE))
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(ready.index(slot), count=1)
-    slot, phase = advance(slot, phase, RING)
-    return slot, phase
-
-
-@gluon.jit
-def hand_over_tile(
-    acc, pieces, ready, free, slot, phase, BM: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, RING: gl.constexpr,
-    TEAM: gl.constexpr = 0, TEAMS: gl.constexpr = 1,
-):  # fmt: skip
-    """Give the team's rows of a finished tile to *store*, in pieces of ``PIECE`` columns, left to right."""
+def hand_over_tile(acc, s, slot, phase, BN: gl.constexpr, TEAM: gl.constexpr):
+    """Give the team's rows of ``BN`` finished columns to *store*, in pieces of ``PIECE`` columns, left to right."""
     if BN == PIECE:
-        slot, phase = _hand_over(acc, pieces, ready, free, slot, phase, BM, DTYPE, RING, TEAM, TEAMS)
+        mbarrier.wait(s.free.index(slot), phase ^ 1)
+        team_rows(s, s.pieces.index(slot), TEAM).store(acc.to(s.DTYPE))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(s.ready.index(slot), count=1)
+        slot, phase = advance(slot, phase, s.RING)
     else:
-        left, right = gl.split(gl.permute(gl.reshape(acc, (BM // TEAMS, 2, BN // 2)), (0, 2, 1)))
-        slot, phase = hand_over_tile(left, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING, TEAM, TEAMS)
-        slot, phase = hand_over_tile(right, pieces, ready, free, slot, phase, BM, BN // 2, DTYPE, RING, TEAM, TEAMS)
+        left, right = gl.split(gl.permute(gl.reshape(acc, (s.BM // s.TEAMS, 2, BN // 2)), (0, 2, 1)))
+        slot, phase = hand_over_tile(left, s, slot, phase, BN // 2, TEAM)
+        slot, phase = hand_over_tile(right, s, slot, phase, BN // 2, TEAM)
     return slot, phase

@@ -71,74 +71,62 @@ def _added(acc, part, by_row, by_half, SCALES: gl.constexpr):
 
 
 @gluon.jit
-def _promoted(
-    sa, sb, full, empty, slot, phase, kt, ss, sw, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    SCALES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,
-):  # fmt: skip
+def _promoted(s, slot, phase, kt, TEAM: gl.constexpr):
     """The halves of a tile, of 128 columns each; of a tile that is one half, the second is zero."""
-    mma: gl.constexpr = tile_layout(HALF, 32, TEAMS)
-    nothing = gl.zeros((BM // TEAMS, HALF), gl.float32, layout=mma)
+    mma: gl.constexpr = tile_layout(HALF, 32, s.TEAMS)
+    nothing = gl.zeros((s.BM // s.TEAMS, HALF), gl.float32, layout=mma)
     first = nothing
     second = nothing
-    numbers = sa
-    if SCALES == "blocks":
-        numbers = reinterpreted(sw, gl.float32, [STAGES * LINE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mbarrier.wait(full.index(slot), phase)
+    numbers = s.sa
+    if s.SCALES == "blocks":
+        numbers = reinterpreted(s.sw, gl.float32, [s.STAGES * LINE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.wait(s.full.index(slot), phase)
     for block in range(kt):
         by_row = 0.0
         by_first = 0.0
         by_second = 0.0
-        if SCALES == "blocks":
-            by_row = team_rows(ss.index(slot).reshape((BM,)), BM, TEAM, TEAMS).load(gl.SliceLayout(1, mma))
+        if s.SCALES == "blocks":
+            by_row = team_rows(s, s.ss.index(slot).reshape((s.BM,)), TEAM).load(gl.SliceLayout(1, mma))
             at = slot * LINE + block % ALIGNED
             by_first = _scale(numbers, at)
-            if BN > HALF:
+            if s.BN > HALF:
                 by_second = _scale(numbers, at + LINE // 2)
-        x = team_rows(sa.index(slot), BM, TEAM, TEAMS)
-        y = sb.index(slot)
+        x = team_rows(s, s.sa.index(slot), TEAM)
+        y = s.sb.index(slot)
         part = warpgroup_mma(x, y.slice(0, HALF).permute((1, 0)), nothing, use_acc=False, is_async=True)
         barrier()
-        mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1, pred=block > 0)
+        mbarrier.arrive(s.empty.index(slot_before(slot, s.STAGES)), count=1, pred=block > 0)
         barrier()
-        following, phase = advance(slot, phase, STAGES)
-        if BN > HALF:
-            first = _added(first, part, by_row, by_first, SCALES)
+        following, phase = advance(slot, phase, s.STAGES)
+        if s.BN > HALF:
+            first = _added(first, part, by_row, by_first, s.SCALES)
             first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [first], gl.float32, is_pure=False, pack=1)
             part = warpgroup_mma(x, y.slice(HALF, HALF).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(full.index(following), phase, pred=block + 1 < kt)
-        if BN > HALF:
-            second = _added(second, part, by_row, by_second, SCALES)
+        mbarrier.wait(s.full.index(following), phase, pred=block + 1 < kt)
+        if s.BN > HALF:
+            second = _added(second, part, by_row, by_second, s.SCALES)
         else:
-            first = _added(first, part, by_row, by_first, SCALES)
+            first = _added(first, part, by_row, by_first, s.SCALES)
         slot = following
     barrier()
-    mbarrier.arrive(empty.index(slot_before(slot, STAGES)), count=1)
+    mbarrier.arrive(s.empty.index(slot_before(slot, s.STAGES)), count=1)
     return first, second, slot, phase
 
 
 @gluon.jit
-def product(
-    sa, sb, full, empty, slot, phase, kt, scale, ss, sw, bias, col, n, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr,
-    TEAM: gl.constexpr, TEAMS: gl.constexpr,
-):  # fmt: skip
-    """See the module. ``scale``: of "tensor"; ``ss`` and ``sw``: where *load* brings the scales of blocks."""
-    mma: gl.constexpr = tile_layout(BN, 256 // sa.dtype.primitive_bitwidth, TEAMS)
-    if PROMOTE:
-        acc, second, slot, phase = _promoted(
-            sa, sb, full, empty, slot, phase, kt, ss, sw, BM, BN, STAGES, SCALES, TEAM, TEAMS
-        )
-        if BN > HALF:
+def product(s, slot, phase, kt, scale, bias, col, n, BIAS: gl.constexpr, TEAM: gl.constexpr):
+    """See the module. ``scale``: of "tensor"; those of blocks are where *load* brings them."""
+    mma: gl.constexpr = tile_layout(s.BN, 256 // s.sa.dtype.primitive_bitwidth, s.TEAMS)
+    if s.PROMOTE:
+        acc, second, slot, phase = _promoted(s, slot, phase, kt, TEAM)
+        if s.BN > HALF:
             both = gl.permute(gl.join(acc, second), (0, 2, 1))
-            acc = gl.convert_layout(gl.reshape(both, (BM // TEAMS, BN)), mma)
+            acc = gl.convert_layout(gl.reshape(both, (s.BM // s.TEAMS, s.BN)), mma)
     else:
-        acc, slot, phase = multiply_tile(
-            sa, sb, full, empty, slot, phase, kt, bias, col, n, BM, BN, STAGES, TRANSPOSED,
-            BIAS and SCALES is None, TEAM, TEAMS,
-        )  # fmt: skip
-    if SCALES == "tensor":
+        acc, slot, phase = multiply_tile(s, slot, phase, kt, bias, col, n, BIAS and s.SCALES is None, TEAM)
+    if s.SCALES == "tensor":
         acc = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [acc, scale], gl.float32, True, 1)
-    if BIAS and SCALES is not None:
-        cols = col + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
+    if BIAS and s.SCALES is not None:
+        cols = col + gl.arange(0, s.BN, layout=gl.SliceLayout(0, mma))
         acc += gl.expand_dims(gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
     return acc, slot, phase

@@ -14,6 +14,7 @@ import torch
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.checks import aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
@@ -23,6 +24,7 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor 
     """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
     fp32 products of the dequantised numbers, rounded once.
     """
+    pair = pair.with_aligned_scales()
     x, weight = pair.x.one_shard(), pair.weight
     if cublas_takes(x, weight):
         if pair.blocks:
@@ -30,8 +32,8 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor 
         else:
             by = x.scale_inv.view(()), weight.scale_inv.view(())
         return torch._scaled_mm(
-            x.numbers, weight.numbers.t(), scale_a=by[0], scale_b=by[1], bias=bias, out_dtype=pair.out,
-            use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
+            aligned(x.numbers), aligned(weight.numbers).t(), scale_a=by[0], scale_b=by[1], bias=bias,
+            out_dtype=pair.out, use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
         )  # fmt: skip
     if x.data.is_cuda:
         stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1

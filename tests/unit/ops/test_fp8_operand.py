@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backends import fp8_gemm
 from megatron_flux.ops.backends.reference import gemm_only
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
 from tests.unit.groups import group_of
 
 E4M3 = torch.float8_e4m3fn
+SQUARE = {"tensor": "tensor", "1x128": "128x128"}  # scaling of the weight beside x
 
 
 def numbers(rows: int, k: int) -> torch.Tensor:
@@ -45,6 +49,33 @@ def test_scales_of_blocks_lie_by_row_first() -> None:
     data = torch.ones(130, 130).to(E4M3).view(torch.uint8)
     found = Fp8Operand(data, E4M3, torch.arange(8.0).view(2, 4), "128x128").dequantized()
     assert [found[0, 0], found[0, 129], found[129, 0], found[129, 129]] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
+def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
+    """Wherever a view of more bytes begins: cuBLASLt refuses others."""
+    x, weight = quantized(numbers(8, 512), scaling), quantized(numbers(16, 512), SQUARE[scaling])
+    given: list[torch.Tensor] = []
+
+    def multiplied(a: torch.Tensor, b: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **_: Any) -> None:
+        given.extend((a, b) if scaling == "tensor" else (a, b, scale_a, scale_b))
+
+    monkeypatch.setattr(fp8_gemm, "cublas_takes", lambda *_: True)
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    fp8_gemm.fp8_gemm(Fp8Pair(displaced(x), displaced(weight)))
+    assert [tensor.data_ptr() % 16 for tensor in given] == [0] * len(given)
+    assert torch.equal(given[0].float(), x.numbers.float())
+    assert torch.equal(given[1].t().float(), weight.numbers.float())
+
+
+def displaced(operand: Fp8Operand) -> Fp8Operand:
+    """The same in memory that begins elsewhere."""
+    data, scales = (
+        torch.cat([torch.zeros(1, dtype=of.dtype), of.flatten()])[1:].view(of.shape)
+        for of in (operand.data, operand.scale_inv)
+    )
+    assert data.data_ptr() % 16
+    return Fp8Operand(data, operand.dtype, scales, operand.scaling)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])

@@ -24,7 +24,8 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor 
     """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
     fp32 products of the dequantised numbers, rounded once.
     """
-    pair = pair.with_aligned_scales()
+    if pair.blocks:
+        pair = pair.with_aligned_scales()
     x, weight = pair.x.one_shard(), pair.weight
     if cublas_takes(x, weight):
         if pair.blocks:

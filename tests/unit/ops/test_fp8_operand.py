@@ -53,7 +53,7 @@ def test_scales_of_blocks_lie_by_row_first() -> None:
 
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
 def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
-    """Wherever a view of more bytes begins: cuBLASLt refuses others."""
+    """Wherever a view of more bytes begins: its documentation asks for that."""
     x, weight = quantized(numbers(8, 512), scaling), quantized(numbers(16, 512), SQUARE[scaling])
     given: list[torch.Tensor] = []
 

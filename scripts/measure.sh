@@ -161,7 +161,7 @@ for stage in "${PARTS[@]}"; do
         fp8_parity_*) # sums of two ranks have one order: with attention that repeats itself all is stock's to the bit
             NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO-$((GPUS > 2))}" \
                 limited 590 python3 scripts/parity.py --out "$to" -- --nproc "$GPUS" --fp8 "${stage#fp8_parity_}" \
-                --transformer-impl transformer_engine "${SMALL[@]}"
+                --transformer-impl transformer_engine --backend fused "${SMALL[@]}"
             ;;
         fp8_compare)
             limited 590 "${FLUX[@]}" compare "${TRAINED_FP8[@]}" --nproc "$GPUS" --fp8 current \

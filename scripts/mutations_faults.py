@@ -239,6 +239,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(
+        "one SM adds what all others multiply",
+        f"{OPS}/kernel_config.py",
+        "sms - fewest >= LEAST_ASIDE",
+        "sms > fewest",
+        ("tests/unit/ops/test_plan.py::test_sms_that_no_round_needs_add_partials",),
+    ),
+    _fault(
         "a destroyed group's state is kept",
         "megatron_flux/comm/group_state.py",
         "weakref.finalize(group, _states.pop, key, None)",

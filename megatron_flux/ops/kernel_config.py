@@ -20,6 +20,9 @@ from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
 from megatron_flux.errors import UserError
 
+LEAST_ASIDE = 3  # SMs that can add what all others multiply
+LONG = 4096  # of k: beside promoted FP8 products of it they can; at 3584 it is even (results/fp8-scatter)
+
 
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)``; Triton's own takes 1.5 us."""
@@ -51,6 +54,8 @@ class KernelConfig:
     ws: bool = False  # the warp-specialised kernels (Hopper only)
     ring: int = 2  # ``ws``: pieces of 64 columns that wait to be stored
     spread: int = 0  # gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent
+    aside: bool = False
+    """gemm_reduce_scatter, ``ws``: :func:`workers` multiply, and the other SMs only add partials."""
     teams: int = (
         1  # ``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other
     )
@@ -100,6 +105,15 @@ def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
     return cdiv(mp, config.bm) * cdiv(n, config.bn)
 
 
+def workers(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
+    """SMs that multiply in a gemm_reduce_scatter: with ``aside`` no more than its rounds of tiles need, if that leaves
+    enough of them to add the partials.
+    """
+    tiles = rs_tiles(mp, n, config) * tp
+    fewest = cdiv(tiles, cdiv(tiles, sms))
+    return fewest if config.aside and sms - fewest >= LEAST_ASIDE else sms
+
+
 def within_flags(config: KernelConfig, m: int) -> KernelConfig:
     """Of an all_gather_gemm with ``m`` gathered rows: no more chunks than there are flags, of which every row of a
     chunk has its own where SMs push. Raises UserError: there are more rows than flags.
@@ -138,6 +152,11 @@ def rs_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> K
     return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
+def _has_idle(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> bool:
+    """Whether ``aside`` says something of a gemm_reduce_scatter."""
+    return workers(replace(config, aside=True), mp, n, tp, sms) < sms
+
+
 def _link_bound(k: int, tp: int) -> bool:
     """Whether sending a tile takes most of the time of computing it, on NVLink (350 GB/s, 700 TFLOP/s)."""
     return k < 2500 * (tp - 1) / tp
@@ -171,6 +190,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         # Own tiles that fill the last round: nobody waits for them, and nothing is sent meanwhile.
         last = max(1, min(rows, cdiv(sms, cdiv(n, 256))))
         found = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
+        found += [replace(first, band=band, aside=True) for band in (1, wide) if _has_idle(first, mp, n, tp, sms)]
         found.append(replace(first, bn=128, stages=5))
     else:
         first = rs_config(mp, n, k, tp, sms)
@@ -188,13 +208,15 @@ def fp8_config(
 ) -> KernelConfig:
     """As :func:`ag_config` and :func:`rs_config`, of FP8 operands."""
     choose = ag_config if op == "all_gather_gemm" else rs_config
-    return for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
+    config = for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
+    long = op == "gemm_reduce_scatter" and ws and promoted and k >= LONG
+    return replace(config, aside=long and _has_idle(config, mp, n, tp, sms))
 
 
 def fp8_candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
 ) -> list[KernelConfig]:
-    """As :func:`candidates`, of FP8 operands, with what was faster alone on an H200 (results/fp8-gemm-h200)."""
+    """As :func:`candidates`, of FP8 operands, with what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
     like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
     found = [for_fp8(config, promoted=promoted) for config in like]
     if ws and found:
@@ -202,7 +224,12 @@ def fp8_candidates(
         if op == "all_gather_gemm":
             found.insert(1, replace(first, stages=3, ring=4))
         elif not promoted:
-            found[1:1] = [replace(first, band=min(rows, band), teams=2) for band in (4, 8)]
+            idle = _has_idle(first, mp, n, tp, sms)
+            teams = [replace(first, band=min(rows, band), teams=2) for band in (4, 8)]
+            found[1:1] = [teams[0], *([replace(teams[0], aside=True)] if idle else []), teams[1]]
+            found = [plan for plan in found if plan.teams == 2 or not plan.aside]
+        elif fp8_config(op, mp, n, k, tp, sms, ws, promoted=True).aside:
+            found = [replace(plan, aside=plan.bn > 128) for plan in found] + [first]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
 

@@ -80,11 +80,11 @@ SCATTER = {
     "fast 128x256 s3 b4": fast(stages=3, ring=4, band=4),
     "fast 128x256 s3 b4 teams": fast(stages=3, ring=4, band=4, teams=2),
     "fast 128x256 s3 b8 teams": fast(stages=3, ring=4, band=8, teams=2),
-    "fast 128x256 s3 b16 teams": fast(stages=3, ring=4, band=16, teams=2),
+    "fast 128x256 s3 b4 teams aside": fast(stages=3, ring=4, band=4, teams=2, aside=True),
     "split 128x256 s3 b4": split(stages=3, ring=4, band=4),
-    "split 128x256 s3 b16": split(stages=3, ring=4, band=16),
+    "split 128x256 s3 b4 aside": split(stages=3, ring=4, band=4, aside=True),
     "blocks 128x256 s3 b4": blocks(stages=3, ring=4, band=4),
-    "blocks 128x256 s3 b16": blocks(stages=3, ring=4, band=16),
+    "blocks 128x256 s3 b4 aside": blocks(stages=3, ring=4, band=4, aside=True),
 }
 
 

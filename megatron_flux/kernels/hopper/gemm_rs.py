@@ -5,7 +5,8 @@ are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what d
 
 Schedule
     * All SMs compute. *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out
-      of tiles.
+      of tiles. With fewer WORKERS than CTAS, which the last round of tiles leaves idle anyway, the other CTAs only add,
+      with all their warps, and *aux* of a worker rests.
     * *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. The pieces of a
       tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
       tiles for the own rank, leave at once.
@@ -14,6 +15,11 @@ Schedule
 Measured (4 x H200, m=1024, n=12288, k=3072)
     Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
     does not take yet: the tile after that took 48 us instead of 32. With it, 31 us.
+
+Measured (1 x H200 for a rank of TP 4, FC2 of Llama-70B, lasting; results/fp8-scatter)
+    Promoted FP8 took 0.834 ms with partials added on every SM, 0.797 with 128 WORKERS of 132 SMs; bf16 1.486 and 1.445.
+    What adding costs beside products is moving the data: with none of its arithmetic it was the same. Four SMs are too
+    few beside short products: FP8 of k = 2048 took 0.531 ms instead of 0.499.
 """
 
 from __future__ import annotations
@@ -41,10 +47,22 @@ from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
-def _load(s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr):
+def _tiles(nrb, npn, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr):
+    """Where a CTA's tiles end, of which it takes every one in WORKERS."""
+    end = nrb * npn * TP
+    if WORKERS < CTAS:
+        end = gl.where(gl.program_id(0) < WORKERS, end, 0)
+    return end
+
+
+@gluon.jit
+def _load(
+    s, a, b, xs, ws, nrb, npn, kt, mp, rank,
+    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+):  # fmt: skip
     slot = 0
     phase = 1
-    for t in range(gl.program_id(0), nrb * npn * TP, CTAS):
+    for t in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         row = ((rank + 1 + step) % TP) * mp + rb * s.BM
         slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
@@ -53,7 +71,7 @@ def _load(s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND: gl.constexpr, TP: gl.co
 @gluon.jit
 def _store(
     s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr,
+    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -61,7 +79,7 @@ def _store(
     tiles = nrb * npn
     step_ns = spread // (s.BN // PIECE)
     offset = step_ns * (gl.program_id(0) % 32) // 32
-    for t in range(gl.program_id(0), tiles * TP, CTAS):
+    for t in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
         step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * s.BM
@@ -72,7 +90,7 @@ def _store(
             if step_ns > 0:
                 if piece == 0:
                     start = now() + offset
-                if (step != TP - 1) & (t + CTAS < tiles * TP):
+                if (step != TP - 1) & (t + WORKERS < tiles * TP):
                     while now() - start < piece * step_ns:
                         each_thread(SLEEP, 200)
             source = s.pieces.index(slot)
@@ -118,9 +136,22 @@ def _reduce(
 
 
 @gluon.jit
+def _add_beside(
+    flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
+    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    if gl.program_id(0) >= FIRST:
+        _reduce(
+            flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 1024,
+            500, DTYPE,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _multiply(
     s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n,
-    TP: gl.constexpr, CTAS: gl.constexpr, PIECES: gl.constexpr, TEAM: gl.constexpr,
+    TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr, PIECES: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -129,7 +160,7 @@ def _multiply(
     scale = 0.0
     if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
-    for _ in range(gl.program_id(0), nrb * npn * TP, CTAS):
+    for _ in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
         acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
         slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
     _reduce(
@@ -144,7 +175,7 @@ def hopper_gemm_rs_kernel(
     slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
-    DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
+    DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
     Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` and ``ws`` are descriptors, of "tensor" pointers.
@@ -159,12 +190,12 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, PIECES, 0)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS)),
+                             n, TP, CTAS, WORKERS, PIECES, 0)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, CTAS)),
-                (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
-                           PIECES, 1024, 500, DTYPE)),
+                          spread, BAND, TP, CTAS, WORKERS)),
+                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
+                               TP, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -173,14 +204,14 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, PIECES, 0)),
+                             n, TP, CTAS, WORKERS, PIECES, 0)),
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, PIECES, 1)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS)),
+                             n, TP, CTAS, WORKERS, PIECES, 1)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, CTAS)),
-                (_reduce, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP,
-                           PIECES, 1024, 500, DTYPE)),
+                          spread, BAND, TP, CTAS, WORKERS)),
+                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
+                               TP, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [4, 1, 1, 2],
             [216, 80, 80, 80],

@@ -19,7 +19,7 @@ from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.hopper import pieces
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
-from megatron_flux.ops.kernel_config import cdiv
+from megatron_flux.ops.kernel_config import cdiv, workers
 from megatron_flux.ops.launch import DTYPES, Scales, SlabCall, gathered_scales, kernel_key
 
 PIECE, LINE = pieces.PIECE.value, pieces.LINE.value
@@ -89,6 +89,7 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if made.fp8 else 1)),
         )  # fmt: skip
         own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4, "TEAMS": config.teams}
+        own["WORKERS"] = workers(config, mp, n, work.tp, call.sms)
         constants, warps = call.constants() | own, 8 // config.teams
         compiled = kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=warps)
         return compiled, arguments

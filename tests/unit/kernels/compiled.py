@@ -49,7 +49,7 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "fp8 sums, promoted, half tiles": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
     "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
-    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1}),
+    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
 PLAIN |= {
@@ -147,6 +147,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         types |= {f"d{i}": tile(bm, 64) for i in range(tp)}
         constants |= {f"d{i}": None for i in range(tp, 8)}
         constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
+        constants["WORKERS"] = given.get("WORKERS", 132)
     else:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("PUSH", "EARLY", "LATE", "KEEP", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,

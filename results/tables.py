@@ -565,6 +565,44 @@ def fp8_gemms(folder: str) -> str:
     return f"{fp8_ways(folder)}\n{table(titles, calls)}"
 
 
+def _over_cublas(line: Json, key: str) -> dict[str, str]:
+    """Speeds over cuBLASLt's of the arms of a line of ``fp8-scatter``."""
+    ms = line.get(key, {})
+    return {arm: f"{ms['cublas'] / of:.3f}" for arm, of in ms.items() if arm != "cublas"}
+
+
+def fp8_scatter(folder: str) -> str:
+    """:func:`fp8_ways`; scattering kernels with SMs aside; with parts left out; and the tuner's lasting times."""
+    sides: dict[str, list[str]] = {}
+    for line in lines(f"{folder}/aside.jsonl"):
+        for key, arms in (("burst_ms", ("base", "aside", "nored")), ("lasting_ms", ("base", "aside"))):
+            found = _over_cublas(line, key)
+            sides.setdefault(line.get("label", ""), []).extend(found[arm] for arm in arms if found)
+    first = table(
+        ("GEMM", "added on every SM, bursts", "aside", "not added", "added on every SM, lasting", "aside"),
+        [[label.replace("split", "one scale, promoted"), *cells] for label, cells in sides.items() if cells],
+    )
+    left: dict[tuple[int, str], dict[str, list[str]]] = {}
+    for line in lines(f"{folder}/left-out.jsonl"):
+        for key in ("burst_ms", "lasting_ms"):
+            for arm, speed in _over_cublas(line, key).items():
+                left.setdefault((line["machine"], line["label"]), {}).setdefault(arm, []).append(speed)
+    arms = list(dict.fromkeys(arm for cells in left.values() for arm in cells))
+    rows = [[arm, *(", ".join(cells.get(arm, ["-"])) for cells in left.values())] for arm in arms]
+    second = table(("arm", *(f"{machine}: {label}" for machine, label in left)), rows)
+    calls = []
+    for key, kept in read(f"{folder}/tuned.json").items():
+        call = key.partition(", to bfloat16")[0].removeprefix("gemm_reduce_scatter ")
+        cells = [call.replace("=", " = "), f"{kept['gemm_ms']:.3f}"]
+        for name in ("ms", "sustained_ms"):
+            for aside in (False, True):
+                of = [ms for plan, ms in kept[name].items() if plan != "reference" and ("aside" in plan) is aside]
+                cells.append(f"{min(of):.3f}" if of else "-")
+        calls.append(cells)
+    head = ("call", "cuBLASLt alone, bursts", "every SM, bursts", "aside", "every SM, lasting", "aside")
+    return "\n".join((fp8_ways(folder), first, second, table(head, calls)))
+
+
 RECIPES = ("current", "delayed", "blockwise")
 
 
@@ -646,6 +684,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "fp8-gemm-h200": fp8_gemms,
     "fp8-gemm-h100": fp8_schedules,
     "two-ranks-one-h200": shared_gpu,
+    "fp8-scatter": fp8_scatter,
     "fp8-h200x2": fp8_layers,
     "fp8-h100x2": lambda folder: fp8_layers(folder, ("blockwise",)),
     "inference-h200x2": inference,

@@ -11,6 +11,8 @@ Contract
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
+    * A copy within the GPU waits in that queue. The own shard, put behind the copies to peers, held the caller's next
+      GEMM back until they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). It stays with the caller.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
       be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
       would be waited for at every replay.

@@ -31,6 +31,7 @@ FOLDERS = (
     "wire-cpu",
     "fp8-gemm-h200",
     "fp8-gemm-h100",
+    "fp8-scatter",
     "two-ranks-one-h200",
     "fp8-h200x2",
     "fp8-h100x2",
@@ -154,6 +155,21 @@ def test_the_layers_in_fp8_are_those_of_the_data(recipe: str) -> None:
         if (row["fp8"], row["arm"]) == (recipe, "flux_te")
     )
     assert re.findall(r"[\d.]+", earlier[1])[place] == f"{before:.3f}"
+
+
+def test_the_gemms_in_fp8_are_as_fast_as_said() -> None:
+    """Lasting, of all shapes and ways to sum, by what :file:`docs/measured.md` says of them."""
+    found: dict[str, list[float]] = {}
+    for line in (json.loads(line) for line in (RESULTS / "fp8-scatter/fp8.jsonl").read_text().splitlines()):
+        ms = line.get("lasting_ms", {})
+        for way in ("fast", "split", "blocks") if ms else ():
+            fastest = min(of for name, of in ms.items() if name.startswith(f"{way} "))
+            found.setdefault(way, []).append(ms[f"cublas {way}"] / fastest)
+    assert [len(speeds) for speeds in found.values()] == [4] * 3
+    ranges = [f"{min(speeds):.2f} to {max(speeds):.2f} {X}" for speeds in found.values()]
+    said = f"run at {min(map(min, found.values())):.2f} {X} cuBLASLt's lasting speed or more, adding included: "
+    said += f"{ranges[0]} with one scale, {ranges[1]} promoted, {ranges[2]} in 128-blocks"
+    assert said in " ".join(MEASURED.read_text().split())
 
 
 @pytest.mark.parametrize(
@@ -323,6 +339,7 @@ def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: st
         ("megatron-graphs-h200x4", 2),
         ("host-bound-h200x2", 8),
         ("gpu-tests-h200x2", 17),
+        ("fp8-scatter", 10),
         ("fp8-h200x2", 11),
         ("fp8-h100x2", 10),
         ("parity-h100x2-fp8", 3),

@@ -6,7 +6,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_flux.bench.shapes import Case, TuneRun
 from megatron_flux.comm import collectives, links
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
+from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
@@ -32,6 +34,7 @@ def run(
     wanted: TuneRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
 ) -> list[tuple[Case, str, dict[str, Any]]]:
     """Fill the cache with the fastest backend and plan of every case: case, key in the cache and answer, on every rank.
+    Where the link goes by chunks, also of what wgrad gathers beside dgrads among them.
 
     The first rank reads and writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old
     answer stays until there is a new one; what this process has measured or read before is not measured again. The
@@ -42,7 +45,9 @@ def run(
         OperatorError: an answer could not be kept, because the file cannot be read or written.
     """
     dtype = process_group.DTYPES[wanted.dtype]
-    device, _ = process_group.checked(wanted.command, group, dtype, chunks=True)
+    device, link = process_group.checked(wanted.command, group, dtype, chunks=True)
+    if links.by_chunks(link):
+        cases = [*cases, *_gathers(cases)]
     tuned: Any = get_backend("tuned")
     done = []
     began = time.monotonic()
@@ -72,8 +77,26 @@ def run(
     return done
 
 
+def _gathers(cases: Iterable[Case]) -> list[Case]:
+    """Of training with these dgrads: x of column-parallel layers, and dy of row-parallel ones in blocks. Bytes are
+    gathered two at a time.
+    """
+    found = {}
+    for case in cases:
+        column = case.op == "gemm_reduce_scatter"
+        if case.direction == "dgrad" and (column or case.fp8 == "blockwise"):
+            width = (case.n if column else case.k) // (1 if case.fp8 is None else GATHERED_AS.itemsize)
+            gather = replace(case, op="all_gather", direction="wgrad", n=0, k=width)
+            found.setdefault((case.m, width, case.fp8 is None), gather)
+    return list(found.values())
+
+
 def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str) -> OperatorCall:
     """The call, on operands of its own."""
+    if case.op == "all_gather":
+        kind, wire = (dtype, wire) if case.fp8 is None else (GATHERED_AS, EXACT)
+        x = torch.randn(case.m // group.size(), case.k, device=device).to(kind)
+        return OperatorCall(case.op, x, None, group, wire=wire)
     if case.fp8 is None:
         return ops.as_tuned(case, *ops.operands(case, group, dtype, device), group, wire)
     pair = fp8_calls.pair_of(case, group, dtype, device)

@@ -379,7 +379,30 @@ def test_tuning_over_a_link_with_wires_of_their_own(world2: WorkerPool, tmp_path
     assert done == other
     assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
     found = {(way, "wire=int8" in key, chosen) for way, key, chosen in done}
-    assert found == {("forward", True, "chunked_int8 x1"), ("dgrad", False, "chunked x1")}
+    assert found == {
+        ("forward", True, "chunked_int8 x1"),
+        ("dgrad", False, "chunked x1"),
+        ("wgrad", True, "chunked_int8 x1"),
+    }
+
+
+def test_what_wgrad_gathers_is_tuned_over_links_by_chunks() -> None:
+    """As the layers gather it (layers/fp8.py): one call for both column-parallel layers, bytes two at a time."""
+    dgrads = [
+        Case("gemm_reduce_scatter", "a", "qkv", "dgrad", 256, 384, 64),
+        Case("gemm_reduce_scatter", "a", "fc1", "dgrad", 256, 384, 128),
+        Case("all_gather_gemm", "a", "fc2", "dgrad", 256, 128, 512),
+    ]
+    forwards = [replace(case, direction="forward") for case in dgrads]
+
+    def widths(fp8: Any) -> list[tuple[str, int, int]]:
+        found = tune._gathers([replace(case, fp8=fp8) for case in (*forwards, *dgrads)])
+        assert all((case.op, case.direction, case.fp8) == ("all_gather", "wgrad", fp8) for case in found)
+        return [(case.layer, case.m, case.k) for case in found]
+
+    assert widths(None) == [("qkv", 256, 384)]
+    assert widths("delayed") == widths("current") == [("qkv", 256, 192)]
+    assert widths("blockwise") == [("qkv", 256, 192), ("fc2", 256, 256)], "dy once more, by its rows"
 
 
 def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
 from megatron_flux.errors import UserError
 
-LEAST_ASIDE = 3  # SMs that can add what all others multiply
-LONG = 4096  # of k: beside promoted FP8 products of it they can; at 3584 it is even (results/fp8-scatter)
+LEAST_ASIDE = 4  # SMs that add what all others multiply; fewer have not been tried
+LONG = 4096  # of k, from which on they keep up with promoted FP8 products; at 3584 it is even (results/fp8-scatter)
 
 
 def cdiv(a: int, b: int) -> int:

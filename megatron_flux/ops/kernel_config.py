@@ -106,12 +106,15 @@ def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
 
 
 def workers(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
-    """SMs that multiply in a gemm_reduce_scatter: with ``aside`` no more than its rounds of tiles need, if that leaves
-    enough of them to add the partials.
-    """
+    """SMs that multiply in a gemm_reduce_scatter."""
+    return _needed(config, mp, n, tp, sms) if config.aside else sms
+
+
+def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
+    """SMs without which a gemm_reduce_scatter would have more rounds of tiles; all, if too few are left to add."""
     tiles = rs_tiles(mp, n, config) * tp
     fewest = cdiv(tiles, cdiv(tiles, sms))
-    return fewest if config.aside and sms - fewest >= LEAST_ASIDE else sms
+    return fewest if sms - fewest >= LEAST_ASIDE else sms
 
 
 def within_flags(config: KernelConfig, m: int) -> KernelConfig:
@@ -152,11 +155,6 @@ def rs_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> K
     return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
-def _has_idle(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> bool:
-    """Whether ``aside`` says something of a gemm_reduce_scatter."""
-    return workers(replace(config, aside=True), mp, n, tp, sms) < sms
-
-
 def _link_bound(k: int, tp: int) -> bool:
     """Whether sending a tile takes most of the time of computing it, on NVLink (350 GB/s, 700 TFLOP/s)."""
     return k < 2500 * (tp - 1) / tp
@@ -190,7 +188,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         # Own tiles that fill the last round: nobody waits for them, and nothing is sent meanwhile.
         last = max(1, min(rows, cdiv(sms, cdiv(n, 256))))
         found = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
-        found += [replace(first, band=band, aside=True) for band in (1, wide) if _has_idle(first, mp, n, tp, sms)]
+        found += [replace(first, band=band, aside=True) for band in (1, wide) if _needed(first, mp, n, tp, sms) < sms]
         found.append(replace(first, bn=128, stages=5))
     else:
         first = rs_config(mp, n, k, tp, sms)
@@ -210,7 +208,7 @@ def fp8_config(
     choose = ag_config if op == "all_gather_gemm" else rs_config
     config = for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
     long = op == "gemm_reduce_scatter" and ws and promoted and k >= LONG
-    return replace(config, aside=long and _has_idle(config, mp, n, tp, sms))
+    return replace(config, aside=True) if long and _needed(config, mp, n, tp, sms) < sms else config
 
 
 def fp8_candidates(
@@ -224,10 +222,9 @@ def fp8_candidates(
         if op == "all_gather_gemm":
             found.insert(1, replace(first, stages=3, ring=4))
         elif not promoted:
-            idle = _has_idle(first, mp, n, tp, sms)
-            teams = [replace(first, band=min(rows, band), teams=2) for band in (4, 8)]
-            found[1:1] = [teams[0], *([replace(teams[0], aside=True)] if idle else []), teams[1]]
-            found = [plan for plan in found if plan.teams == 2 or not plan.aside]
+            four, eight = (replace(first, band=min(rows, band), teams=2) for band in (4, 8))
+            aside = [replace(four, aside=True)] if _needed(first, mp, n, tp, sms) < sms else []
+            found = [first, four, *aside, eight, *(plan for plan in found[1:] if not plan.aside)]
         elif fp8_config(op, mp, n, k, tp, sms, ws, promoted=True).aside:
             found = [replace(plan, aside=plan.bn > 128) for plan in found] + [first]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]

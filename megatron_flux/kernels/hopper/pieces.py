@@ -22,6 +22,7 @@ Hazards
     * ``mbarrier.arrive`` is done by one thread: a barrier of the partition must come before it.
     * The ``.read`` form of waiting for a store says that shared memory may be reused, not that the data has arrived.
     * A variable that begins as an alias of another is not carried through a loop.
+    * Triton 3.6 makes tensors of the constants in a tuple that has a name: kernels write both lists of their warps out.
     * TMA reads from multiples of 16 bytes in a row, and writes to multiples of 128 in shared memory. From other columns
       it stops with an illegal instruction (seen on an H200).
 """

@@ -49,13 +49,20 @@ class Pending:
     be waited for before it is dropped: it also keeps the operands alive.
     """
 
-    __slots__ = ("_keep", "_tensor", "_wait")
+    __slots__ = ("_keep", "_tensor", "_wait", "own_rows")
 
     def __init__(
-        self, tensor: torch.Tensor, wait: Callable[[], object] | None = None, keep: tuple[torch.Tensor, ...] = ()
+        self,
+        tensor: torch.Tensor,
+        wait: Callable[[], object] | None = None,
+        keep: tuple[torch.Tensor, ...] = (),
+        *,
+        own_rows: bool = True,
     ) -> None:
-        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read."""
-        self._tensor, self._wait, self._keep = tensor, wait, keep
+        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read. ``own_rows``:
+        False for a gathered tensor that has those of the peers only.
+        """
+        self._tensor, self._wait, self._keep, self.own_rows = tensor, wait, keep, own_rows
 
     def wait(self) -> torch.Tensor:
         """Finish the operation and return its result."""
@@ -66,7 +73,7 @@ class Pending:
 
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """The same operation with a view of its result (``view`` must not read the data)."""
-        return Pending(view(self._tensor), self.wait)
+        return Pending(view(self._tensor), self.wait, own_rows=self.own_rows)
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
         """The same operation whose unfinished part, if there is one, is waited for inside ``context()``."""
@@ -77,7 +84,7 @@ class Pending:
             with context():
                 self.wait()
 
-        return Pending(self._tensor, wait)
+        return Pending(self._tensor, wait, own_rows=self.own_rows)
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:

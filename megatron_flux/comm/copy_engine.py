@@ -11,8 +11,9 @@ Contract
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
-    * A copy within the GPU waits in that queue. The own shard, put behind the copies to peers, held the caller's next
-      GEMM back until they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). It stays with the caller.
+    * A copy within the GPU runs on SMs, in that queue, and the next kernel of whatever stream begins when it has ended
+      (results/fp8-own-rows). The own shard, put behind the copies to peers, held the caller's next GEMM back until they
+      had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). It stays with the caller, who may do without.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
       be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
       would be waited for at every replay.
@@ -158,10 +159,10 @@ def push(
     return after.wait
 
 
-def all_gather(x: torch.Tensor, work: Slab) -> Pending:
-    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards. One gather
-    is open at a time: starting another waits for it first. Raises UserError: from ``wait()`` too, when a gather is
-    waited for in another capture than it was begun in.
+def all_gather(x: torch.Tensor, work: Slab, *, own_rows: bool = True) -> Pending:
+    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards. Without
+    ``own_rows`` the rank's own are left out. One gather is open at a time: starting another waits for it first. Raises
+    UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
     """
     from megatron_flux.kernels import launch as kernel_launch
     from megatron_flux.kernels.device import gather_wait_kernel
@@ -173,7 +174,8 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
         capture = work.capture
         gathered = work.gather_buffers(turn.half, mp * tp, k, x.dtype)[rank]
         finish = push(x, work, turn.half)
-        gathered[rank * mp : (rank + 1) * mp].copy_(x)
+        if own_rows:
+            gathered[rank * mp : (rank + 1) * mp].copy_(x)
         begun = torch.cuda.current_stream() if cuda else None
         arguments = (work.flags[rank], *work.arguments(turn), rank)
 
@@ -195,7 +197,7 @@ def all_gather(x: torch.Tensor, work: Slab) -> Pending:
                 if work.open_gather is pending:
                     work.open_gather = None
 
-        pending = Pending(gathered, wait, keep=(x,))
+        pending = Pending(gathered, wait, keep=(x,), own_rows=own_rows)
         work.open_gather = pending
     return pending
 

@@ -64,7 +64,7 @@ class GroupState:
         self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
-        self.wire_kernels: dict[Any, Any] = {}  # launches of :mod:`megatron_flux.kernels.wire`
+        self.kernels: dict[Any, Any] = {}  # launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`
         self.compared: set[tuple[object, ...]] = set()
         """Calls that all ranks are known to make alike; see :func:`megatron_flux.ops.checks.compare_calls`."""
         self.gathers_begun = 0

@@ -15,6 +15,7 @@ Two forms of a matrix ``[m, k]``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -36,6 +38,8 @@ class Rows(NamedTuple):
 
     data: torch.Tensor  # uint8 [m, k]; k a multiple of 16
     scale_inv: torch.Tensor  # fp32: 1 element for all ranks, or [m / 128, k]
+    transpose: Callable[[], torch.Tensor] | None = None
+    """What makes ``[k, m]`` of gathered rows, where ``data`` lacks the rank's own."""
 
     @property
     def in_blocks(self) -> bool:
@@ -115,11 +119,13 @@ class Fp8(Protocol):
 class PendingRows:
     """:class:`Rows` that are being gathered; see :class:`~megatron_flux.comm.collectives.Pending`."""
 
-    __slots__ = ("_by_nccl", "_data", "_local", "_scales")
+    __slots__ = ("_by_nccl", "_data", "_group", "_local", "_scales")
 
-    def __init__(self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
+    def __init__(
+        self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool, group: dist.ProcessGroup
+    ) -> None:
         """``scales`` is None where all ranks have the same; ``by_nccl``: whether torch's collective gathers them."""
-        self._local, self._data, self._scales, self._by_nccl = local, data, scales, by_nccl
+        self._local, self._data, self._scales, self._by_nccl, self._group = local, data, scales, by_nccl, group
 
     def settle(self) -> None:
         """Finish what takes SMs, where a kernel that comes next could keep them from it: the gather of scales, by NCCL,
@@ -133,7 +139,13 @@ class PendingRows:
     def wait(self) -> Rows:
         """Finish the gather; the bytes are valid until the group's next all_gather begins."""
         data = self._data.wait().view(torch.uint8)
-        return Rows(data, self._local.scale_inv if self._scales is None else self._scales.wait())
+        scales = self._local.scale_inv if self._scales is None else self._scales.wait()
+        if self._data.own_rows:
+            return Rows(data, scales)
+        from megatron_flux.kernels.transpose import transposed
+
+        own, rank, known = self._local.data, self._group.rank(), state_of(self._group).kernels
+        return Rows(data, scales, lambda: transposed(data, own, rank, known))
 
 
 def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
@@ -145,5 +157,5 @@ def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
         if backend != "auto" and getattr(get_backend(backend), "gathers_stay", False):
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)
-    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend)
-    return PendingRows(rows, data, scales, by == "reference")
+    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend, own_rows=False)
+    return PendingRows(rows, data, scales, by == "reference", group)

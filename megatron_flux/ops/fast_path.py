@@ -264,11 +264,11 @@ Prepared = PreparedCall | PreparedStock
 class PreparedAllGather(PreparedCall):
     """``all_gather`` of one shape, by copy engine."""
 
-    def __init__(self, work: Slab, *enqueued: Any) -> None:
-        """As the base class; the launches are of the kernel that waits."""
+    def __init__(self, work: Slab, *enqueued: Any, own_rows: bool) -> None:
+        """As the base class; the launches are of the kernel that waits. ``own_rows``: whether they are copied."""
         super().__init__(work, *enqueued)
         rows = self._gathered[0].shape[0] // work.tp
-        self._own = [whole[work.rank * rows : (work.rank + 1) * rows] for whole in self._gathered]
+        self._own = [whole[work.rank * rows : (work.rank + 1) * rows] for whole in self._gathered if own_rows]
 
     def __call__(self, x: torch.Tensor) -> Pending:
         """The gathered ``x``, pending."""
@@ -278,7 +278,8 @@ class PreparedAllGather(PreparedCall):
         try:
             half, begun = work.step()
             _push(x.data_ptr(), self._pushes[half], side, begun)
-            self._own[half].copy_(x)
+            if self._own:
+                self._own[half].copy_(x)
 
             def wait() -> None:
                 if torch.cuda.is_current_stream_capturing():
@@ -296,7 +297,7 @@ class PreparedAllGather(PreparedCall):
                     broken_off(work, "all_gather", error)
                     raise
 
-            pending = Pending(self._gathered[half], wait, keep=(x,))
+            pending = Pending(self._gathered[half], wait, keep=(x,), own_rows=bool(self._own))
             work.open_gather = pending
         except BaseException as error:
             broken_off(work, "all_gather", error)
@@ -343,7 +344,7 @@ def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: 
     assert copies is not None, "the call has been made"  # noqa: S101
     side = Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
     if config is None:
-        return PreparedAllGather(work, kernels, shape, gathered, pushes, side)
+        return PreparedAllGather(work, kernels, shape, gathered, pushes, side, own_rows=call.return_gathered)
     if call.fp8 is None:
         return PreparedAllGatherGemm(work, kernels, shape, gathered, pushes, side)
     own: list[torch.Tensor] = []

@@ -309,16 +309,22 @@ def gemm_all_reduce(
 
 @_without_grad
 def all_gather(
-    x: torch.Tensor, group: dist.ProcessGroup | None = None, *, backend: str = "auto", wire: str = "exact"
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    backend: str = "auto",
+    wire: str = "exact",
+    own_rows: bool = True,
 ) -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
-    it. The result is valid until the group's next all_gather. Raises as :func:`all_gather_gemm`.
+    it. The result is valid until the group's next all_gather. Without ``own_rows`` it may lack the rows of ``x``
+    itself: ``own_rows`` of the result says whether it has them. Raises as :func:`all_gather_gemm`.
     """
     group = _group(group)
     state = state_of(group)
     state.gathers_begun += 1
-    key = fast_path.key_of("all_gather", x, None, None, backend, wire=wire)
+    key = fast_path.key_of("all_gather", x, None, None, backend, return_gathered=own_rows, wire=wire)
     found = fast_path.find(state, key, x, None)
     if found is not None:
         stats.count("all_gather", found.backend, found.nbytes)
@@ -334,7 +340,8 @@ def all_gather(
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
     if received == 0:
         return Pending(x.new_empty(shape))
-    pending = run(OperatorCall("all_gather", x, None, group, wire=wire), backend, key, shape, received)
+    call = OperatorCall("all_gather", x, None, group, return_gathered=own_rows, wire=wire)
+    pending = run(call, backend, key, shape, received)
     return pending.map(lambda t: _shaped(t, *shape))
 
 

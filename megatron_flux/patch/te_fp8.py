@@ -365,7 +365,7 @@ class Fp8Call:
     def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
         """See the protocol."""
         fp8_dtype = (self._dy_quantizer if gradient else self._x_quantizer).dtype
-        data = self._te.kernels[1](whole.data, fp8_dtype, out=None)
+        data = self._te.kernels[1](whole.data, fp8_dtype, out=None) if whole.transpose is None else whole.transpose()
         return Fp8Operand(data, self._te.torch_dtypes[fp8_dtype], whole.scale_inv, self._scaling)
 
     def wgrad(

@@ -292,6 +292,44 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
     world2.run(rank_twin, plan, tma, scaling)
 
 
+def rank_own_rows() -> None:
+    """Gathers that leave the own rows out write nothing there and hand out the rest; it is transposed with them."""
+    from megatron_flux.layers import fp8
+    from megatron_flux.ops.backends import registry
+    from megatron_flux.ops.backends.fused import FusedBackend
+
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    ops.register_backend(FusedBackend("twin", twin=True))
+    try:
+        for number, (mp, k) in enumerate([(1, 16), (7, 48), (136, 16), (24, 272)]):
+            torch.manual_seed(number)
+            shards = [torch.randint(0, 255, (mp, k)).byte() for _ in range(tp)]
+            own = fp8.Rows(shards[rank], torch.ones(1))
+            for whole in (True, True, False, False):  # both halves of the slab, twice
+                pending = ops.all_gather(shards[rank].view(torch.bfloat16), group, backend="twin", own_rows=whole)
+                assert pending.own_rows == whole
+                found = pending.wait().view(torch.uint8).view(tp, mp, k)
+                for r in range(tp):
+                    assert found[r].eq(255).all() if r == rank and not whole else torch.equal(found[r], shards[r])
+                found[rank].fill_(255)
+            for _ in range(2):
+                rows = fp8.gather(own, group, "twin").wait()
+                assert rows.transpose is not None
+                assert torch.equal(rows.transpose(), torch.cat(shards).t())
+                assert rows.data.view(tp, mp, k)[rank].eq(255).all()
+            rows = fp8.gather(own, group, "reference").wait()
+            assert rows.transpose is None
+            assert torch.equal(rows.data, torch.cat(shards))
+    finally:
+        del registry._backends["twin"]
+
+
+@TRITON
+def test_own_rows_are_transposed_from_where_they_are(world: WorkerPool) -> None:
+    world.run(rank_own_rows)
+
+
 @TRITON
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import links
+from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, fp8_candidates
@@ -317,6 +318,46 @@ def random_shapes(group, rounds=40):
     return f"{rounds} rounds"
 
 
+def own_rows(group):
+    """Gathers of bytes without them, transposed with them, between gathers that have them, eager and in a graph."""
+
+    def transposed(shard):
+        rows = fp8.gather(fp8.Rows(shard, one), group, NAME).wait()
+        assert rows.transpose is not None
+        return rows.transpose()
+
+    def stock(shard):
+        return torch.cat(list(gather(group, shard))).t()
+
+    one, made, calls = torch.ones(1, device="cuda"), [], 0
+    for mp, k in ((1, 16), (7, 48), (136, 272), (1024, 4096), (4100, 1040)):
+        shard = torch.empty(mp, k, dtype=torch.uint8, device="cuda")
+        for number in range(6):
+            shard.random_(0, 256)
+            want = stock(shard)
+            assert torch.equal(transposed(shard), want), (mp, k, number)
+            if number % 3 == 0:
+                pending = ops.all_gather(shard.view(torch.bfloat16), group, backend=NAME)
+                assert torch.equal(pending.wait().view(torch.uint8).t(), want), (mp, k, number)
+            calls += 1
+        made.append(shard)
+    with captured_calls():
+        for shard in made:
+            transposed(shard)
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [transposed(shard) for shard in made]
+    for _ in range(4):
+        for shard in made:
+            shard.random_(0, 256)
+        graph.replay()
+        for mine, shard in zip(got, made, strict=True):
+            assert torch.equal(mine, stock(shard))
+    return f"{calls} calls, 4 replays"
+
+
 def tuned(group):
     """The tuner decides each way by itself, on all ranks alike."""
     for way in WAYS:
@@ -329,6 +370,7 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked, random_shapes
+        exact, own_rows, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked,
+        random_shapes,
     )
 }  # fmt: skip

@@ -173,7 +173,7 @@ class ChunkedBackend:
         tp, rank = group.size(), group.rank()
         mp, size = call.m // tp, call.out.itemsize
         rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces, 1 if call.fp8 is None else ROWS_AT_ONCE)
-        transport, known, gemm = transport_of(group, x.device), state_of(group).wire_kernels, _gemm_of_rows(call)
+        transport, known, gemm = transport_of(group, x.device), state_of(group).kernels, _gemm_of_rows(call)
         # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
         sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
@@ -229,7 +229,7 @@ class _Gathered:
         (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
         at_once = 1 if exactly is None else ROWS_AT_ONCE
         self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces, at_once)
-        self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).wire_kernels
+        self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).kernels
         exact = self._wire == wires.EXACT
         self.arrived = (
             full.view(tp, -1).view(torch.uint8) if exact else x.new_empty(tp, self._cuts[-1], dtype=torch.uint8)

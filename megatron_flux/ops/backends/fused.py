@@ -133,7 +133,8 @@ class FusedBackend:
     def all_gather(self, call: OperatorCall) -> Pending:
         """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
         compare_calls(call)
-        return copy_engine.all_gather(call.x, self._gather_slab(call, capturing(call.x)))
+        work = self._gather_slab(call, capturing(call.x))
+        return copy_engine.all_gather(call.x, work, own_rows=call.return_gathered)
 
     def prepare(
         self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | AllReduceConfig | None = None

@@ -1,14 +1,18 @@
-"""Compiles the kernels of the wire and of the gate without a GPU, and says how a launch that skips Triton sees them."""
+"""Compiles the kernels of the wire, of the gate and of the transpose without a GPU, and says how a launch that skips
+Triton sees them.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from triton.compiler import ASTSource
 
 from megatron_flux.kernels import launch
 from megatron_flux.kernels.gate import gate_kernel
+from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
 from megatron_flux.kernels.wire_kernels import add_kernel, decode_kernel, encode_kernel
 from tests.unit.kernels.compiled import compiled
 
@@ -30,6 +34,8 @@ def kernels(capability: int) -> dict[str, Any]:
     types = dict.fromkeys(("numbers", "scales", "own", "y"), "*bf16")
     exact = {"TP": 8, "SCALED": False, **SIZES}
     made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=4)
+    types, sizes = dict.fromkeys(("gathered", "own", "out"), "*u8"), {"TP": 4, "BLOCK": BLOCK}
+    made["transpose"] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
     return made
 
 
@@ -40,6 +46,7 @@ def about(made: Any) -> dict[str, Any]:
         "traps": ptx.count("trap;"),
         "wide": "ld.global.v" in ptx or "ld.global.L1::evict" in ptx,
         "even": "cvt.rn.satfinite.e4m3x2" in ptx,
+        "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx))),
     }
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the 8-bit wire and of the gate compile for GPUs, without one."""
+"""The kernels of the 8-bit wire, of the gate and of the transpose compile for GPUs, without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_gate_traps(found: dict[str, Any]) -> None:
 
 
 def test_kernels_of_the_wire(found: dict[str, Any]) -> None:
-    names = {name for name in found if not name.endswith("gate")}
+    names = {name for name in found if not name.endswith(("gate", "transpose"))}
     assert names == {
         *(f"{capability} {what} int8" for capability in (80, 90) for what in ("encode", "decode", "add")),
         *(f"90 {what} fp8" for what in ("encode", "decode", "add")),
@@ -40,3 +40,10 @@ def test_kernels_of_the_wire(found: dict[str, Any]) -> None:
         pointers, integers = counts
         assert about["parameters"] == [8] * pointers + [4] * integers + [8, 8], "what a launch without Triton lays out"
         assert about["even"] == (name == "90 encode fp8"), "rounding to the nearest, saturating"
+
+
+def test_the_transpose_reads_and_writes_many_bytes_at_a_time(found: dict[str, Any]) -> None:
+    for capability in (80, 90):
+        about = found[f"{capability} transpose"]
+        assert about["parameters"] == [8] * 3 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
+        assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"]

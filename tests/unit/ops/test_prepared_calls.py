@@ -159,16 +159,18 @@ def test_capture_ends_it(done: list[tuple[Any, ...]], monkeypatch: pytest.Monkey
     assert call.usable()
 
 
-def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize("own_rows", [True, False])
+def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, ...]], own_rows: bool) -> None:
     work = Work()
-    gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
-    call = PreparedAllGather(work, [kernel(done, "w0"), kernel(done, "w1")], (), gathered, PUSHES, ON_THE_SIDE)
+    gathered, waits = [torch.zeros(8, 4), torch.zeros(8, 4)], [kernel(done, "w0"), kernel(done, "w1")]
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, ON_THE_SIDE, own_rows=own_rows)
     finished: list[str] = []
     work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
     pending = call(torch.ones(4, 4))
     assert finished == ["earlier"]
     assert work.open_gather is pending
-    assert gathered[0][4:].eq(1).all()  # rank 1's own rows
+    assert pending.own_rows == own_rows
+    assert gathered[0][4:].eq(int(own_rows)).all()  # rank 1's
     done.clear()
     assert pending.wait() is gathered[0]
     assert pending.wait() is gathered[0]
@@ -183,7 +185,8 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
     work, side = Work(), SimpleNamespace()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
     waits = [kernel(done, "w0"), kernel(done, "w1")]
-    call = PreparedAllGather(work, waits, (), gathered, PUSHES, ON_THE_SIDE._replace(keep=CopyStream(side, None, None)))
+    beside = ON_THE_SIDE._replace(keep=CopyStream(side, None, None))
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, beside, own_rows=True)
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
@@ -199,7 +202,8 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
 
 def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work()
-    call = PreparedAllGather(work, [kernel(done, "w")] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE)
+    waits, gathered = [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, ON_THE_SIDE, own_rows=True)
     pending = call(torch.ones(4, 4))
     done.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -221,7 +225,7 @@ CALLS = {
     ),
     "gemm_reduce_scatter": lambda work, run: PreparedGemmReduceScatter(work, [run] * 2, (4, 6)),
     "all_gather": lambda work, run: PreparedAllGather(
-        work, [run] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE
+        work, [run] * 2, (), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE, own_rows=True
     ),
     "gemm_all_reduce": lambda work, run: PreparedGemmAllReduce(
         work, [run] * 2, (4, 6), own_gemm=False, transposed=False

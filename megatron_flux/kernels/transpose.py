@@ -1,0 +1,63 @@
+"""Transposing gathered bytes of which the rank's own rows lie elsewhere: where wgrad in FP8 reads what ranks have sent.
+
+Operands of an FP8 GEMM are k-major, so wgrad multiplies transposed copies. A gather by copy engine moves what peers
+have; the own rows would take one more copy, which CUDA gives to SMs and which nothing runs beside: behind it, the next
+GEMM begins when it has ended, whichever stream it is in. The transposing kernel reads them where they are instead.
+
+Measured (H100, ``[32768, 4096]`` bytes of two ranks, results/fp8-own-rows): 0.099 ms, a copy of as many bytes 0.092;
+before, TransformerEngine's transpose took 0.092 and the own rows 0.057.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_flux.kernels import launch as kernel_launch
+
+BLOCK = 128  # rows and columns of a CTA; 64 of either are 15 % slower
+
+
+@triton.jit(do_not_specialize=["rank"])
+def transpose_kernel(gathered, own, out, mp, k, rank, TP: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[k, TP * mp]`` of ``gathered[TP * mp, k]``, but rows of shard ``rank`` of ``own[mp, k]``."""
+    blocks = tl.cdiv(mp, BLOCK)
+    at = tl.program_id(0)
+    shard = at % (blocks * TP) // blocks
+    row = at % blocks * BLOCK + tl.arange(0, BLOCK)
+    column = at // (blocks * TP) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < mp)[:, None] & (column < k)[None, :]
+    first = shard.to(tl.int64) * mp
+    source = gathered + first * k
+    if shard == rank:
+        source = own + tl.zeros_like(first)
+    x = tl.load(source + row.to(tl.int64)[:, None] * k + column[None, :], mask=inside)
+    to = out + column.to(tl.int64)[:, None] * (mp * TP) + first + row[None, :]
+    tl.store(to, tl.trans(x), mask=tl.trans(inside))
+
+
+def transposed(gathered: torch.Tensor, own: torch.Tensor, rank: int, known: dict[Any, Any]) -> torch.Tensor:
+    """``[k, m]`` of ``gathered`` ``[m, k]``, bytes, with ``own`` ``[m/tp, k]`` for the rows of ``rank``.
+
+    ``known`` keeps launches, as of :func:`~megatron_flux.kernels.launch.first_or_again`.
+    """
+    (m, k), mp = gathered.shape, own.shape[0]
+    out = gathered.new_empty((k, m))
+    tp = m // mp
+    grid = tp * triton.cdiv(mp, BLOCK) * triton.cdiv(k, BLOCK)
+    operands = {"gathered": gathered, "own": own, "out": out}
+    arguments = (*operands.values(), mp, k, rank)
+
+    def first() -> kernel_launch.Launch:
+        made = kernel_launch.by_triton(transpose_kernel, grid, *arguments, TP=tp, BLOCK=BLOCK, num_warps=4)
+        return made, arguments
+
+    if all(operand.is_cuda and operand.data_ptr() % 16 == 0 for operand in operands.values()):
+        key = ("transpose", mp, k, rank, tp)
+        kernel_launch.first_or_again(known, key, grid, first, gathered.get_device(), **operands)
+    else:
+        first()  # on the interpreter, or where Triton compiles another variant
+    return out

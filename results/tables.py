@@ -604,6 +604,17 @@ def fp8_scatter(folder: str) -> str:
 
 
 RECIPES = ("current", "delayed", "blockwise")
+FP8_HEAD = ("recipe", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "MHz")
+
+
+def fp8_arms(run: str, recipe: str) -> list[list[str]]:
+    """Rows of the arms of a run of ``bench layer`` in FP8."""
+    rows = []
+    for row in read(f"{run}/summary.json")["rows"]:
+        if row["fp8"] == recipe:
+            cells = (ARMS[row["arm"]], with_quartiles(row), f"{row['speedup_vs_te']:.3f}{X}")
+            rows.append([recipe, *cells, percent(row["hidden_share"]), f"{row['sm_clock_mhz']:.0f}"])
+    return rows
 
 
 def fp8_layers(folder: str, tuning: Sequence[str] = ()) -> str:
@@ -613,10 +624,7 @@ def fp8_layers(folder: str, tuning: Sequence[str] = ()) -> str:
     rows = []
     for recipe in RECIPES:
         run = "layer-tuning" if recipe in tuning else "layer"
-        for row in read(f"{folder}/{run}/summary.json")["rows"]:
-            if row["fp8"] == recipe:
-                cells = (ARMS[row["arm"]], with_quartiles(row), f"{row['speedup_vs_te']:.3f}{X}")
-                rows.append([recipe, *cells, percent(row["hidden_share"]), f"{row['sm_clock_mhz']:.0f}"])
+        rows += fp8_arms(f"{folder}/{run}", recipe)
     calls = []
     for key, kept in read(f"{folder}/tuned.json").items():
         call, _, rest = key.partition(" [n,k] ")
@@ -628,10 +636,23 @@ def fp8_layers(folder: str, tuning: Sequence[str] = ()) -> str:
             words = " ".join(kind).removesuffix(", to bfloat16")
             times = [f"{ms:.3f}" for ms in (gemm, stock, own)]
             calls.append([SHORT[operator], sizes, words, *times, f"{stock / own:.2f}{X}", f"{gemm / own:.2f}"])
-    head = ("recipe", "arm", "ms per layer (quartiles)", "vs TE", "hidden", "MHz")
     titles = ("call", f"m{X}n{X}k", "operands", "cuBLASLt alone, ms", "cuBLASLt and NCCL", "fused, fastest plan",
               "fused over both", "GEMM alone / fused")  # fmt: skip
-    return f"{table(head, rows)}\n{table(titles, calls)}"
+    return f"{table(FP8_HEAD, rows)}\n{table(titles, calls)}"
+
+
+def fp8_own_rows(folder: str) -> str:
+    """Layers in FP8 by run, trainings, and the transpose beside copies."""
+    runs = ("h200", "h100", "h100-before", "h100-before-again", "h100-before-other")
+    rows = [[run, *row] for run in runs for recipe in RECIPES for row in fp8_arms(f"{folder}/{run}", recipe)]
+    found = read(f"{folder}/transpose.json")
+    sizes = []
+    for size in found["sizes"]:
+        times = [median(turn[1] for turn in size[name]) for name in ("transpose_kernel", "copy of all", "own rows")]
+        sizes.append([found["device"], *(str(size[name]) for name in ("m", "k", "tp")), *(f"{ms:.4f}" for ms in times)])
+    titles = ("GPU", "m", "k", "tp", "transpose, ms", "a copy of as much", "of the own rows")
+    tables = table(("run", *FP8_HEAD), rows), repeated(folder, RECIPES), table(titles, sizes)
+    return "\n".join(tables)
 
 
 def inference(folder: str) -> str:
@@ -687,6 +708,7 @@ FOLDERS: dict[str, Callable[[str], str]] = {
     "fp8-scatter": fp8_scatter,
     "fp8-h200x2": fp8_layers,
     "fp8-h100x2": lambda folder: fp8_layers(folder, ("blockwise",)),
+    "fp8-own-rows": fp8_own_rows,
     "inference-h200x2": inference,
     "first-step-h200x2": lambda folder: first_steps(f"{folder}/delay.json"),
     "parity-h200x2-fp8": fp8_parity,

@@ -11,7 +11,7 @@ Contract
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
-    * A copy within the GPU runs on SMs, in that queue, and the next kernel of whatever stream begins when it has ended
+    * A copy within the GPU runs on SMs, in that queue, and the next GEMM of whatever stream begins when it ends
       (results/fp8-own-rows). The own shard, put behind the copies to peers, held the caller's next GEMM back until they
       had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). It stays with the caller, who may do without.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,23 @@ def test_the_plans_table_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         error = f"{100 * (predicted / measured - 1):+.1f}%"
         line = f"| {name}, {seq} {X} {micro} | {recipe} | {measured:.2f} | {predicted:.2f} | {error} |"
         assert line in text, line
+
+
+@pytest.mark.parametrize("recipe", list(PRECISIONS))
+def test_layers_of_two_gpus_stand_beside_their_predictions(recipe: Any) -> None:
+    text = (ROOT / "slurm" / "PLAN.md").read_text()
+    found = validate_options(PlanOptions(layers=[ROOT / "results" / "fp8-own-rows" / "h200"], fp8=recipe))
+    assert [row["arm"] for row in found["rows"]] == ["te", "flux_te", "floor"]
+    for row in found["rows"]:
+        times = f"{row['measured_ms']:.2f} | {row['predicted_ms']:.2f} | {100 * row['error']:+.1f}%"
+        line = f"| {row['model']}, {row['seq']} {X} {row['micro_batch']} | {recipe} | {row['arm']} | {times} |"
+        assert line in text, line
+    (gain,) = found["speedups"]
+    said = re.search(r"gain too small\*\*: (.*?), measured (.*?)\. Two", " ".join(text.split()))
+    assert said is not None
+    place = list(PRECISIONS).index(recipe)
+    for words, name in zip(said.groups(), ("predicted", "measured"), strict=True):
+        assert re.findall(r"\d\.\d+", words)[place] == f"{gain[name]:.3f}", name
 
 
 @pytest.mark.parametrize("recipe", list(PRECISIONS))

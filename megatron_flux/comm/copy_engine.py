@@ -161,8 +161,9 @@ def push(
 
 def all_gather(x: torch.Tensor, work: Slab, *, own_rows: bool = True) -> Pending:
     """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards. Without
-    ``own_rows`` the rank's own are left out. One gather is open at a time: starting another waits for it first. Raises
-    UserError: from ``wait()`` too, when a gather is waited for in another capture than it was begun in.
+    ``own_rows`` the rank's own are left out: the caller reads x, on the stream that waits. One gather is open at once:
+    starting another waits for it first. Raises UserError: from ``wait()`` too, when a gather is waited for in another
+    capture than it was begun in.
     """
     from megatron_flux.kernels import launch as kernel_launch
     from megatron_flux.kernels.device import gather_wait_kernel
@@ -192,8 +193,10 @@ def all_gather(x: torch.Tensor, work: Slab, *, own_rows: bool = True) -> Pending
                     work.end()
                 finish()
                 if cuda and torch.cuda.current_stream() != begun:
-                    # The stream whose memory x may be does not wait for the copies.
+                    # The stream whose memory x may be does not wait for the copies, nor for who reads x in their place.
                     x.record_stream(work.side.stream)
+                    if not own_rows:
+                        x.record_stream(torch.cuda.current_stream())
                 if work.open_gather is pending:
                     work.open_gather = None
 

@@ -144,7 +144,7 @@ class PendingRows:
             return Rows(data, scales)
         from megatron_flux.kernels.transpose import transposed
 
-        own, rank, known = self._local.data, self._group.rank(), state_of(self._group).kernels
+        own, rank, known = self._local.data.contiguous(), self._group.rank(), state_of(self._group).kernels
         return Rows(data, scales, lambda: transposed(data, own, rank, known))
 
 

@@ -291,6 +291,8 @@ class PreparedAllGather(PreparedCall):
                     driver.wait(stream, side.after)
                     if stream != begun:  # which does not wait for the copies of x, and x may be its memory
                         x.record_stream(side.keep.stream)
+                        if not self._own:  # the caller reads x there
+                            x.record_stream(torch.cuda.current_stream())
                     if work.open_gather is pending:
                         work.open_gather = None
                 except BaseException as error:

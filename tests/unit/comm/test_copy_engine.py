@@ -175,7 +175,10 @@ def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.Monke
     assert words == [0, 0, 4, 0, 0x2000, 0, 96, 0, 0, 4, 0, 0x1000, 0, 96, 48, 4]
 
 
-def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_rows", [True, False])
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
+    own_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
     pytest.importorskip("triton")
     from megatron_flux.kernels import launch
@@ -194,11 +197,11 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(m
     monkeypatch.setattr(copy_engine, "push", lambda *of: lambda: done.append("copies are done"))
     monkeypatch.setattr(launch, "first_or_again", lambda *of: done.append("kernel"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "first")
-    copy_engine.all_gather(x, work).wait()
+    copy_engine.all_gather(x, work, own_rows=own_rows).wait()
     assert done == ["order", "kernel", "copies are done"]
     done.clear()
-    pending = copy_engine.all_gather(x, work)
+    pending = copy_engine.all_gather(x, work, own_rows=own_rows)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "second")
     pending.wait()
-    assert done == ["order", "kernel", "copies are done", "copies"]
+    assert done == ["order", "kernel", "copies are done", "copies", *([] if own_rows else ["second"])]
     assert work.open_gather is None

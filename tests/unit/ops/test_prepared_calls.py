@@ -178,18 +178,20 @@ def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, .
     assert (work.ended, work.open_gather) == (1, None)
 
 
+@pytest.mark.parametrize("own_rows", [True, False])
 def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
-    done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    done: list[tuple[Any, ...]], own_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
     work, side = Work(), SimpleNamespace()
     gathered = [torch.zeros(8, 4), torch.zeros(8, 4)]
     waits = [kernel(done, "w0"), kernel(done, "w1")]
     beside = ON_THE_SIDE._replace(keep=CopyStream(side, None, None))
-    call = PreparedAllGather(work, waits, (), gathered, PUSHES, beside, own_rows=True)
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, beside, own_rows=own_rows)
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     monkeypatch.setattr(Work, "end", lambda _: done.append(("order",)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the other")
     call(torch.ones(4, 4)).wait()
     assert recorded == []
     pending = call(torch.ones(4, 4))
@@ -197,7 +199,7 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     pending.wait()
     assert done == [("order",), ("w1", 11), ("wait", 11, AFTER)]
-    assert recorded == [side]
+    assert recorded == ([side] if own_rows else [side, "the other"])
 
 
 def test_a_gather_is_not_waited_for_in_a_capture(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

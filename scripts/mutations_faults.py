@@ -474,6 +474,23 @@ FAULTS: tuple[Fault, ...] = (
         "acc = tl.dot(x, y, acc)",
         ("tests/unit/kernels/test_compiled.py::test_sums_of_fp8_are_promoted",),
     ),
+    _fault(
+        "own rows are transposed from where nobody has put them",
+        f"{KERNELS}/transpose.py",
+        "if shard == rank:",
+        "if shard < 0:",
+        (f"{FP8}::test_own_rows_are_transposed_from_where_they_are",),
+    ),
+    _fault(
+        "own rows that another stream reads may be overwritten before",
+        f"{OPS}/fast_path.py",
+        "x.record_stream(torch.cuda.current_stream())",
+        "pass",
+        (
+            "tests/unit/ops/test_prepared_calls.py"
+            "::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",
+        ),
+    ),
     # TransformerEngine's layers in FP8.
     _fault(
         "gradients' scales are never updated",

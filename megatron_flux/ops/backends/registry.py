@@ -55,7 +55,7 @@ class Backend(Protocol):
         """``[m/tp, n]``, finished on return unless ``async_op``."""
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """``[m, k]``."""
+        """``[m, k]``; without ``return_gathered`` it may lack the rank's own rows, and then says so."""
 
 
 _backends: dict[str, Backend] = {}

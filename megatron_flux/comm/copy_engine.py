@@ -212,6 +212,7 @@ def _finish_open(work: Slab) -> None:
     unfinished = work.open_gather
     if unfinished is None:
         return
+    work.check()  # before it: a wait on a slab that is of no use any more could end in a time-out instead of the cause
     if work.capture is None or work.capture == work.current_capture():
         unfinished.wait()
     else:

@@ -153,13 +153,13 @@ class Slab:
             if turn.enter:
                 _enter(self)
             return turn
-        self._check()
+        self.check()
         self._follow()
         return self._turn(enter=False)
 
     def begin_captured(self, capture: int | None) -> Turn:
         """As :meth:`begin`, of a captured slab, without the barrier; ``capture``: :meth:`current_capture`."""
-        self._check()
+        self.check()
         enter = capture is None or capture != self.capture
         if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
             if self.capture is None:
@@ -186,7 +186,8 @@ class Slab:
         self.calls += 1
         return Turn(half, enter)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises OperatorError: an earlier call on this slab timed out or was broken off."""
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
 
@@ -198,7 +199,7 @@ class Slab:
         """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream. Raises
         OperatorError: an earlier call on this slab timed out or was broken off.
         """
-        self._check()
+        self.check()
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._raw:
             self._follow()
@@ -211,7 +212,7 @@ class Slab:
         if self.data_table.is_cuda:
             self._follow()
         else:
-            self._check()
+            self.check()
 
     def _follow(self) -> None:
         """Put the current stream behind the one used before, if it is another."""

@@ -274,6 +274,7 @@ class PreparedAllGather(PreparedCall):
         """The gathered ``x``, pending."""
         work, side = self._work, self._side
         if work.open_gather is not None:
+            work.check()
             work.open_gather.wait()
         try:
             half, begun = work.step()

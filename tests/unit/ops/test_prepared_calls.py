@@ -67,6 +67,10 @@ class Work:
     def end(self) -> None:
         self.ended += 1
 
+    def check(self) -> None:
+        if self.poisoned:
+            raise OperatorError("an earlier call was broken off")
+
     def poison(self, operator: str, error: BaseException) -> None:
         self.poisoned.append((operator, error))
 
@@ -176,6 +180,17 @@ def test_a_gather_finishes_the_one_before_and_waits_once(done: list[tuple[Any, .
     assert pending.wait() is gathered[0]
     assert done == [("w0", STREAM), ("wait", STREAM, AFTER)]
     assert (work.ended, work.open_gather) == (1, None)
+
+
+def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(done: list[tuple[Any, ...]]) -> None:
+    work, waits, gathered = Work(), [kernel(done, "w")] * 2, [torch.zeros(8, 4)] * 2
+    call = PreparedAllGather(work, waits, (), gathered, PUSHES, ON_THE_SIDE, own_rows=True)
+    call(torch.ones(4, 4))
+    work.poison("all_gather", RuntimeError())
+    done.clear()
+    with pytest.raises(OperatorError, match="an earlier call was broken off"):
+        call(torch.ones(4, 4))
+    assert done == []
 
 
 @pytest.mark.parametrize("own_rows", [True, False])

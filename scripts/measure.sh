@@ -5,7 +5,7 @@
 #
 # OUT gets one folder and one log per stage, and stages.txt: what ran, how it ended and how long it took. Stages, all by
 # default: checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
-# parity parity_dp fp8_parity compare fp8_compare metrics megatron_lm host_checks host_ops host_layer host_graphs
+# parity parity_dp fp8_parity compare fp8_compare megatron_lm host_checks host_ops host_layer host_graphs
 # host_compare host_parity. Those of several parts can be named by part (fp8_ops, host_checks_p2p_1; --dry-run lists
 # all). Uses the active environment and all GPUs of this host (2, 4 or 8), of which two emulate eight in stand_in_*.
 # host_* leave NVLink unused; their checks go by the other links too. megatron_lm needs MEGATRON_LM=CHECKOUT, a
@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STAGES=(checks groups tests ops layer fp8 inference connections graphs stand_in_checks stand_in_ops stand_in_layer
-    parity parity_dp fp8_parity compare fp8_compare metrics megatron_lm host_checks host_ops host_layer host_graphs
+    parity parity_dp fp8_parity compare fp8_compare megatron_lm host_checks host_ops host_layer host_graphs
     host_compare host_parity)
 NAMED=("${STAGES[@]}")
 DRY=0
@@ -167,7 +167,6 @@ for stage in "${PARTS[@]}"; do
             limited 590 "${FLUX[@]}" compare "${TRAINED_FP8[@]}" --nproc "$GPUS" --fp8 current \
                 --transformer-impl transformer_engine --steps 48 --block-steps 6 --profile-steps 20-21 --out "$to"
             ;;
-        metrics) limited 300 "${FLUX[@]}" bench metrics "${WIDE[@]}" --pairs 12 --block-steps 20 --out "$to" ;;
         megatron_lm)
             if [[ -z ${MEGATRON_LM:-} ]]; then
                 printf 'megatron_lm: left out, MEGATRON_LM names no source tree\n'

@@ -9,7 +9,7 @@ Each run is a process group of its own, one after the other:
 * ``stock``, and ``repeat``, which is stock once more: what two runs of the same differ by;
 * ``run``: ``python -m megatron_flux.run pretrain_gpt.py ... --flux --flux-strict``;
 * ``variable``: ``pretrain_gpt.py`` with MEGATRON_FLUX=1 in the environment;
-* ``patched``: ``pretrain_gpt.py --flux`` of a copy of CHECKOUT to which ``patch-source apply`` was done.
+* ``patched``: ``pretrain_gpt.py --flux`` of a copy of CHECKOUT with its patch set of patches/.
 
 OUT gets ``comparison.json`` (anew with each run that ends), ``tuned.json`` and ``runs.tar.gz``: each run's log,
 TensorBoard and wandb files. Exit code 1 where a run failed, or one with flux logged no ``flux/*``. ``--cpu`` tries it

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
-from megatron_flux.megatron_lm import source_patches
 from megatron_flux.patch.megatron_core import version_of_tree
 from megatron_flux.telemetry import environment
 
@@ -38,7 +38,14 @@ class Prepared:
         tree = self.scratch / "patched"
         if not tree.exists():
             shutil.copytree(self.checkout, tree, ignore=shutil.ignore_patterns("tests", ".git"))
-            source_patches.apply(tree)
+            line = Version(version_of_tree(tree / "megatron" / "core")).release[:2]
+            patches = sorted((ROOT / "patches" / "megatron-lm").glob(f"core_v{line[0]}.{line[1]}.*/*.patch"))
+            if not patches:
+                raise SystemExit(f"there is no patch set for Megatron-LM {line[0]}.{line[1]} in patches/megatron-lm")
+            # Without a ceiling git takes the patches' paths as relative to a repository around the scratch folder.
+            environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent.resolve())}
+            command = ["git", "apply", *map(str, patches)]
+            subprocess.run(command, cwd=tree, env=environment, check=True)  # noqa: S603
         return tree
 
 

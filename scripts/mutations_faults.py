@@ -144,13 +144,6 @@ FAULTS: tuple[Fault, ...] = (
         ("slowest_rank",),
     ),
     _fault(
-        "fastest rank in bench metrics",
-        "megatron_flux/bench/metrics_cost.py",
-        "dist.all_reduce(wall, op=dist.ReduceOp.MAX)",
-        "dist.all_reduce(wall, op=dist.ReduceOp.MIN)",
-        (f"{RANKS}::test_the_clock_of_blocks_is_the_slowest_ranks",),
-    ),
-    _fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}\n",

@@ -1,9 +1,8 @@
-"""The commands that measure: ``bench ops``, ``layer``, ``inference``, ``metrics``, and ``tune``."""
+"""The commands that measure: ``bench ops``, ``layer``, ``inference``, and ``tune``."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +14,13 @@ import typer
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions
 from megatron_flux.bench.inference_config import resolve as inference_resolved
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, resolve
-from megatron_flux.bench.metrics_cost import CostOptions
 from megatron_flux.bench.shapes import CallOptions, Calls, OpsOptions, OpsRun, TuneOptions, TuneRun
 from megatron_flux.cli import start
 from megatron_flux.cli.start import Command, DryRun, Group, with_options_or_file
-from megatron_flux.cli.train import resolved
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
 bench = typer.Typer(cls=Group, no_args_is_help=True, help="Measure on this machine's GPUs, all sides in one run.")
 
@@ -235,35 +231,5 @@ def inference(given: InferenceOptions, dry_run: DryRun = False) -> None:
         argument=lambda out: to(out).model_dump_json(),
         out=given.out,
         overwrite=given.overwrite,
-        dry_run=dry_run,
-    )
-
-
-@bench.command(cls=Command)
-@with_options_or_file
-def metrics(given: TrainOptions, cost: CostOptions, dry_run: DryRun = False) -> None:
-    """Measure what recording costs: steps with and without it, in turns, of one patched training (not --steps many)."""
-    from megatron_flux.bench import metrics_cost as module
-    from megatron_flux.train import data, run_folder
-
-    run = resolved(given, CheckpointOptions(), "bench", "metrics")
-
-    def describe(out: Path) -> dict[str, Any]:
-        return {**run_folder.description(run.model_copy(update={"out": out})), "cost": cost.model_dump()}
-
-    def prepared(out: Path) -> str:
-        data.prepared(run)
-        config = run.model_copy(update={"out": out})
-        return json.dumps({"config": config.model_dump(mode="json"), "cost": cost.model_dump()})
-
-    start.benchmark(
-        "bench metrics",
-        module,
-        f"{run.world_size} {run.device} process(es)",
-        run.world_size,
-        describe=describe,
-        argument=prepared,
-        out=given.out,
-        overwrite=run.overwrite,
         dry_run=dry_run,
     )

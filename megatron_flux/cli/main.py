@@ -26,7 +26,6 @@ from megatron_flux.cli.quant import quant
 from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.megatron_lm import source_patches
 from megatron_flux.run import launcher
 from megatron_flux.version import __version__
 
@@ -41,12 +40,6 @@ app = typer.Typer(
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
 trace = typer.Typer(cls=start.Group, no_args_is_help=True, help="Traces of profiled runs.")
-patch_source = typer.Typer(
-    cls=start.Group,
-    no_args_is_help=True,
-    help="Put flux's arguments, start and metrics into a Megatron-LM source tree, or take them out again. Flux runs "
-    "without: python -m megatron_flux.run pretrain_gpt.py.",
-)
 
 for command in (train, compare, tune):
     app.command(cls=start.Command)(command)
@@ -133,38 +126,6 @@ def merge(run: Annotated[Path, typer.Argument(help="Run folder of train or compa
         typer.echo(str(file))
 
 
-Tree = Annotated[Path, typer.Argument(metavar="DIR", help="A Megatron-LM source tree: the folder of pretrain_gpt.py.")]
-
-
-@patch_source.command()
-def apply(tree: Tree) -> None:
-    """Apply what is not applied yet; changes nothing unless all of it fits."""
-    found = source_patches.apply(tree)
-    new = [patch.name for patch in found.patches if patch.state == "applies"]
-    _say(found, f"applied {', '.join(new)}" if new else "already applied, nothing to do")
-
-
-@patch_source.command()
-def check(tree: Tree) -> None:
-    """Say what is applied, what would apply, and which hunk does not fit (exit code 2); changes nothing."""
-    found = source_patches.examine(tree)
-    _say(found, *(f"{patch.name}: {', '.join((patch.state, *patch.rejected))}" for patch in found.patches))
-    source_patches.require_clean(found)
-
-
-@patch_source.command()
-def revert(tree: Tree) -> None:
-    """Take the patches out again; the tree is then what it was before."""
-    found = source_patches.revert(tree)
-    gone = [patch.name for patch in found.patches if patch.state == "applied"]
-    _say(found, f"took out {', '.join(gone)}" if gone else "nothing is applied, nothing to do")
-
-
-def _say(found: source_patches.Examination, *lines: str) -> None:
-    typer.echo("\n  ".join((f"{found.tree}: Megatron-LM {found.version}, patches for {found.tag}", *lines)))
-
-
-app.add_typer(patch_source, name="patch-source")
 app.add_typer(trace, name="trace")
 app.add_typer(slurm.app, name="slurm")
 app.add_typer(bench, name="bench")

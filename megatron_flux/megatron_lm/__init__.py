@@ -4,13 +4,12 @@ Two ways lead here, with the same four functions:
 
 * without edits, :mod:`megatron_flux.megatron_lm.hooks` wraps Megatron-LM's functions as their modules are imported
   (``python -m megatron_flux.run pretrain_gpt.py``, or ``MEGATRON_FLUX=1``);
-* a patched tree (``megatron-flux patch-source``) calls them itself.
+* a tree with the patch set of ``patches/`` calls them itself.
 
 Both at once are harmless: each function does its work once, whoever calls first. Importing this imports nothing of
 Megatron.
 
 Reading order: ``hooks``, then what they call: ``start`` (arguments, checks, patch, tuner), ``training_log`` (metrics).
-``source_patches`` applies and undoes the patch sets of ``patches/``.
 """
 
 from megatron_flux.megatron_lm.start import MegatronArgumentsError, add_arguments, install, validate

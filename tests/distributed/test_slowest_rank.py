@@ -73,15 +73,3 @@ def test_rounds_tell_of_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
     steps, hosts = found[0]
     assert len(steps) == len(hosts) == 2
     assert min(*steps, *hosts) >= SLOW_MS
-
-
-def rank_clock(slow: int) -> float:
-    from megatron_flux.bench.metrics_cost import _timed
-
-    return _timed(step_of(slow), CPU)[0]
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-def test_the_clock_of_blocks_is_the_slowest_ranks(world2: WorkerPool, slow: int) -> None:
-    found = world2.run(rank_clock, slow)
-    assert found[0] == found[1] >= SLOW_MS / 1e3

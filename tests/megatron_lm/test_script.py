@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.megatron_lm import source_patches
 from tests.megatron_lm.conftest import LAYOUT, SCRIPT, Result, Run
+from tests.unit.megatron_lm.test_patch_sets import git_apply, patch_set
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -79,7 +79,7 @@ def test_variable(run: Run, stock: Result, installed: Path) -> None:
 
 def test_patched_tree(run_forked: Run, stock: Result, tree: Path, tmp_path: Path) -> None:
     patched = Path(shutil.copytree(tree, tmp_path / "tree"))
-    source_patches.apply(patched)
+    git_apply(patched, patch_set("core_v0.16.1"))
     require_flux(run_forked(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
     # Wrapped as well, everything still happens once.
     words = ("-m", "megatron_flux.run", SCRIPT, *LAYOUT)

@@ -19,7 +19,7 @@ from megatron_flux.run import folder
 
 Told = Callable[..., dict[str, Any]]
 GROUPS = ["Model", "Parallelism", "Training", "Data", "Flux", "Run", "Metrics", "Checkpoints"]
-COMMANDS = ("train", "compare", "tune", "bench ops", "bench layer", "bench metrics")
+COMMANDS = ("train", "compare", "tune", "bench ops", "bench layer")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_help_cuts_no_name_in_80_columns(told: Told, monkeypatch: pytest.MonkeyP
     named = set(re.findall(r"^  .*?(--[a-z-]+)(?= |$)", text, re.MULTILINE))
     fields = {"--config", "--dry-run"} | ({"--show", "--force"} if command == "tune" else {"--overwrite", "--out"})
     assert fields <= named
-    if command in ("train", "compare", "bench metrics"):
+    if command in ("train", "compare"):
         headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
         assert [name for name in headings if name in GROUPS][: len(GROUPS) - 1] == GROUPS[:-1]
         assert "--gradient-accumulation-fusion / --no-gradient-accumulation-fusion" in text
@@ -90,7 +90,7 @@ def test_a_command_of_commands_alone_is_helped(told: Told) -> None:
 
 def test_lists_of_commands_are_whole(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for group in ("", "bench", "slurm", "report", "trace", "patch-source"):
+    for group in ("", "bench", "slurm", "report", "trace"):
         assert not re.search(r"\w\.\.\.$", told(group, "--help"), re.MULTILINE)
 
 
@@ -116,7 +116,6 @@ def test_options_come_from_a_file_and_flags_go_over_it(told: Told, tmp_path: Pat
         ("bench layer", "--nproc 2"),
         ("bench layer", "--nproc 4 --models gpt3-175b --fp8 current,delayed"),
         ("bench layer", "--nproc 4 --models tiny --fp8 blockwise --no-bf16"),
-        ("bench metrics", "--nproc 2 --pairs 3 --block-steps 5"),
     ],
 )
 def test_a_runs_config_is_a_file_of_options(told: Told, tmp_path: Path, command: str, words: str) -> None:

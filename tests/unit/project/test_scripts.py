@@ -393,7 +393,6 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         *(f"fp8_parity_{recipe}" for recipe in ("delayed", "current", "blockwise")),
         "compare",
         "fp8_compare",
-        "metrics",
         "megatron_lm",
         *(f"host_checks_{way}_{queues}" for way in ("host", "send_recv", "p2p") for queues in (1, 8)),
         "host_ops",

@@ -34,6 +34,8 @@ from megatron_flux.train.config import RunConfig
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
+_CHECKED_SEQUENCES = 1 << 20
+"""Sequences of an index that are checked at a time: of 10^8 all at once would take gigabytes."""
 _FINGERPRINT_BYTES = 1 << 26
 
 
@@ -249,24 +251,46 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
             raise UserError(f"--data {prefix}.idx is not a Megatron index; make the pair with Megatron's preprocessing")
     try:
         dataset = IndexedDataset(str(prefix))
-        lengths, dtype = dataset.sequence_lengths, np.dtype(dataset.index.dtype)
+        dtype = np.dtype(dataset.index.dtype)
+        tokens = _check_index(dataset.index, dtype.itemsize)
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
-    tokens = int(lengths.sum(dtype=np.int64))
     if (size := Path(f"{prefix}.bin").stat().st_size) != tokens * dtype.itemsize:
         says = f"its index says {tokens} tokens of {dtype.itemsize} bytes"
         raise UserError(f"--data {prefix}.bin has {size} bytes, but {says}; make the pair again")
     if tokens:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
-        _check_vocabulary(int(head.min()), int(head.max()), vocab_size, str(prefix))
-    return Corpus(prefix, tokens, len(lengths), is_bytes=False)
+        _check_vocabulary(head.min().item(), head.max().item(), vocab_size, str(prefix))
+    return Corpus(prefix, tokens, len(dataset), is_bytes=False)
 
 
-def _check_vocabulary(lowest: int, highest: int, vocab_size: int, where: str) -> None:
+def _check_index(index: Any, itemsize: int) -> int:
+    """Return the number of tokens. Raises ValueError: sequences do not follow each other from byte 0 on, or documents
+    do not cover them in order. megatron-core's reader checks neither and would train on other text.
+    """
+    lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
+    end = 0
+    for first in range(0, len(lengths), _CHECKED_SEQUENCES):
+        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64)
+        begins = np.cumsum(part * itemsize)
+        end, begins = end + int(begins[-1]), end + begins - part * itemsize
+        wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
+        if wrong.any():
+            at = int(wrong.argmax())
+            if part[at] < 0:
+                raise ValueError(f"sequence {first + at} has length {part[at]}")
+            found = pointers[first + at]
+            raise ValueError(f"sequence {first + at} should begin at byte {begins[at]} of the .bin, not at {found}")
+    if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
+        raise ValueError("its documents' ends do not ascend from 0")
+    return end // itemsize
+
+
+def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str) -> None:
     """Refuse tokens outside ``[0, vocab_size)``: Megatron's embedding would silently read them as zeros."""
-    if lowest < 0 or highest >= vocab_size:
-        outside = lowest if lowest < 0 else highest
+    if not (lowest >= 0 and highest < vocab_size):  # a pair of floats can hold NaN
+        outside = highest if lowest >= 0 else lowest
         raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
 
 

@@ -73,7 +73,7 @@ class HostLink:
         self.layout = layout or usual(self.tp)
         regions = host_memory.make(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
-        self._at, self._epoch = regions.lanes, 0
+        self._at = regions.lanes
         self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
         self._last: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
@@ -130,9 +130,7 @@ class HostLink:
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured:
             self._progress.regions.never_free()
-        self._epoch = epoch = (self._epoch + 1) & 0xFFFFFFFF
-        self._progress.begin(epoch, Call(operator, program), captured=captured)
-        program.stamp(epoch)
+        program.stamp(self._progress.begin(Call(operator, program), captured=captured))
         self.follow(behind)()
 
     def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:

@@ -5,15 +5,16 @@ which nothing else depends) and which batch of words, and the thread that watche
 (:mod:`~megatron_flux.comm.timeouts`) looks at that a few times a second. When a lane has stood for too long at a wait
 that is not met, it
 
-1. says which operator, peer, shard and epoch is waited for, and the last call that this peer has begun;
+1. notes which operator, peer, shard and epoch is waited for, and the last call that this peer has begun;
 2. satisfies all words that this rank waits for, so that its streams run empty. What they copy by then is wrong, but the
    kernel at the end of the call (:mod:`megatron_flux.kernels.gate`) ends the process with CUDA's error first: nothing
-   behind it runs. Peers are not misled: of the words that they wait for, none is touched.
+   behind it runs. Peers are not misled: of the words that they wait for, none is touched;
+3. logs what step 1 noted.
 
 A CUDA graph that is replayed comes to the same epochs and batches again and again: that every look in the whole limit
 met the same wait of another replay, unmet, is taken for standing still.
 
-On CPUs a lane counts the time by itself and raises what step 1 says.
+On CPUs a lane counts the time by itself and raises what step 1 noted.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from megatron_flux.errors import OperatorError
 CODES = {name: code for code, name in OPERATORS.items() if code >= 5}
 """Of the operators, in alarms of this link."""
 
+_EPOCHS = 0x7FFFFFFF
+"""Epochs count to this and begin again at 0: an alarm has signed words."""
 _RELEASE_S = 10.0
 _REMEMBERED = 1024
 """Calls; the queues of a driver hold fewer."""
@@ -67,13 +70,11 @@ class LinkAlarm(Alarm):
         self.view[0] = 1
 
     def tell(self) -> None:
-        """Look after the waits first."""
-        self._look()
-        self.say()
-
-    def say(self) -> None:
-        """Print the message once."""
-        super().tell()
+        """Look after the waits first, which releases them: it must not depend on whether the message can be written."""
+        try:
+            self._look()
+        finally:
+            super().tell()
 
 
 class Progress:
@@ -83,6 +84,7 @@ class Progress:
         """Of a link that begins."""
         self.regions = regions
         self.keep: object = None  # other memory that lanes are at work on
+        self.epoch = 0
         self.calls: dict[int, Call] = {}  # the last ones, by epoch
         self._captured: dict[int, Call] = {}  # in CUDA graphs, which write the same epoch in every replay
         self.release: Callable[[], None] = lambda: None
@@ -100,10 +102,14 @@ class Progress:
     def _read(self, lane: int, what: int) -> int:
         return read(self._own + place(lane, what))
 
-    def begin(self, epoch: int, call: Call, *, captured: bool = False) -> None:
-        """Remember what may be under way; a call that is ``captured`` may be so at any time from here on."""
-        self.calls.pop((epoch - _REMEMBERED) & 0xFFFFFFFF, None)
+    def begin(self, call: Call, *, captured: bool = False) -> int:
+        """Remember what may be under way, and return its epoch; a call that is ``captured`` may be so at any time from
+        here on.
+        """
+        self.epoch = epoch = (self.epoch + 1) & _EPOCHS
+        self.calls.pop((epoch - _REMEMBERED) & _EPOCHS, None)
         (self._captured if captured else self.calls)[epoch] = call
+        return epoch
 
     def _call(self, epoch: int) -> Call | None:
         return self.calls.get(epoch) or self._captured.get(epoch)
@@ -142,7 +148,6 @@ class Progress:
                 self._stood[lane] = (epoch, position), time.monotonic()
             elif time.monotonic() - self._stood[lane][1] > self.alarm.seconds:
                 self.ring(lane, wait)
-                self.alarm.say()  # now: the process may end as soon as its streams run on
                 self.release()
                 return
 

@@ -1,8 +1,11 @@
 """Time-outs of device-side waits, for people; and calls that were broken off, for the calls after them.
 
 A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
-traps. The trap ends the process with a CUDA error at its next synchronization; meanwhile a daemon thread prints what
-was waited for, and the next operator call raises it as an OperatorError.
+traps. The trap ends the process with a CUDA error at its next synchronization; meanwhile a daemon thread logs what was
+waited for, and the next operator call raises it as an OperatorError.
+
+That thread is the only end of some waits (:mod:`~megatron_flux.comm.host_progress`), so nothing may end it or hold it
+up: it survives every exception, and leaves writing, which a full disk fails and a full pipe blocks, to other threads.
 
 How long is too long: ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group
 waits in its own collectives (``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes
@@ -19,9 +22,9 @@ in NCCL for one of those ranks, the watchdog is all there is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-import sys
 import threading
 import time
 import weakref
@@ -121,15 +124,14 @@ class Alarm:
         )
         self.view[0] = _POISONED
         self._told = True
-        _log.error(self._poison)
+        _write(self._poison)
 
     def tell(self) -> None:
-        """Print the message once."""
+        """Log the message once, and do not wait for that."""
         text = self.message()
         if text is not None and not self._told:
             self._told = True
-            _log.error(text)
-            print(text, file=sys.stderr, flush=True)
+            threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
 
     def open(self) -> None:
         """Have it watched for as long as it lives, or until it is closed."""
@@ -142,6 +144,11 @@ class Alarm:
             _alarms.discard(self)
 
 
+def _write(text: str) -> None:
+    with contextlib.suppress(Exception):  # a log that cannot be written is no reason to leave streams waiting
+        _log.error(text)
+
+
 def _watched() -> list[Alarm]:
     with _lock:
         return list(_alarms)
@@ -151,7 +158,8 @@ def _watch() -> None:
     while True:
         time.sleep(0.2)
         for alarm in _watched():
-            alarm.tell()
+            with contextlib.suppress(Exception):
+                alarm.tell()
 
 
 @functools.cache

@@ -52,17 +52,18 @@ def test_checks(way: str, queues: str) -> None:
     assert all(line["ok"] for line in lines)
 
 
+@pytest.mark.parametrize("disk", ["", "full"])
 @pytest.mark.parametrize("link", ["host", "p2p"])
-def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str) -> None:
+def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str, disk: str) -> None:
     began = time.monotonic()
-    survivor, victim = start(VICTIM.replace("LINK_ASKED_FOR", link))
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)" if disk else ""
+    survivor, victim = start(full + VICTIM.replace("LINK_ASKED_FOR", link))
     said = "".join(part or "" for part in survivor.communicate(timeout=120))
     victim.communicate()
     assert victim.returncode == -9
     assert survivor.returncode not in (0, None)
     assert time.monotonic() - began < 60 + TIMEOUT_S
-    assert f"gemm_reduce_scatter timed out after {TIMEOUT_S} s waiting for peer rank 1 (tp rank 1), shard " in said, (
-        said
-    )
+    expected = f"gemm_reduce_scatter timed out after {TIMEOUT_S} s waiting for peer rank 1 (tp rank 1), shard "
+    assert said.count(expected) == (0 if disk else 1), said
     assert "still alive" not in said
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("megatron_flux_host_")]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_flux.comm import host_program, host_progress
+from megatron_flux.comm import host_program, host_progress, timeouts
 from megatron_flux.comm.host_program import DOWN, LANES, UP
-from megatron_flux.comm.host_progress import Call, Progress
+from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress
 from megatron_flux.comm.host_ring import BEGUN, BUSY, EMPTY, EPOCH, FULL, POSITION, Layout, place
 from megatron_flux.comm.lanes import Wait, read, store
 
@@ -24,14 +25,11 @@ class Bell:
     seconds = 10.0
 
     def __init__(self) -> None:
-        self.view, self.rung, self.said = [0], [], False
+        self.view, self.rung = [0], []
 
     def ring(self, *what: Any) -> None:
         self.view[0] = 1
         self.rung.append(what)
-
-    def say(self) -> None:
-        self.said = True
 
 
 class Scene:
@@ -51,7 +49,6 @@ class Scene:
         self.released = 0
 
         def release() -> None:
-            assert found.alarm.said, "who ends the process says why before"  # type: ignore[attr-defined]
             self.released += 1
 
         found.release = release
@@ -114,20 +111,51 @@ def test_a_writer_that_waits_for_a_late_reader(scene: Scene) -> None:
 
 def test_calls_that_have_ended_are_forgotten(scene: Scene) -> None:
     progress, call = scene.progress, scene.progress.calls.pop(5)
-    for epoch in range(-1000, 3000):  # numbers wrap
-        progress.begin(epoch & 0xFFFFFFFF, call)
+    progress.epoch = 2**31 - 1001  # numbers wrap
+    for _ in range(4000):
+        last = progress.begin(call)
+    assert last == 2999
     assert set(progress.calls) == set(range(3000 - 1024, 3000))
 
 
 def test_calls_in_graphs_are_watched_for_ever(scene: Scene) -> None:
     progress, call = scene.progress, scene.progress.calls.pop(5)
-    progress.begin(5, call, captured=True)
-    for epoch in range(6, 3000):
-        progress.begin(epoch, call)
+    progress.epoch = 4
+    progress.begin(call, captured=True)
+    for _ in range(3000):
+        progress.begin(call)
     store(scene.host[2] + LAYOUT.word(0, ME), FULL)
     scene.say(DOWN, BUSY, 0)
     scene.later(0)
     assert scene.later(11) == [("all_gather_gemm", Wait(0, 0), 5, 0)]
+
+
+def test_streams_are_released_before_the_message_which_may_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm of 32 signed bits names the largest epoch, too."""
+    group: Any = SimpleNamespace(rank=lambda: ME)
+    monkeypatch.setenv("MEGATRON_FLUX_TIMEOUT_S", "10")
+    monkeypatch.setattr(timeouts.dist, "get_rank", lambda: ME)
+    monkeypatch.setattr(timeouts.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    progress, call = scene.progress, scene.progress.calls.pop(5)
+    progress.epoch = 2**31 - 2
+    scene.say(UP, EPOCH, progress.begin(call))
+    scene.say(DOWN, BUSY, 0)
+    alarm = progress.alarm = LinkAlarm(group, torch.device("cpu"), progress.look)
+    messages: list[tuple[int, str]] = []
+
+    def full_disk(text: str) -> None:
+        messages.append((scene.released, text))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(timeouts._log, "error", full_disk)
+    for _ in range(3):
+        alarm.tell()
+        scene.now += 11
+    for thread in threading.enumerate():
+        if thread.name == "megatron-flux-message":
+            thread.join()
+    assert [released for released, _ in messages] == [1]
+    assert "waiting for peer rank 2 (tp rank 2), shard 2, epoch 2147483647" in messages[0][1]
 
 
 def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(

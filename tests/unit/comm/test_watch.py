@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +48,57 @@ def test_alarms_come_and_go_beside_the_watching_thread() -> None:
     assert alarm in watch._watched()
     alarm.close()
     assert alarm not in watch._watched()
+
+
+OUTLIVES = """
+import logging, os, sys, threading, time, torch
+from types import SimpleNamespace
+from megatron_flux.comm import timeouts
+timeouts.dist.get_rank = lambda: 0
+timeouts.dist.get_process_group_ranks = lambda group: [0, 1]
+told = os.dup(1)
+class Last(timeouts.Alarm):
+    def tell(self):
+        os.write(told, b"looked at\\n")
+        os._exit(0)
+def alarm(kind):
+    made = kind(SimpleNamespace(rank=lambda: 0), torch.device("cpu"))
+    made.view[:6] = 1, 1, 1, 0, 5, 4
+    made.open()
+    return made
+timeouts._start()
+kept = [alarm(timeouts.Alarm), alarm(timeouts.Alarm)]
+deadline = time.monotonic() + 20
+while not all(one._told for one in kept) and time.monotonic() < deadline:
+    time.sleep(0.1)
+kept.append(alarm(Last))
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("stderr", ["full disk", "full pipe", "file", "a look that fails"])
+def test_the_watching_thread_outlives_what_it_cannot_write(stderr: str, tmp_path: Path) -> None:
+    code, file, reader = OUTLIVES, tmp_path / "stderr", -1
+    if stderr == "full pipe":
+        reader, out = os.pipe()
+        os.set_blocking(out, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(out, bytes(4096))
+        os.set_blocking(out, True)
+    else:
+        out = os.open("/dev/full" if stderr == "full disk" else file, os.O_RDWR | os.O_CREAT)
+    if stderr == "a look that fails":
+        fails = "timeouts.Alarm.message = lambda self: setattr(self, '_told', True) or 1 / 0"
+        code = code.replace("kept =", f"{fails}; kept =")
+    environment = {**os.environ, "MEGATRON_FLUX_TIMEOUT_S": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=out, timeout=60)
+    os.close(out)
+    assert done.stdout == b"looked at\n"
+    if stderr == "file":
+        assert file.read_text().count("all_gather_gemm timed out after 7 s waiting for peer rank 1") == 2, "once each"
+    if reader >= 0:
+        os.close(reader)
 
 
 @pytest.mark.parametrize("backend", [None, SimpleNamespace(options=SimpleNamespace())], ids=["no backend", "no option"])

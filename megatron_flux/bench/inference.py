@@ -41,7 +41,7 @@ Found = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
 def run(config: InferenceConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure everything on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl`` and ``plot.svg`` into the run folder after every part, and
+    The first rank writes ``summary.json`` and ``rounds.jsonl`` into the run folder after every part, and
     calls ``log`` with lines for people. Returns the summary.
 
     Raises:
@@ -72,10 +72,10 @@ def run(config: InferenceConfig, *, log: Callable[[str], None] = print) -> dict[
         summary["skipped"] += skipped
         raw += rounds
         if here.first:
-            process_group.write(config.out, summary, raw, inference_report.inference_svg(summary))
+            process_group.write(config.out, summary, raw)
     summary["skipped"] += [{**_name(part), "reason": f"{config.seconds} s were over"} for part in left]
     if here.first:
-        process_group.write(config.out, summary, raw, inference_report.inference_svg(summary))
+        process_group.write(config.out, summary, raw)
     return summary
 
 

@@ -1,4 +1,4 @@
-"""What people see of ``bench inference``: a table for each kind, and a picture as SVG."""
+"""What people see of ``bench inference``: a table for each kind."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from itertools import groupby
 from typing import IO, Any
 
 from megatron_flux.bench.inference_config import KINDS
-from megatron_flux.bench.report import ARM_COLOURS, FLUX_COLOUR, PICTURES, print_table
+from megatron_flux.bench.report import print_table
 from megatron_flux.metrics.table import link, multicast, number
 
 Row = Mapping[str, Any]
 
-COLOURS = {**ARM_COLOURS, "stock": "#5f6368", "naive_int4": "#5f6368", "bf16": "#9aa0a6"}
-"""Of arms that are not flux."""
 EXPLANATION = (
     "ms: median (quartiles) of the slowest rank, of one pass, call or MLP; x: over stock, the faster of te and "
     "local, cuBLAS with NCCL, or the plain int4 form. floor leaves communication out: its numbers are wrong on "
@@ -98,14 +96,3 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
             stock[row["arm"], reason] += calls
     for (arm, reason), calls in stock.items():
         yield f"{arm}: {calls} calls ran stock: {reason}"
-
-
-def inference_svg(summary: Row) -> str:
-    """Bars of milliseconds, a group for each kind, model and m, each group to its own scale."""
-    return PICTURES.get_template("inference.svg.j2").render(
-        summary,
-        link=link(summary),
-        cases=[(f"{kind}: {name}, m = {m}", found) for (kind, name, m), found in cases(summary["rows"])],
-        colours=COLOURS,
-        flux_colour=FLUX_COLOUR,
-    )

@@ -113,7 +113,7 @@ def bench_of(kind: type[WorkloadBench], workload: Workload, config: LayerConfig,
 def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl``, ``plot.svg`` and the traces into the run folder, and
+    The first rank writes ``summary.json``, ``rounds.jsonl`` and the traces into the run folder, and
     calls ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
@@ -138,7 +138,7 @@ def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str,
             summary["skipped"] += skipped
             raw += rounds
             if here.first:
-                process_group.write(config.out, summary, raw, report.layers_svg(summary))
+                process_group.write(config.out, summary, raw)
     return summary
 
 

@@ -155,7 +155,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``cases`` on all ranks of ``group``, and return the summary on all of them.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl`` and ``plot.svg``, and calls ``log`` with a line per case.
+    The first rank writes ``summary.json`` and ``rounds.jsonl``, and calls ``log`` with a line per case.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
@@ -185,7 +185,7 @@ def run(
         say(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {report.line(row)}")
         rounds.append({**asdict(case), "ms": raw})
         if first:
-            process_group.write(wanted.out, summary, rounds, report.ops_svg(summary))
+            process_group.write(wanted.out, summary, rounds)
         torch.cuda.empty_cache()
     return summary
 

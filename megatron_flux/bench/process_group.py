@@ -115,12 +115,11 @@ def machine(group: dist.ProcessGroup, link: links.Link) -> dict[str, Any]:
     }
 
 
-def write(out: Path, summary: dict[str, Any], rounds: list[dict[str, Any]], picture: str) -> None:
-    """Leave what was measured so far in ``out``: ``summary.json``, ``rounds.jsonl`` and ``plot.svg``."""
+def write(out: Path, summary: dict[str, Any], rounds: list[dict[str, Any]]) -> None:
+    """Leave what was measured so far in ``out``: ``summary.json`` and ``rounds.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")  # it may be killed at any time
-    (out / "plot.svg").write_text(picture)
 
 
 def show(print_tables: Callable[..., None], summary: dict[str, Any], log: Path) -> None:

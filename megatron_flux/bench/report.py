@@ -1,4 +1,4 @@
-"""What people see of ``bench ops``, ``tune`` and ``bench layer``: tables, and pictures as SVG."""
+"""What people see of ``bench ops``, ``tune`` and ``bench layer``: tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import IO, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from megatron_flux.bench.fp8 import of_title
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.schema import FUSED_WAITS, WITHOUT_WAITS
+from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number
 from megatron_flux.ops.backends import tuning_cache
@@ -45,11 +44,6 @@ def print_table(title: str, head: Sequence[str], rows: Cells, *notes: str, file:
         console.print(note, soft_wrap=True)
 
 
-PICTURES = Environment(
-    loader=PackageLoader("megatron_flux.bench"), autoescape=True, trim_blocks=True, undefined=StrictUndefined
-)
-
-
 # Operators.
 
 WHOLE = {"serial": "serial", "async_tp": "async-TP", "pipelined": "pipelined", "fused": "fused", "tuned": "tuned"}
@@ -58,10 +52,7 @@ NAMES = {"gemm": "gemm", "nccl": "nccl", **WHOLE}
 HOST = {"chunked": "chunked", "chunked_fp8": "chunked fp8", "chunked_int8": "chunked int8"}
 """Variants that do the whole work where the link is not NVLink."""
 HOST_NAMES = {"gemm": "gemm", "nccl": "nccl", "serial": "serial", **HOST, "tuned": "tuned"}
-COLOURS = {
-    **{"async_tp": "#9aa0a6", "fused": "#4c8bf5", "chunked": "#4c8bf5", "chunked_fp8": "#a142f4"},
-    **{"chunked_int8": "#e37400", "tuned": "#188038"},
-}
+OVERLAPPED = ("async_tp", "fused", *HOST, "tuned")
 """Variants of which the overlap efficiency is shown."""
 SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS"}
 CALL = ("<op", "<model", "<layer", "<direction", "m x n x k")
@@ -93,7 +84,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
     tp, rows = summary["tp"], summary["rows"]
     names = measured(rows)
     whole = [name for name in names if name not in ("gemm", "nccl")]
-    coloured = [name for name in COLOURS if name in names]
+    overlapped = [name for name in OVERLAPPED if name in names]
 
     def cells(row: Row) -> list[str | Text]:
         times = {name: row.get(f"{name}_ms") for name in names}
@@ -101,14 +92,14 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         return [
             *_call(row),
             *(Text(number(ms), "bold" if name in whole and ms == fastest else "") for name, ms in times.items()),
-            *(number(efficiency(row, name), ".0%") for name in coloured),
+            *(number(efficiency(row, name), ".0%") for name in overlapped),
             row["tuned_choice"],
         ]
 
     queues = connections(summary.get("environment"))
     print_table(
         f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
-        (*CALL, *names.values(), *(f"E {names[name]}" for name in coloured), "<choice"),
+        (*CALL, *names.values(), *(f"E {names[name]}" for name in overlapped), "<choice"),
         map(cells, rows),
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
         multicast(summary.get("environment")) + (f"; {queues} for every method" if queues else ""),
@@ -142,23 +133,6 @@ def show_async_tp(summary: Row, file: IO[str] | None = None) -> None:
 def _call(row: Row) -> list[str]:
     direction = f"{row['direction']}{of_title(row.get('fp8'))}"
     return [SHORT[row["op"]], row["model"], row["layer"], direction, f"{row['m']} x {row['n']} x {row['k']}"]
-
-
-def ops_svg(summary: Row) -> str:
-    """Bars of overlap efficiency, a group per call; values beyond the axis are cut and written out."""
-    low, high, rows = -1.0, 1.2, summary["rows"]
-    shown = [name for name in COLOURS if any(row.get(f"{name}_ms") is not None for row in rows)]
-    calls = []
-    for row in rows:
-        call = f"{row['op'].split('_')[0]} {row['model']} {row['layer']} {row['direction']} m={row['m']}"
-        call += of_title(row.get("fp8"))
-        calls.append((call, [(COLOURS[name], efficiency(row, name)) for name in shown]))
-    return PICTURES.get_template("ops.svg.j2").render(
-        summary,
-        calls=calls,
-        methods={({**NAMES, **HOST})[name]: COLOURS[name] for name in shown},
-        along=lambda value: (min(max(value, low), high) - low) / (high - low),
-    )
 
 
 # Choices of the tuner.
@@ -233,9 +207,6 @@ EXPLANATION = (
     f"{FUSED_WAITS} host ms: to enqueue one step. MHz: the slowest GPU's clock in the middle of a burst."
 )
 
-ARM_COLOURS = {"te": "#5f6368", "local": "#9aa0a6", "te_ub": "#f29900", "floor": "#dadce0", "busy_floor": "#bdc1c6"}
-FLUX_COLOUR = "#188038"
-
 
 def _label(row: Row) -> str:
     graph = " (graph)" if row.get("cuda_graph") else ""
@@ -277,22 +248,6 @@ def _conditions(summary: Row) -> str:
     """What stock was allowed to use."""
     ran = any(row["arm"] == "te_ub" for row in summary["rows"])
     return multicast(summary.get("environment"), userbuffers=ran)
-
-
-def layers_svg(summary: Row) -> str:
-    """Bars of ms per layer, one group per workload; the hatched part is exposed communication (rank 0's trace)."""
-    note = f"exposed communication (one traced step; {WITHOUT_WAITS}). Whiskers: quartiles. "
-    note += "floor skips all communication: not a training run."
-    return PICTURES.get_template("layers.svg.j2").render(
-        summary,
-        link=link(summary),
-        workloads=_by_workload(summary),
-        note=note,
-        conditions=_conditions(summary),
-        label=_label,
-        colours=ARM_COLOURS,
-        flux_colour=FLUX_COLOUR,
-    )
 
 
 def _title(row: Row) -> str:

@@ -64,7 +64,6 @@ FIELDS = tuple(Field(name, kind.removesuffix("?"), kind.endswith("?")) for name,
 COUNTED = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 """Operators with a GEMM, whose calls have a field each."""
 
-WITHOUT_WAITS = "without the waiting inside fused kernels"
 FUSED_WAITS = "Waiting for peers inside a fused kernel counts as that kernel, not as exposed communication."
 """What stands beside every figure of exposed communication that comes from a trace: its timeline has kernels, and does
 not show what a fused one waits for."""

@@ -147,7 +147,6 @@ def test_the_summary_has_the_names_that_others_rely_on(world2: WorkerPool, tmp_p
     rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [line["layer"] for line in rounds] == ["fc1", "fc2", "fc1", "fc2"]
     assert set(rounds[0]["ms"]) == set(TIMES)
-    assert "fc2 dgrad" in (tmp_path / "run" / "plot.svg").read_text()
     report.show_ops(summary)
 
 
@@ -204,7 +203,6 @@ def test_rows_of_fp8(world2: WorkerPool, tmp_path: Path) -> None:
     text = io.StringIO()
     report.show_ops(summary, text)
     assert "forward, FP8 blockwise" in text.getvalue()
-    assert "fc1 forward m=256, FP8 delayed" in (tmp_path / "run" / "plot.svg").read_text()
 
 
 def bench_fp8_over_host(out: Path, cache: Path) -> dict[str, Any]:

@@ -278,7 +278,6 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
     log = (tmp_path / "log.txt").read_text()
     assert "tiny-16x1 te: skipped: TransformerEngine needs a GPU" in log
     assert "ms per layer" in log
-    assert (tmp_path / "plot.svg").exists()
 
 
 def attempt(fails_on: int) -> tuple[Any, Any]:

@@ -91,7 +91,6 @@ def bench_ops(run: OpsRun, group: EmulatedGroup, log: Callable[[str], None] = pr
                 raw += lines.read_text()
                 lines.write_text(raw)
                 (run.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-                (run.out / "plot.svg").write_text(report.ops_svg(summary))
             group.clear()
     return summary
 
@@ -168,7 +167,6 @@ def main() -> None:
     ):
         summary = bench_layer(config, group)
         if rank.is_first():
-            (out / "plot.svg").write_text(report.layers_svg(summary))
             report.show_layers(summary)
 
 

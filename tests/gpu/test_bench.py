@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -73,7 +72,6 @@ def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) 
     assert "[2/2, " in log
     assert "E fused" in log
     assert len((out / "rounds.jsonl").read_text().splitlines()) == 2
-    ElementTree.fromstring((out / "plot.svg").read_text())
     assert json.loads((out / "config.json").read_text())["config"]["rounds"] == 2
 
 

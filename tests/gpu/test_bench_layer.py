@@ -55,7 +55,7 @@ def test_arms_traces_and_memory(tmp_path: Path) -> None:
     assert rows["floor"]["breakdown"]["communication_ms"] == 0
     assert rows["flux_local"]["flux_layers"] == 8
     assert rows["flux_local"]["flux_fallbacks"] == {}
-    for name in ("plot.svg", "log.txt", "rounds.jsonl", "config.json"):
+    for name in ("log.txt", "rounds.jsonl", "config.json"):
         assert (tmp_path / "run" / name).stat().st_size > 0
 
 

@@ -336,9 +336,9 @@ def test_readmes_say_what_the_summaries_of_a_model_bound_by_the_host_say(run: st
     [
         (STAND_IN.name, 15),
         ("layer-h200x4-ahead", 25),
-        ("layer-h200x4-more", 40),
-        ("ops-h200x4-sustained", 10),
-        ("stand-in-8-h200x2-ahead", 35),
+        ("layer-h200x4-more", 30),
+        ("ops-h200x4-sustained", 5),
+        ("stand-in-8-h200x2-ahead", 20),
         ("power-h200", 1),
         ("parity-h200x4-dp", 2),
         ("megatron-graphs-h200x4", 2),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_flux import gpus
 from megatron_flux.bench.fp8 import of_title
 from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.bench.shapes import Case
@@ -24,7 +25,7 @@ from megatron_flux.estimate.fp8 import PRECISIONS, Precision
 from megatron_flux.estimate.slow_links import PCIE, SLOW
 from megatron_flux.kernels.wire_format import EXACT, FP8, INT8
 from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.presets import ModelShape, device_peak
+from megatron_flux.train.presets import ModelShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Device:
     memory_gb: float
     memory_gb_per_s: float
     sms: int
-    capability: tuple[int, int]
     pcie: Literal[3, 4, 5]  # generation, of 16 lanes
     link: Literal["nvlink", "p2p"]  # between the GPUs of a node, as in megatron_flux.comm.links
     link_gb_per_s: float
@@ -53,24 +53,32 @@ class Device:
     @property
     def peak_flops(self) -> float:
         """Dense bf16 FLOP/s."""
-        tflops, why = device_peak(self.name, "cuda", "bf16")
-        if tflops is None:
-            raise ValueError(why)
-        return tflops * 1e12
+        return self._kind.bf16_tflops * 1e12
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        return self._kind.capability
+
+    @property
+    def _kind(self) -> gpus.Gpu:
+        if (kind := gpus.named(self.name)) is None:
+            raise ValueError(f"{self.name} is not in the table of megatron_flux/gpus.py")
+        return kind
 
 
 DEVICES: dict[str, Device] = {
     device.key: device
     for device in (
-        #      key          name              memory      SMs  capab. PCIe link            netw. gemm  nccl  overl.attn.
-        Device("h200",      "H200",           141, 4800,  132, (9, 0), 5, "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
-        Device("h100-sxm",  "H100",            80, 3350,  132, (9, 0), 5, "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
-        Device("h100-nvl",  "H100 NVL",        94, 3938,  132, (9, 0), 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
-        Device("h100-pcie", "H100 PCIe",       80, 2039,  114, (9, 0), 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
-        Device("a100-sxm",  "A100",            80, 2039,  108, (8, 0), 4, "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
-        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,  108, (8, 0), 4, "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
-        Device("l40s",      "L40S",            48,  864,  142, (8, 9), 4, "p2p",     32, 3.125, 0.70, 0.24, 0.40, 0.50),
-        Device("l20",       "L20",             48,  864,   92, (8, 9), 4, "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
+        #      key          name              memory      SMs PCIe link            netw. gemm  nccl  overl.attn.
+        Device("h200",      "H200",           141, 4800,  132, 5, "nvlink", 450,    50, 0.70, 0.65, 0.92, 0.35),
+        Device("h100-sxm",  "H100",            80, 3350,  132, 5, "nvlink", 450,    50, 0.70, 0.65, 0.72, 0.35),
+        Device("h100-nvl",  "H100 NVL",        94, 3938,  132, 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
+        Device("h100-pcie", "H100 PCIe",       80, 2039,  114, 5, "p2p",     64, 3.125, 0.70, 0.24, 0.40, 0.35),
+        Device("a100-sxm",  "A100",            80, 2039,  108, 4, "nvlink", 300,    25, 0.81, 0.67, 0.63, 0.50),
+        Device("a100-pcie", "A100 80GB PCIe",  80, 1935,  108, 4, "p2p",     32, 3.125, 0.81, 0.24, 0.40, 0.50),
+        Device("l40s",      "L40S",            48,  864,  142, 4, "p2p",     32, 3.125, 0.70, 0.24, 0.40, 0.50),
+        Device("l20",       "L20",             48,  864,   92, 4, "p2p",     32, 3.125, 0.93, 0.24, 0.40, 0.50),
     )
 }  # fmt: skip
 

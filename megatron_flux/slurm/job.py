@@ -20,9 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import BaseModel, Field
 
+from megatron_flux import gpus
 from megatron_flux.bench.shapes import MODELS
 from megatron_flux.errors import UserError
-from megatron_flux.estimate.rates import device_named
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
 from megatron_flux.settings import LINKS
 from megatron_flux.slurm.profile import (
@@ -144,7 +144,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
-    known = device_named(profile.gpu.name) if profile.gpu is not None else None
+    known = gpus.named(profile.gpu.name) if profile.gpu is not None else None
     if run.fp8 is not None and known is not None:
         check_capability(run.fp8, known.capability, f"the {known.name} of profile {profile.name}")
     needed = least_memory(run)
@@ -189,7 +189,7 @@ def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Pr
     given: dict[str, str] = {}
     if link == "host" or (link == "p2p" and not spans) or job.link == "none":
         given["link"] = "none" if spans else link
-    gpu = device_named(profile.gpu.name) if profile.gpu is not None else None
+    gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
     for name, wire in wires.items():
         what = f"{name} {wire}"
         if wire in (None, EXACT):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import megatron_flux
+from megatron_flux import gpus
 from megatron_flux.comm import timeouts
 from megatron_flux.comm.collectives import of_all_ranks
 from megatron_flux.metrics import strict_json
@@ -30,7 +31,7 @@ from megatron_flux.train import run_folder
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered, known
-from megatron_flux.train.presets import device_peak, step_flops
+from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")
@@ -50,7 +51,7 @@ class Arm:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._fallbacks: Counter[str] = Counter()
-        self._peak_tflops, self._peak_source = device_peak(
+        self._peak_tflops, self._peak_source = gpus.device_peak(
             environment.device_name(), device.type, config.precision, config.fp8
         )
         # Of one step, per device.

@@ -102,24 +102,6 @@ PRESETS = {
 LLAMA3_405B = _shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000)
 """For benchmarks of its layers, no preset of a training. Source: Llama team, arXiv 2407.21783, table 3."""
 
-_PEAK_BF16_TFLOPS = {
-    # Dense bf16 with fp32 accumulation, from NVIDIA's data sheets of these products (their figures "with sparsity" are
-    # twice as high). The first name that occurs in the device's name counts.
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.5,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.5,
-    "H100": 989.4,
-    "H800": 989.4,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.05,
-    "L20": 119.5,
-}
-
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     """Parameters of all layers' weights and of the input embedding; biases and norms left out."""
@@ -132,19 +114,3 @@ def step_flops(shape: ModelShape, sequences: int) -> float:
     scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
     logits = 2 * s * h * shape.vocab_size
     return 3.0 * sequences * (shape.num_layers * (2 * s * shape.layer_weights + scores) + logits)
-
-
-def device_peak(device_name: str, device: str, precision: str, fp8: str | None = None) -> tuple[float | None, str]:
-    """Dense peak in TFLOP/s of a device (``cuda`` or ``cpu``) and its source; None and why, where it is not known.
-
-    Where layers run in FP8 (a recipe) it is twice that of bf16, as in these data sheets; not all of a step is FP8.
-    """
-    if device != "cuda":
-        return None, "no MFU: the peak of processors is not in the table"
-    if precision != "bf16":
-        return None, f"no MFU: the table of peaks is for bf16, this run is {precision}"
-    for name, peak in _PEAK_BF16_TFLOPS.items():
-        if name in device_name:
-            of, times = ("bf16", 1) if fp8 is None else ("FP8", 2)
-            return times * peak, f"NVIDIA's data sheet of the {name}, {of} without sparsity"
-    return None, f"no MFU: the peak of {device_name!r} is not in the table (megatron_flux/train/presets.py)"

@@ -54,7 +54,7 @@ class Expected(Checked):
     link: LinkKind  # that the job uses
     needs_fp8: bool = False
     host_tp: int = 0  # ranks of a group that sends through host memory; 0: none does
-    gpu_name: str | None = None  # part of the GPUs' name
+    gpu_name: str | None = None  # words of the GPUs' name
     gpu_memory_gib: int | None = None
     needs_numactl: bool = False
     slow_fraction: float = 0.8  # the least part of the median that is not slow
@@ -98,7 +98,9 @@ def node_problems(found: Mapping[str, Any], expected: Expected) -> list[str]:
         if len(gpus) != expected.processes:
             problems.append(f"{len(gpus)} GPU(s), the profile says {expected.processes}")
         for index, gpu in enumerate(gpus):
-            if expected.gpu_name and expected.gpu_name.lower() not in gpu["name"].lower():
+            # Whole words: an RTX A1000 is no A100.
+            words = expected.gpu_name and rf"(?<!\w){re.escape(expected.gpu_name)}(?!\w)"
+            if words and not re.search(words, gpu["name"], re.IGNORECASE):
                 problems.append(f"GPU {index} is {gpu['name']}, the profile says {expected.gpu_name}")
             # A driver shows some per cent less than the number on the box.
             if expected.gpu_memory_gib and gpu["memory_gib"] < 0.9 * expected.gpu_memory_gib:

@@ -78,6 +78,7 @@ def test_a_good_node_has_no_problem() -> None:
         (("numactl",), False, "n03: numactl is not installed"),
         (("gpus",), report()["gpus"][:7], "n03: 7 GPU(s), the profile says 8"),
         (("gpus", 2, "name"), "NVIDIA A100-SXM4-80GB", "n03: GPU 2 is NVIDIA A100-SXM4-80GB, the profile says H100"),
+        (("gpus", 2, "name"), "NVIDIA RTX H1000", "n03: GPU 2 is NVIDIA RTX H1000, the profile says H100"),
         (("gpus", 5, "memory_gib"), 39.4, "n03: GPU 5 has 39.4 GiB, the profile says 80"),
         (("gpus", 1, "used_by_others_gib"), 61.2, "n03: 61.2 GiB of GPU 1 are in use by another process"),
         (("gpus", 6, "gemm_tflops"), 310.0, "n03: GPU 6 reaches 310.0 TFLOP/s, the median is 702.5"),

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from megatron_flux.comm.collectives import first_rank, of_all_ranks
 from megatron_flux.comm.host_ring import MIB
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import Islands
+from megatron_flux.files import write_atomically
 from megatron_flux.settings import cache_folder
 
 logger = logging.getLogger("megatron_flux")
@@ -118,7 +117,7 @@ def _kept(path: Path, gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
             return found
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("megatron_flux: %s cannot be used, and the link is measured anew: %s", path, error)
     return None
 
@@ -127,9 +126,6 @@ def _keep(path: Path, found: dict[str, Any]) -> None:
     """A reader sees the whole file or none. That it cannot be written is said."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(found, file, indent=1)
-        os.replace(name, path)
+        write_atomically(path, json.dumps(found, indent=1))
     except OSError as error:
         logger.warning("megatron_flux: what the link does cannot be kept, and is measured in every run: %s", error)

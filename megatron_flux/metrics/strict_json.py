@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from megatron_flux.errors import UserError, one_line
+from megatron_flux.files import write_atomically
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -50,7 +50,10 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 def loads(text: str) -> Any:
     """Parse strict JSON; ValueError where it is not, as with the bare words NaN and Infinity."""
-    return json.loads(text, parse_constant=_refuse)
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _refuse(word: str) -> None:
@@ -68,18 +71,6 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; repair it or run again")
     return value
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError."""
-    # In the same folder: rename is atomic only within one file system.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -95,7 +95,7 @@ def description(checkpoint: Path) -> dict[str, Any]:
         found["shape"], found["files"], int(found["iteration"]), int(found["consumed_sequences"])
     except FileNotFoundError:
         raise ValueError(f"it has no {DESCRIPTION}, so megatron-flux has not saved it, or only in part") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{DESCRIPTION} cannot be read: {type(error).__name__}: {error}") from None
     return found
 

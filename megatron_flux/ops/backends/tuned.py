@@ -103,16 +103,18 @@ def _choice_of(found: dict[str, Any]) -> Choice:
     return Choice(name, plan_of(found["plan"]) if found["plan"] is not None else None, found.get("pieces"))
 
 
+def _runs(call: OperatorCall, plan: dict[str, Any] | None) -> bool:
+    """Return True if ``call`` can run the ``plan``; None stands for a backend that needs none."""
+    tp = call.group.size()
+    if plan is None or call.operator != "gemm_all_reduce":
+        return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
+    config = AllReduceConfig(**plan)
+    return config == AllReduceConfig() or config.fits(call.m, call.n, tp, call.out.itemsize)  # the former runs all
+
+
 def _first_that_runs(call: OperatorCall, answers: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Of ``answers`` for other m the first, without times, that ``call`` can run; None: none."""
-    tp = call.group.size()
-
-    def runs_here(plan: dict[str, Any] | None) -> bool:
-        if plan is None or call.operator != "gemm_all_reduce":
-            return plan is None or fits(call.operator, KernelConfig(**plan), call.m // tp, call.n, call.k, tp)
-        return AllReduceConfig(**plan).fits(call.m, call.n, tp, call.out.itemsize)
-
-    found = next((answer for answer in answers if runs_here(answer["plan"])), None)
+    found = next((answer for answer in answers if _runs(call, answer["plan"])), None)
     return found and {name: found.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
 
@@ -291,6 +293,7 @@ class TunedBackend(Measurement):
                 return dict(UNMEASURED)
             full = tunes_fully()
             found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
+            found = found if found is None or _runs(call, found["plan"]) else None
         if found is None and not itself:
             alike = tuner_calls.changes_with_steps(call)
             found = self._of_steps_alike(call, keys[0]) if alike else self._nearest(call)

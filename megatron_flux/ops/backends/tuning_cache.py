@@ -12,14 +12,12 @@ A key names everything that an answer depends on, so that what was kept under ot
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import logging
 import os
-import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +25,8 @@ from typing import Any
 
 import torch
 
-from megatron_flux.errors import UserError
+from megatron_flux import files
+from megatron_flux.errors import UserError, one_line
 from megatron_flux.ops import all_reduce_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.fp8_operand import Fp8Kind
@@ -38,6 +37,16 @@ from megatron_flux.version import __version__
 logger = logging.getLogger("megatron_flux")
 
 BACKENDS = ("reference", "pipelined", "fused", "chunked", "chunked_fp8", "chunked_int8")  # what an answer may choose
+
+_COUNTS, _TILES = range(1, 1025), (16, 32, 64, 128, 256)
+_ALLOWED: dict[str, Sequence[int]] = {
+    **dict.fromkeys(("bm", "bn", "bk"), _TILES),
+    **{"block": tuple(1 << bit for bit in range(5, 17)), "warps": (1, 2, 4, 8, 16), "teams": (1, 2)},
+    **{"stages": range(1, 17), "ring": range(1, 17), "comm": range(1025), "spread": range(101), "shots": range(3)},
+}
+"""Numbers that a plan may have by its field's name; _COUNTS where it is not here. Beyond them kernels do not compile,
+or count to nothing.
+"""
 
 
 def cache_path() -> Path:
@@ -85,23 +94,32 @@ def plan_of(kept: Mapping[str, Any]) -> KernelConfig | AllReduceConfig:
     return AllReduceConfig(**kept) if "shots" in kept else KernelConfig(**kept)
 
 
-def usable(answer: Any) -> dict[str, Any]:
-    """``answer`` itself. Raises ValueError: it is not one that the tuner could have written; says what is wrong."""
+def usable(answer: Any, key: str) -> dict[str, Any]:
+    """Return ``answer``. Raises ValueError: the tuner cannot have written it under ``key``; says what is wrong.
+
+    The file may be another user's. A plan out of range ends a training, and a wire that is not the key's rounds numbers
+    that were to be sent as they are.
+    """
     if not isinstance(answer, dict):
         raise ValueError(f"it must be an object, not {type(answer).__name__}")
     backend, plan = answer.get("backend"), answer.get("plan")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    wire = str(backend).partition("chunked_")[2]
+    if wire and f" wire={wire}" not in key:
+        raise ValueError(f"backend {backend} sends {wire}, which such a call does not allow")
     if (plan is None) == (backend == "fused") or not isinstance(plan, dict | None):
         raise ValueError(f"plan must be an object with backend fused and null otherwise, not {plan!r}")
+    if plan is not None and ("shots" in plan) != key.startswith("gemm_all_reduce"):
+        raise ValueError(f"the plan is of another operator: {plan!r}")
     pieces = answer.get("pieces")
     if pieces is not None and (not str(backend).startswith("chunked") or type(pieces) is not int or pieces < 1):
         raise ValueError(f"pieces must be a number from 1 on, with a chunked backend, not {pieces!r} with {backend}")
     for name in ("ms", "sustained_ms"):
         times = answer.get(name, {} if name != "ms" else None)
-        if not isinstance(times, dict) or any(type(value) not in (int, float) for value in times.values()):
+        if not isinstance(times, dict) or not all(map(_is_time, times.values())):
             raise ValueError(f"{name} must be an object of milliseconds, not {times!r}")
-    if type(answer.get("gemm_ms", 0.0)) not in (int, float):
+    if not _is_time(answer.get("gemm_ms", 0.0)):
         raise ValueError(f"gemm_ms must be milliseconds, not {answer['gemm_ms']!r}")
     if answer.get("list", "full") not in ("short", "full"):
         raise ValueError(f"list must be short or full, not {answer['list']!r}")
@@ -112,7 +130,13 @@ def usable(answer: Any) -> dict[str, Any]:
             raise ValueError(f"the plan has an unknown field {name!r}")
         if type(value) is not known[name]:
             raise ValueError(f"the plan's {name} must be of type {known[name].__name__}, not {value!r}")
+        if known[name] is int and value not in (allowed := _ALLOWED.get(name, _COUNTS)):
+            raise ValueError(f"the plan's {name} must be one of {allowed}, not {value}")
     return answer
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e9
 
 
 def is_short(answer: Any) -> bool:
@@ -143,7 +167,7 @@ def find(keys: Iterable[str], *, full: bool = False) -> list[dict[str, Any] | No
     found: list[dict[str, Any] | None] = []
     for key in keys:
         try:
-            answer = None if kept.get(key) is None else usable(kept[key])
+            answer = None if kept.get(key) is None else usable(kept[key], key)
             found.append(None if full and is_short(answer) else answer)
         except ValueError as error:
             say_once(f"tuning cache {path} has an answer that cannot be used and is measured anew: {error} ({key})")
@@ -165,7 +189,7 @@ def of_other_rows(key: str, m: int, *, full: bool = False) -> dict[int, dict[str
         rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
         if rows.isdecimal() and other == f"{head} m={rows} {tail}" and not (full and is_short(answer)):
             with contextlib.suppress(ValueError):
-                found[int(rows)] = usable(answer)
+                found[int(rows)] = usable(answer, other)
     return found
 
 
@@ -195,8 +219,8 @@ def load(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"tuning cache {path} cannot be read: {error}; delete it to tune again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"tuning cache {path} cannot be read: {one_line(error)}; delete it to tune again") from error
     if not isinstance(found, dict):
         raise UserError(f"tuning cache {path} must hold one JSON object; delete it to tune again")
     return found
@@ -208,20 +232,5 @@ def store(path: Path, key: str, answer: dict[str, Any]) -> None:
     Raises OSError: it cannot be written. Raises UserError: the file is damaged; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    name = None
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        merged = {**load(path), key: answer}
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as out:
-            json.dump(merged, out, indent=1, sort_keys=True)
-            out.write("\n")
-        os.replace(name, path)
-        name = None
-    finally:
-        if name is not None:  # a full disk must not fill up further
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        os.close(folder)  # and with it the lock
+    with files.locked(path.with_name(f".{path.name}.lock"), 10.0):
+        files.write_atomically(path, json.dumps({**load(path), key: answer}, indent=1, sort_keys=True) + "\n")

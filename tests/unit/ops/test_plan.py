@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_flux.bench.shapes import MODELS, CallOptions, Calls, cases
 from megatron_flux.errors import UserError
-from megatron_flux.ops import launch
+from megatron_flux.ops import all_reduce_config, launch, shipped_plans
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
@@ -117,7 +120,7 @@ def test_cache_is_merged_and_readable(tmp_path: Path) -> None:
     tuning_cache.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
     assert set(tuning_cache.load(path)) == {"a", "b"}
     assert len(path.read_text().splitlines()) > 5
-    assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]
+    assert {p.name for p in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
 
 
 def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -128,6 +131,65 @@ def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     path.write_text(json.dumps([1]))
     with pytest.raises(UserError, match="delete it"):
         tuning_cache.load(path)
+    path.write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(UserError, match="delete it"):
+        tuning_cache.load(path)
+
+
+def test_other_users_may_read_what_was_tuned(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        tuning_cache.store(tmp_path / "tuned.json", "a", {"backend": "reference", "plan": None, "ms": {}})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "tuned.json").stat().st_mode & 0o777 == 0o640
+
+
+FUSED = {"backend": "fused", "plan": asdict(KernelConfig()), "ms": {"reference": 1.0}}
+REDUCED = {**FUSED, "plan": asdict(AllReduceConfig())}
+CHUNKED = {"backend": "chunked_fp8", "plan": None, "pieces": 2, "ms": {}}
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        *(("all_gather_gemm m=8 host wire=int8 |", CHUNKED), ("all_gather_gemm m=8 host |", CHUNKED)),
+        *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
+        *(
+            ("all_gather_gemm", {**FUSED, "plan": {**FUSED["plan"], name: value}})
+            for name, value in [
+                ("bm", 0),
+                ("bk", 96),
+                ("stages", -1),
+                ("warps", 3),
+                ("reducers", 10**9),
+                ("spread", 101),
+            ]
+        ),
+        *(
+            ("gemm_all_reduce", {**REDUCED, "plan": {**REDUCED["plan"], name: value}})
+            for name, value in [("shots", 3), ("ctas", 0), ("block", 1000)]
+        ),
+        *(("all_gather_gemm", {**FUSED, "ms": {"reference": ms}}) for ms in (10**400, float("nan"), -1.0)),
+        ("all_gather_gemm", {**FUSED, "gemm_ms": float("inf")}),
+    ],
+)
+def test_an_answer_that_no_tuner_wrote_is_refused(key: str, answer: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"sends fp8|other operator|must be"):
+        tuning_cache.usable(answer, key)
+
+
+def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
+    plans = [entry.plan for entry in shipped_plans.entries()]
+    for op, mp, ws in itertools.product(("all_gather_gemm", "gemm_reduce_scatter"), (16, 1024, 65536), (False, True)):
+        plans += candidates(op, mp, 12288, 8192, 8, 132, ws)
+        plans += [plan for p in (False, True) for plan in fp8_candidates(op, mp, 12288, 8192, 8, 132, ws, promoted=p)]
+    for plan in plans:
+        tuning_cache.usable({**FUSED, "plan": asdict(plan)}, "all_gather_gemm")
+    for m in (1, 64, 8192):
+        for plan in all_reduce_config.candidates(m, 8192, 1024, 8, 2):
+            tuning_cache.usable({**FUSED, "plan": asdict(plan)}, "gemm_all_reduce")
+    tuning_cache.usable(CHUNKED, "all_gather_gemm m=8 host wire=fp8 | GPU")
 
 
 def test_key_names_everything_an_answer_depends_on() -> None:
@@ -184,7 +246,7 @@ def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
     tuning_cache.keep("a", {"backend": "reference", "plan": None, "ms": {}})
     assert "No space left on device" in caplog.text
     assert str(tmp_path / "tuned.json") in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".tuned.json.lock"]
 
 
 def test_warp_specialised_plans_for_hopper() -> None:

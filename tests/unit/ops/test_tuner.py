@@ -211,11 +211,22 @@ def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeyp
     assert tuning_cache.cache_path() == tmp_path / "mine.json"
 
 
+def test_a_kept_plan_that_the_call_cannot_run_is_not_taken(tuned: TunedBackend) -> None:
+    keep("fused", KernelConfig(ws=True, band=1000))  # of the four rows that a rank has
+    assert call(tuned) == ("reference", None)
+
+
 STORE = """
-import sys, time
+import fcntl, os, sys, time
 from pathlib import Path
 from megatron_flux.ops.backends.tuning_cache import store
 path, name = Path(sys.argv[1]), sys.argv[2]
+flock = fcntl.flock
+def as_over_nfs(file, how):  # which makes a byte-range lock of it, and that takes a file that is open for writing
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(9, "Bad file descriptor")
+    flock(file, how)
+fcntl.flock = as_over_nfs
 path.with_name(name).touch()
 while not all(path.with_name(other).exists() for other in "ab"):
     time.sleep(0.01)
@@ -230,7 +241,7 @@ def test_writers_at_the_same_time_lose_no_answer(warm_python: str, tmp_path: Pat
     writers = [subprocess.Popen([warm_python, "-m", "writer", str(path), name], cwd=tmp_path) for name in "ab"]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     assert len(tuning_cache.load(path)) == 80
-    assert not list(path.parent.glob("tuned.json?*"))
+    assert not list(path.parent.glob(".tuned.json.?????*"))
 
 
 # Plans that ship with the package.
@@ -324,7 +335,7 @@ def test_a_list_that_there_is_not_is_refused(on_h200: TunedBackend, monkeypatch:
     with pytest.raises(UserError, match="MEGATRON_FLUX_TUNE must be one of short, full, later, not 'long'"):
         call(on_h200)
     with pytest.raises(ValueError, match="list must be short or full, not 'long'"):
-        tuning_cache.usable({"backend": "reference", "plan": None, "ms": {}, "list": "long"})
+        tuning_cache.usable({"backend": "reference", "plan": None, "ms": {}, "list": "long"}, "key")
 
 
 @pytest.mark.parametrize(
@@ -488,7 +499,7 @@ def test_over_host_memory_chunked_is_measured_against_stock(over_host: TunedBack
     kept = tuning_cache.load(tuning_cache.cache_path())
     assert [set(answer["ms"]) for answer in kept.values()] == [{"reference", "chunked x1"}] * 3
     assert all(" tp=2 host | " in key for key in kept)
-    assert all(tuning_cache.usable(answer) for answer in kept.values())
+    assert all(tuning_cache.usable(answer, key) for key, answer in kept.items())
     assert over_host.prepare(OperatorCall("all_gather", X, None, GROUP), (16, 4)) is None
     with captured_calls():
         assert call(over_host) == ("chunked", 1)
@@ -561,9 +572,9 @@ def test_the_number_of_pieces_is_measured_and_kept(over_host: TunedBackend, monk
 def test_pieces_that_cannot_be_are_refused(pieces: Any) -> None:
     answer = {"backend": "chunked", "plan": None, "ms": {}, "pieces": pieces}
     with pytest.raises(ValueError, match="pieces must be a number from 1 on"):
-        tuning_cache.usable(answer)
+        tuning_cache.usable(answer, "key")
     with pytest.raises(ValueError, match="with a chunked backend"):
-        tuning_cache.usable({**answer, "backend": "reference", "pieces": 4})
+        tuning_cache.usable({**answer, "backend": "reference", "pieces": 4}, "key")
 
 
 def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(

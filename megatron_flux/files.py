@@ -1,0 +1,62 @@
+"""Files that several processes read and write, on one node or several: whole ones, and a lock between writers.
+
+Readers need no lock: a writer renames what it has finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger("megatron_flux")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError."""
+    # In the same folder: rename is atomic only within one file system.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def locked(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock file ``path``, made if missing; yields False where the file system has no locks, with a warning.
+    The lock ends with its process, and leaves the file.
+
+    Raises TimeoutError: another process holds it after ``seconds``. Raises OSError: the file cannot be made.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        # NFS makes a byte-range lock of it, which takes a file that is open for writing.
+        file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except PermissionError:
+        file = os.open(path, os.O_RDONLY | flags)  # of another user: elsewhere that will do
+    try:
+        yield _acquired(file, path, time.monotonic() + seconds)
+    finally:
+        os.close(file)
+
+
+def _acquired(file: int, path: Path, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except (BlockingIOError, PermissionError):  # file servers answer either
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"another process holds {path}") from None
+            time.sleep(0.1)
+        except OSError as error:
+            logger.warning("megatron_flux: %s cannot be locked (%s): going on without", path, error.strerror)
+            return False

@@ -274,9 +274,7 @@ class Profile(FromYaml):
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
 
     sbatch_options: tuple[SbatchOption, ...] = ()
-    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it, which ``SBATCH_*``
-    variables reach too.
-    """
+    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it."""
     srun_options: tuple[SrunOption, ...] = ()  # more options of every step, such as --mpi=pmix
 
     modules: tuple[Module, ...] = ()

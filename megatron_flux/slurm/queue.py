@@ -18,6 +18,8 @@ from megatron_flux.slurm.profile import matching
 
 logger = logging.getLogger("megatron_flux")
 PATIENCE = 120  # seconds for each of Slurm's commands
+_OF_THE_CALLER = ("SLURM_", "SBATCH_", "SRUN_")
+_CONNECTION = ("SLURM_CONF", "SLURM_JWT")
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -51,11 +53,15 @@ class Known:
 
 
 def slurm(*words: str, cwd: Path | None = None) -> str:
-    """What one of Slurm's commands printed in the folder ``cwd``; a :class:`FluxError` with its words if it refused."""
+    """What one of Slurm's commands printed in the folder ``cwd``; a :class:`FluxError` with its words if it refused.
+
+    It does not see the caller's ``SLURM_*``, ``SBATCH_*`` and ``SRUN_*``: inside a job they are that job's options.
+    """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
+    own = {n: v for n, v in os.environ.items() if not n.startswith(_OF_THE_CALLER) or n in _CONNECTION}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=cwd)  # noqa: S603 - no shell
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=cwd, env=own)  # noqa: S603 - no shell
     except subprocess.TimeoutExpired:
         first = "look with squeue --me whether the job is there, then " if words[0] == "sbatch" else ""
         raise FluxError(f"{words[0]}: no answer within {PATIENCE} s; {first}try again") from None

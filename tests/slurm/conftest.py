@@ -64,6 +64,27 @@ def user_of(cluster: daemons.Cluster, folder: Path) -> Iterator[None]:
             cluster.cancel_all()  # a collecting job may be about to begin, and take a node of the next test's
 
 
+# What a shell has that runs in an array task, a step and a requeued job of somebody's at once. `other` is a partition.
+OTHER_JOB = {
+    **{"SLURM_JOB_ID": "100", "SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "9"},
+    **{"SLURM_GPUS_PER_TASK": "1", "SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_PER_TASK": "3", "SLURM_STEP_ID": "0"},
+    **{"SLURM_JOB_ACCOUNT": "theirs", "SLURM_JOB_QOS": "theirs", "SLURM_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "3"},
+}
+SUBMITS_ELSEWHERE = {
+    "SBATCH_PARTITION": "other",
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_ARRAY_INX": "5-6",
+    "SBATCH_QOS": "no",
+}
+
+
+@pytest.fixture
+def inside_another_job(at_the_cluster: daemons.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is submitted is submitted from inside another job."""
+    for name, value in OTHER_JOB.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def at_the_cluster(cluster: daemons.Cluster, tmp_path: Path) -> Iterator[daemons.Cluster]:
     """The cluster, with this test as its only user."""

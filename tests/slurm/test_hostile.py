@@ -88,7 +88,7 @@ WORK: dict[str, Any] = {
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> RECORD/${0##*/}
 printf '%s' "${SITE_VARIABLE-}" > RECORD/variable
-[[ ${0##*/} == scontrol ]] && echo 'n01 NodeAddr=127.0.0.1'
+[[ ${0##*/} == scontrol ]] && echo 'JobId=7 ArrayJobId=7 ArrayTaskId=0 n01 NodeAddr=127.0.0.1'
 exit 0
 """
 

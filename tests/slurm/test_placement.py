@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flux.slurm import queue
 from tests.slurm.cluster import GPUS, NODES, Cluster
-from tests.slurm.conftest import Slurm
+from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
 from tests.slurm.golden import FOLDER, JOBS
 
 # Records its words; a training "ends" as MF_ENDS says.
@@ -61,8 +61,10 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("link", "name"), [("nvlink", JOBS[0]), ("host", JOBS[1])])
+@pytest.mark.usefixtures("inside_another_job")
 def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path, link: str, name: str) -> None:
-    job = queue.submit(FOLDER / link / f"{name}-flux.sbatch", options=[])
+    """And a script that sbatch alone submits is not taken for a task of the array that it was submitted in."""
+    job = at_the_cluster.client("sbatch", "--parsable", FOLDER / link / f"{name}-flux.sbatch").stdout.strip()
     at_the_cluster.wait_for_job(job)
     launchers = notes(stand_in, "train")
     assert [words[0] for words in launchers] == [str(i) for i in range(NODES)]
@@ -92,6 +94,7 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
     assert tuned_on == (["0,1,2,3,4,5,6,7"] if link == "nvlink" else []), "without NVLink nothing tuned would run"
     # Kernels are compiled into a folder of each node and of the job, where the steps before find them again.
     root = Path("runs").absolute() / f"{name}-flux-{job}"
+    assert (root / "submitted").read_text().splitlines()[1:] == ["partition=gpus", "account=", "qos="]
     for what in ("train", "preflight.node"):
         caches = [file.read_text().splitlines() for file in stand_in.glob(f"caches-{what}-*")]
         assert {plans for _, plans in caches} == {f"{root}/rep-0/tuned.json"}
@@ -103,11 +106,17 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
         assert stat.S_IMODE(mine.stat().st_mode) == 0o700
 
 
-def test_repetitions_and_what_comes_after_them(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
+@pytest.mark.usefixtures("inside_another_job")
+def test_repetitions_and_what_comes_after_them(
+    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in SUBMITS_ELSEWHERE.items():
+        monkeypatch.setenv(variable, value)
     said = slurm("submit", "--profile", "nvlink-h100", "--repetitions", "2", "--set", "seed=7")
     first, second = re.findall(r"job (\d+)", said)[:2]
     root = Path(re.search(r"folder: (.*)", said)[1])
     assert at_the_cluster.job(second)["Dependency"].startswith("afterok:")
+    assert at_the_cluster.job(second)["Partition"] == "gpus"
     at_the_cluster.wait_for_job(second)
     assert root == Path("runs").absolute() / f"gpt3-175b-compare-{first}"
     assert {file.name for file in root.glob("*.sbatch")} == {"job.sbatch", "collect.sbatch"}

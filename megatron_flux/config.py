@@ -26,6 +26,9 @@ class Backends(NamedTuple):
         return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
 
 
+ALL_AUTO = Backends.of("auto")
+
+
 class Wires(NamedTuple):
     """What the tuner may send of a layer where the link is ``host``, beside the numbers as they are."""
 
@@ -61,7 +64,9 @@ class FluxConfig:
     """How patched layers run; checked by :func:`megatron_flux.patch`."""
 
     backend: str = "auto"
-    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
+    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name. In
+    training without sequence parallelism ``auto`` in all directions leaves layers to stock from 128 rows on: it is as
+    fast or faster (docs/limits.md)."""
 
     forward: str | None = None
     """Backend of forward operators; None is ``backend``."""
@@ -73,7 +78,8 @@ class FluxConfig:
     """Backend of the gather that a column-parallel layer's wgrad needs; None is ``backend``."""
 
     strict: bool = False
-    """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once."""
+    """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once. Not
+    where that was chosen (:func:`megatron_flux.set_backend`), or stock is as fast (docs/limits.md)."""
 
     gather_ahead: bool = True
     """In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel layer behind it, not in

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megatron_flux.patch import megatron_core, te_fp8, te_seam
 
 PACKAGE = Path(__file__).parents[1] / "megatron_flux"
@@ -109,11 +111,13 @@ def attributes() -> dict[str, list[str]]:
 
 
 def of_layer(function: ast.FunctionDef) -> Iterator[str]:
-    """The attributes of ``layer`` that a function uses."""
+    """The attributes of ``layer`` that a function uses, but for those that every module of torch has."""
+    of_torch = torch.nn.Module.__annotations__
     for node in ast.walk(function):
         match node:
             case ast.Attribute(value=ast.Name(id="layer"), attr=name) if not name.startswith("__"):
-                yield name
+                if name not in of_torch:
+                    yield name
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="layer"), ast.Constant(value=str(name)), *_]):
                 yield name
 

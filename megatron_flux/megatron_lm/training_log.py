@@ -125,13 +125,12 @@ def log(iteration: int) -> None:
 
 
 def _announce(rank: int, row: dict[str, float], reasons: Collection[str]) -> None:
-    layers = row["flux/active_layers"]
+    layers, why = row["flux/active_layers"], f" ({'; '.join(reasons)})" if reasons else ""
     if layers == 0:
-        logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration", rank)
+        logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration%s", rank, why)
     elif rank == 0:
         calls = [f"{row[name]} {operator}" for name, operator in _CALLS.items() if row.get(name)]
-        rest = f"run flux; calls so far: {', '.join([*calls, str(row.get('flux/fallback_calls'))])} stock"
-        rest += f" ({'; '.join(reasons)})" if reasons else ""
+        rest = f"run flux; calls so far: {', '.join([*calls, str(row.get('flux/fallback_calls'))])} stock{why}"
         if _CALLS.keys().isdisjoint(row):
             rest = (
                 "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "

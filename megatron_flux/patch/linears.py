@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from megatron_flux.comm.slab import capture_id
-from megatron_flux.config import STOCK, Backends, FluxConfig
+from megatron_flux.config import ALL_AUTO, STOCK, Backends, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
@@ -54,6 +54,12 @@ logger = logging.getLogger("megatron_flux")
 
 CHOSEN = "chosen with set_backend"
 """Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
+MANY_ROWS = 128
+NO_GAIN = (
+    f"training without sequence parallelism, {MANY_ROWS} rows or more: stock is as fast or faster; name a backend to "
+    "run flux"
+)
+"""Likewise. Stock hides dgrad's all-reduce behind wgrad; there flux's sum of so many rows takes more than it gains."""
 INFERENCE_OPTIMIZED = "megatron-core's inference-optimized layer (transformer_impl=inference_optimized)"
 CHOICE = "_megatron_flux_backends"
 """A layer's choice is in its ``__dict__``: found without a search through parameters, and gone with the layer."""
@@ -329,15 +335,20 @@ class LinearPatch:
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"
+        # A recomputed layer's first pass has no gradients; it is as the second one, whose numbers must be the same.
+        if not layer.sequence_parallel and (layer.training or torch.is_grad_enabled()):
+            many = x.numel() >= MANY_ROWS * x.shape[-1]
+            if many and backends_of(layer, self.config.backends) == ALL_AUTO:
+                return NO_GAIN
         return None
 
     def runs_stock(self, kind: str, reason: str, layer: torch.nn.Module) -> None:
         """Count a call of ``layer`` that runs stock for ``reason``; the first of its kind and reason is logged.
 
         Raises:
-            FallbackError: with ``strict``, unless it was chosen.
+            FallbackError: with ``strict``, unless it was chosen or is faster.
         """
-        if self.config.strict and reason != CHOSEN:
+        if self.config.strict and reason not in (CHOSEN, NO_GAIN):
             raise FallbackError(
                 f"{kind} layer {layer} cannot run flux: {reason}; change the layout, or allow stock layers with "
                 "strict=False"

@@ -187,7 +187,7 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
         if (kind or local) and backends_of(layer, linears.config.backends) != STOCK:
             row = kind == TE_ROW or isinstance(layer, RowParallelLinear)
             if local:
-                found = _local(layer, row, linears)
+                found = _local(layer, row, linears, micro)
             else:
                 with _autocast_of(layer, numbers.get(layer)):
                     found = _over_te(layer, kind, linears, micro)
@@ -223,7 +223,7 @@ def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
         yield  # its end updates scales, unless there are no gradients
 
 
-def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
+def _local(layer: Any, row: bool, linears: LinearPatch, micro: _Micro) -> _Linear | None:
     weight = layer.weight
     if weight is not None:
         dtype, device = weight.dtype, weight.device
@@ -231,15 +231,17 @@ def _local(layer: Any, row: bool, linears: LinearPatch) -> _Linear | None:
         dtype = layer.config.params_dtype
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     like = torch.empty(0, dtype=dtype, device=device)
+    width = layer.input_size_per_partition if row else layer.input_size
+    x = torch.empty(micro.shape(layer, row, width), dtype=dtype, device="meta")
     if row:
-        reason = linears.why_stock_row(layer, like, (), {})
-        shape = layer.output_size, layer.input_size_per_partition
+        reason = linears.why_stock_row(layer, x, (), {})
+        shape = layer.output_size, width
     else:
         names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")
         keywords = {name: getattr(layer, name) for name in names}
         keywords["bias"] = None if layer.skip_bias_add else layer.bias
-        reason = linears.why_stock_column(layer, like, like if weight is None else weight, (), keywords)
-        shape = layer.output_size_per_partition, layer.input_size
+        reason = linears.why_stock_column(layer, x, like if weight is None else weight, (), keywords)
+        shape = layer.output_size_per_partition, width
     # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
     return _Linear(layer, row, weight, shape, None, like) if reason is None else None
 

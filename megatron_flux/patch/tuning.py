@@ -187,7 +187,7 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
         if (kind or local) and backends_of(layer, linears.config.backends) != STOCK:
             row = kind == TE_ROW or isinstance(layer, RowParallelLinear)
             if local:
-                found = _local(layer, row, linears, micro)
+                found = _local(layer, row, linears, micro, next(chunk.parameters()).device)
             else:
                 with _autocast_of(layer, numbers.get(layer)):
                     found = _over_te(layer, kind, linears, micro)
@@ -223,13 +223,10 @@ def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
         yield  # its end updates scales, unless there are no gradients
 
 
-def _local(layer: Any, row: bool, linears: LinearPatch, micro: _Micro) -> _Linear | None:
+def _local(layer: Any, row: bool, linears: LinearPatch, micro: _Micro, device: torch.device) -> _Linear | None:
     weight = layer.weight
-    if weight is not None:
-        dtype, device = weight.dtype, weight.device
-    else:  # the output layer, which computes in the model's dtype
-        dtype = layer.config.params_dtype
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    # An output layer that shares the embedding's weight has none, and computes in the model's dtype.
+    dtype = layer.config.params_dtype if weight is None else weight.dtype
     like = torch.empty(0, dtype=dtype, device=device)
     width = layer.input_size_per_partition if row else layer.input_size
     x = torch.empty(micro.shape(layer, row, width), dtype=dtype, device="meta")

@@ -19,10 +19,11 @@ logger = logging.getLogger("megatron_flux")
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError."""
+    # In names that are no UTF-8 each strange byte becomes an escape, as JSON has it.
     # In the same folder: rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

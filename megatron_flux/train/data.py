@@ -6,26 +6,29 @@ code of Python's standard library, which every user has.
 
 Tokenized text is kept in a cache folder under a name made from the files' paths, sizes and times. Several processes
 may ask at once: one builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
+What is there is read without a lock. Several users may share the folder: each uses what only that user or root can have
+written, and builds the rest again under a name with the user's number.
 """
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import sysconfig
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import UserError, one_line
+from megatron_flux.files import locked
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import cache_folder
 from megatron_flux.train import tokenizer
@@ -165,11 +168,12 @@ def _pair_prefix(path: Path) -> Path | None:
 
 
 def _text_files(path: Path, *, only_python: bool) -> list[Path]:
-    files = [path] if path.is_file() else []
+    files = [path]
     for folder, subfolders, names in os.walk(path):  # nothing, of a file
         subfolders[:] = sorted(s for s in subfolders if s[0] != "." and s not in ("site-packages", "__pycache__"))
         files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    found = [f for f in files if (not only_python or f.suffix == ".py") and _is_text(f)]
+    # is_file: opening a named pipe waits for a writer.
+    found = [f for f in files if (not only_python or f.suffix == ".py") and f.is_file() and _is_text(f)]
     if not found:
         what = "has no text in it" if path.exists() else "does not exist"
         raise UserError(f"--data {path} {what}; give text files, a folder of them or a .bin/.idx pair")
@@ -192,44 +196,78 @@ def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.K
         digest.update(tokenizer.fingerprint(*with_tokenizer).encode())
     for file in files:
         status = file.stat()
-        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    prefix = cache / f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
-    with _locked(prefix):
-        if not Path(f"{prefix}.idx").is_file():
-            _build(files, prefix, tokenizer.load(*with_tokenizer) if with_tokenizer else None)
-    return prefix
+        digest.update(os.fsencode(file.resolve()) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    name = f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
+    by = None if with_tokenizer is None else functools.partial(tokenizer.load, *with_tokenizer)
+    return _cached(cache, name, lambda folder: _build(files, folder / "text", by() if by else None)) / "text"
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone with what is to be at ``path`` in the cache; a UserError where that cannot be written."""
+def _cached(cache: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder ``name`` of the cache, which ``build`` fills if it is not there.
+
+    Raises UserError: it cannot be written, another process builds it for too long, or others may have written it.
+    """
+    folder = cache / name
+    if folder.exists() and not _is_own(folder):
+        folder = cache / f"{name}-{os.geteuid()}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with Path(f"{path}.lock").open("w") as lock:
-            _wait_for(lock)
-            yield
+        if not folder.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            _remove_dead_builds(cache)
+            with locked(cache / f"{folder.name}.lock", 600):
+                if not folder.is_dir():
+                    _fill(folder, build)
+    except TimeoutError as error:
+        raise UserError(f"{error} for 10 minutes; end it or set --data-cache") from None
     except OSError as error:
-        said = f"the data cache {path.parent} cannot be written: {error.strerror or error}"  # NumPy gives words alone
+        said = f"the data cache {cache} cannot be written: {error.strerror or error}"  # NumPy gives words alone
+        if folder.name != name:
+            said += f", and {cache / name} can be written by another user than this one and root"
         raise UserError(f"{said}; make room, or set --data-cache") from None
+    if not _is_own(folder):
+        raise UserError(
+            f"{folder} can be written by another user than this one and root; remove it, or set --data-cache"
+        )
+    return folder
 
 
-def _wait_for(lock: TextIO) -> None:
-    deadline = time.monotonic() + 600
-    while True:
+def _is_own(folder: Path) -> bool:
+    """Return True if only this user and root can have written what is in ``folder``."""
+    try:
+        found = [path.lstat() for path in (folder, *folder.iterdir())]
+    except OSError:
+        return False
+    return all(one.st_uid in (0, os.geteuid()) and not one.st_mode & 0o022 for one in found)
+
+
+def _fill(folder: Path, build: Callable[[Path], None]) -> None:
+    building = folder.with_name(f"{folder.name}.building-{uuid.uuid4().hex}")
+    building.mkdir(mode=0o755)
+    try:
+        build(building)
+        for path in building.iterdir():
+            path.chmod(path.stat().st_mode & ~0o022)  # whatever the umask: others may read it, not write it
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                held = f"another process has held {lock.name} for 10 minutes; end it or set --data-cache"
-                raise UserError(held) from None
-            time.sleep(0.1)
+            building.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # where there are no locks, another process may be faster
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_dead_builds(cache: Path) -> None:
+    """Remove what builds have left that were killed: nobody holds their lock."""
+    for building in cache.glob("*.building-*"):
+        with suppress(OSError), locked(cache / f"{building.name.partition('.building-')[0]}.lock", 0) as held:
+            if held:
+                shutil.rmtree(building, ignore_errors=True)
 
 
 def _build(files: list[Path], prefix: Path, by: tokenizer.Tokenizer | None) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    building = f"{prefix}.building-{os.getpid()}"
-    builder = IndexedDatasetBuilder(f"{building}.bin", dtype=DType.optimal_dtype(by.vocab_size) if by else np.uint16)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(by.vocab_size) if by else np.uint16)
     for file in files:
         if by is None:
             tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
@@ -237,10 +275,7 @@ def _build(files: list[Path], prefix: Path, by: tokenizer.Tokenizer | None) -> N
             text = file.read_text(encoding="utf-8", errors="replace")
             tokens = np.array([*by.encode(text), by.end_of_document], dtype=np.int32)
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])
-    builder.finalize(f"{building}.idx")
-    # The .idx last: its presence is what says that the pair is complete.
-    os.replace(f"{building}.bin", f"{prefix}.bin")
-    os.replace(f"{building}.idx", f"{prefix}.idx")
+    builder.finalize(f"{prefix}.idx")
 
 
 def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
@@ -308,15 +343,20 @@ def _indices(config: RunConfig, corpus: Corpus) -> Path:
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
     order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
     digest = hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()
-    folder = cache_folder(config.data_cache) / f"indices-{digest[:16]}"
-    if not folder.is_dir():
-        with _locked(folder):
-            if not folder.is_dir():
-                building = Path(f"{folder}.building")
-                shutil.rmtree(building, ignore_errors=True)  # of one that died
-                _datasets(config, corpus, building)
-                building.rename(folder)
-    return folder
+    return _cached(
+        cache_folder(config.data_cache), f"indices-{digest[:16]}", lambda folder: _datasets(config, corpus, folder)
+    )
+
+
+@contextmanager
+def _no_pickles() -> Iterator[None]:
+    """Have NumPy load no pickle, which runs what its author wants: megatron-core allows them in its index files."""
+    load = np.load
+    np.load = lambda *given, **more: load(*given, **{**more, "allow_pickle": False})
+    try:
+        yield
+    finally:
+        np.load = load
 
 
 def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
@@ -338,7 +378,12 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
         eod_mask_loss=False,
         create_attention_mask=False,  # attention is causal by construction in every spec used here
     )
-    parts = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config).build()
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
+    try:
+        with _no_pickles():
+            parts = builder.build()
+    except (ValueError, EOFError) as error:  # NumPy's, of a file that is no array
+        raise UserError(f"{indices} is damaged: {one_line(error)}; remove it") from None
     return Datasets(*parts[:2])
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import pickle
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +17,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
+from megatron_flux.files import locked
 from megatron_flux.train import config, data
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 from tests.small_disk import small_disk
@@ -69,11 +74,61 @@ def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) ->
     assert documents(second)[0] == b"other words\n"
 
 
-def test_a_build_that_died_is_not_taken_for_finished(folder: Path, tmp_path: Path) -> None:
-    found = prepare(folder, tmp_path / "cache")
-    Path(f"{found.prefix}.idx").unlink()
-    Path(f"{found.prefix}.bin").write_bytes(b"half")
-    assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
+def test_what_a_killed_build_left_is_removed(folder: Path, tmp_path: Path) -> None:
+    dead, alive = (tmp_path / "cache" / f"bytes-{name}.building-1" for name in ("dead", "alive"))
+    for left in (dead, alive):
+        left.mkdir(parents=True)
+        (left / "text.bin").write_bytes(b"half")
+    with locked(tmp_path / "cache" / "bytes-alive.lock", 0):
+        assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
+    assert not dead.exists()
+    assert alive.exists()
+
+
+def test_what_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        first = prepare(folder, tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert prepare(folder, tmp_path / "cache") == first, "whatever the umask"
+    planted = Path(f"{first.prefix}.bin")
+    planted.write_bytes(bytes(planted.stat().st_size))
+    planted.chmod(0o664)
+    second = prepare(folder, tmp_path / "cache")
+    assert documents(second)[0] == "naïve café\n".encode()
+    assert second.prefix.parent.name == f"{first.prefix.parent.name}-{os.geteuid()}"
+    if os.geteuid() == 0:
+        planted.chmod(0o644)
+        os.chown(planted, 12345, -1)
+        assert prepare(folder, tmp_path / "cache") == second
+    Path(f"{second.prefix}.idx").chmod(0o666)
+    with pytest.raises(UserError, match="can be written by another user than this one and root; remove it, or set"):
+        prepare(folder, tmp_path / "cache")
+
+
+def test_a_file_system_without_locks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    first = prepare(folder, tmp_path / "cache")
+    assert "cannot be locked (Function not implemented): going on without" in caplog.text
+    caplog.clear()
+    assert prepare(folder, tmp_path / "cache") == first
+    assert not caplog.text, "what is ready needs no lock"
+
+
+def test_text_is_read_from_files_alone_whatever_their_names(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "pipe")  # opening it would wait for a writer
+    (folder / "null").symlink_to("/dev/zero")
+    with open(os.fsencode(folder) + b"/sch\xf6n.txt", "wb") as file:
+        file.write(b"latin-1")
+    assert documents(prepare(folder, tmp_path / "cache")) == ["naïve café\n".encode(), b"latin-1", b"# title\n" * 10]
+    with pytest.raises(UserError, match="has no text in it"):
+        prepare(folder / "pipe", tmp_path / "cache")
 
 
 def test_the_default_is_the_standard_library() -> None:
@@ -129,6 +184,26 @@ def test_runs_that_begin_at_once_make_indices_once(warm_python: str, folder: Pat
     said = asked_at_once(warm_python, "indices", folder, tmp_path / "cache")
     assert said[0][-1] == said[1][-1]
     assert sorted(len(lines) for lines in said) == [1, 4]
+
+
+class Planted:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:
+    run = run_on(folder, tmp_path / "cache")
+    data.build_datasets(run, data.prepared(run))
+    (index,) = (tmp_path / "cache").glob("indices-*/*shuffle_index.npy")
+    index.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    with pytest.raises(UserError, match=r"indices-\w+ is damaged: .*; remove it"):
+        data.build_datasets(run, data.prepared(run))
+    assert not (tmp_path / "ran").exists()
 
 
 class Numbered:

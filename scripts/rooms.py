@@ -22,7 +22,7 @@ from pathlib import Path
 PACKAGE = "megatron_flux"
 FACE, ROOT = "public face", "root modules"
 ROOMS = (
-    *("cli", "slurm", "estimate", "bench", "quant", "train", "run", "megatron_lm", "telemetry", "metrics"),
+    *("cli", "slurm", "bench", "quant", "train", "run", "megatron_lm", "telemetry", "metrics"),
     *(FACE, "patch", "layers", "ops", "comm", "kernels", ROOT),
 )
 """From top to bottom."""

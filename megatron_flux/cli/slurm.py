@@ -1,4 +1,4 @@
-"""``megatron-flux slurm``: jobs on clusters planned, rendered, submitted, watched, resumed and collected."""
+"""``megatron-flux slurm``: jobs on clusters checked, rendered, submitted, watched, resumed and collected."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import shlex
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel, Field
 
-from megatron_flux.cli.start import Group, report_console, with_options
+from megatron_flux.cli.start import Group, with_options
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.estimate.job import PlanOptions
+
+if TYPE_CHECKING:
+    from megatron_flux.slurm.job import Resolved
 
 app = typer.Typer(
-    cls=Group, no_args_is_help=True, help="Job scripts for clusters: plan, render, submit, status, resume, collect."
+    cls=Group, no_args_is_help=True, help="Job scripts for clusters: check, render, submit, status, resume, collect."
 )
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
@@ -185,13 +187,24 @@ def _say_where(root: Path) -> None:
     typer.echo(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}")
 
 
-def scripts(options: JobOptions) -> tuple[str, str]:
-    """The job's script and the collecting job's.
+@app.command()
+@with_options
+def check(options: JobOptions, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check a job's layout without GPUs: every rank's groups, a layer of each stage, memory of the weights."""
+    from megatron_flux.run import rank
+    from megatron_flux.slurm import layout
 
-    Raises:
-        UserError: the job would not run.
-    """
-    from megatron_flux.slurm.job import Job, collect_script, job_script, parse_settings, resolve
+    rank.quiet_megatron()
+    resolved, _, _ = _resolved(options)
+    found = layout.check(resolved)
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(layout.lines(found)))
+    if found["problems"]:
+        raise FluxError(f"{len(found['problems'])} problem(s), the first: {found['problems'][0]}")
+
+
+def _resolved(options: JobOptions) -> tuple[Resolved, dict[str, Any], dict[str, Any]]:
+    """Return the checked job, and the options given for its layout and for its site."""
+    from megatron_flux.slurm.job import Job, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
     layout = options.model_dump(
@@ -199,53 +212,20 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     )
     site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
     profile = Profile.load(options.profile, site)
-    resolved = resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set))
+    return resolve(Job.load(options.job, layout), profile, options.mode, parse_settings(options.set)), layout, site
+
+
+def scripts(options: JobOptions) -> tuple[str, str]:
+    """The job's script and the collecting job's.
+
+    Raises:
+        UserError: the job would not run.
+    """
+    from megatron_flux.slurm.job import collect_script, job_script
+
+    resolved, layout, site = _resolved(options)
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile]
     layout_words, site_words = ([f"--{name}={value}" for name, value in some.items()] for some in (layout, site))
     own = ["--job", options.job, "--mode", options.mode, *layout_words, *site_words]
     script = job_script(resolved, shlex.join([*words, *own, *(f"--set={pair}" for pair in options.set)]))
-    return script, collect_script(profile, shlex.join([*words, "--collector", *site_words]))
-
-
-@app.command()
-@with_options
-def plan(
-    given: PlanOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    check_topology: Annotated[
-        bool,
-        typer.Option("--check-topology", help="Instead: every rank's groups and flux configuration, without GPUs."),
-    ] = False,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="Instead: predictions beside the measured layers of --layers.")
-    ] = False,
-) -> None:
-    """Predict step time, exposed communication, utilization and memory of a job, stock and flux. Needs no GPU."""
-    from megatron_flux.estimate import job, layout, measured, prediction, report
-    from megatron_flux.run import rank
-
-    rank.quiet_megatron()
-    console = report_console()
-    if check_topology and validate:
-        raise UserError("--check-topology and --validate are two commands; give one of them")
-    if check_topology:
-        resolved = job.resolve(given)
-        checked = layout.check(resolved)
-        if as_json:
-            typer.echo(json.dumps(checked, indent=2))
-        else:
-            report.show_layout(checked, resolved, console)
-        if checked["problems"]:
-            raise FluxError(f"{len(checked['problems'])} problem(s), the first: {checked['problems'][0]}")
-        return
-    if validate:
-        found, show = measured.validate_options(given), report.show_validation
-    else:
-        found, show = prediction.predict_options(given), report.show
-        if given.out is not None:
-            report.write(found, given.out)
-            typer.echo(f"written: {given.out / 'plan.json'}, {given.out / 'plan.html'}", err=True)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        show(found, console)
+    return script, collect_script(resolved.profile, shlex.join([*words, "--collector", *site_words]))

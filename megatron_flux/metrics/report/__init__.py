@@ -3,7 +3,7 @@
 A report is chapters of parts, made once from the records and then written in every form. What is missing or damaged in
 a run is explained in its chapter. To be read in this order: ``render`` (what a report is made of, and HTML, Markdown,
 PNG), ``terms`` (words that it explains), ``run`` (a folder as the report sees it), ``figures``, the chapters
-``training`` with its ``ranks``, ``benchmarks`` and ``plans``; the one that lays several runs beside each other is here.
+``training`` with its ``ranks`` and ``benchmarks``; the one that lays several runs beside each other is here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report import benchmarks, inference, plans, render, training
+from megatron_flux.metrics.report import benchmarks, inference, render, training
 from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import Run, different_models, load, load_all, why_apart, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
@@ -57,7 +57,6 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     runs = with_pairs(runs)
     makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
     makers["inference"] = inference.inference_chapter
-    makers["plan"] = lambda run, id_: plans.chapter(run.summary, id_, run.name)
     chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
@@ -67,7 +66,7 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 def _overview(runs: Sequence[Run]) -> Chapter:
     """Verdicts, step times and speed-ups in tables, and what differs between the runs."""
-    trained, planned = ([run for run in runs if run.kind == kind] for kind in ("training", "plan"))
+    trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
     if notes := [
         ("", f"{first.name} and {second.name} {apart}: do not compare them.")
@@ -78,15 +77,13 @@ def _overview(runs: Sequence[Run]) -> Chapter:
         parts.append(Part("notes", "Notes", table=Table(notes)))
     if trained:
         head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
-        parts.append(
-            Part("overview", "Training runs", table=Table([*map(_row, trained), *map(_plan_row, planned)], head))
-        )
+        parts.append(Part("overview", "Training runs", table=Table([*map(_row, trained)], head)))
     if len(trained) > 1:
         table = _differences(trained)
         caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
         parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
     kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}
-    kinds |= {"inference": "inference benchmark", "plan": "plan"}
+    kinds |= {"inference": "inference benchmark"}
     counts = Counter(run.kind for run in runs)
     title = ", ".join(counted(counts[kind], noun) for kind, noun in kinds.items() if counts[kind])
     return Chapter("all", title, title, "megatron-flux", parts)
@@ -102,13 +99,6 @@ def _row(run: Run) -> tuple[str, ...]:
         relative(summary["max_relative_loss_difference"]),
         shown(arms["flux"]["peak_memory_bytes"] or arms["baseline"]["peak_memory_bytes"], memory),
     )
-
-
-def _plan_row(run: Run) -> tuple[str, ...]:
-    """A prediction, to be laid beside what was measured."""
-    arms, name = run.summary["arms"], f"{run.name}: {run.summary['kind'].lower()}"
-    times = (milliseconds(arms[arm]["step"]["total"]) for arm in ARMS)
-    return name, *times, f"{run.summary['speedup']:.3f}", UNKNOWN, f"{arms['flux']['memory']['total']:.1f} GB"
 
 
 def _differences(runs: Sequence[Run]) -> Table | None:

@@ -1,7 +1,7 @@
 """A run folder as the report sees it: what is there, in words what is not, and how it differs from another.
 
 Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``),
-``layers`` (``bench layer``), ``inference`` (``bench inference``) or ``plan`` (``slurm plan``). Damage is no reason to
+``layers`` (``bench layer``) or ``inference`` (``bench inference``). Damage is no reason to
 show nothing: it is listed in :attr:`Run.problems`.
 """
 
@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report import plans
 from megatron_flux.metrics.report.render import flat
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
 from megatron_flux.metrics.table import UNKNOWN
 
-Kind = Literal["training", "operators", "layers", "inference", "plan"]
+Kind = Literal["training", "operators", "layers", "inference"]
 
 TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
@@ -43,8 +42,7 @@ class Run:
     name: str
     kind: Kind
     summary: dict[str, Any]
-    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records, a benchmark's ``summary.json`` or a
-    ``plan.json``."""
+    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records, or a benchmark's ``summary.json``."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``: configuration, versions, device, command."""
     arms: dict[str, list[Record]] = field(default_factory=dict)
@@ -72,8 +70,6 @@ class Run:
     @property
     def verdict(self) -> str:
         """One line: what was found."""
-        if self.kind == "plan":
-            return plans.speedup(self.summary)
         if self.kind != "training":
             noun = {"operators": "operator calls", "inference": "inference timings"}.get(self.kind, "layer timings")
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
@@ -117,7 +113,7 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def _looks_like_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("summary.json", "plan.json", *ARMS))
+    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
 
 
 def _load(path: Path) -> Run:
@@ -125,13 +121,6 @@ def _load(path: Path) -> Run:
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
     name = path.resolve().name
     problems: list[str] = []
-    if (path / "plan.json").exists():
-        plan = read_json_object(path / "plan.json")
-        if not {"kind", "job", "inputs", "arms", "speedup", "sensitivity", "notes"} <= plan.keys():
-            raise UserError(
-                f"{path / 'plan.json'} is no plan; write it anew with megatron-flux slurm plan --out {path}"
-            )
-        return Run(path, name, "plan", plan)
     config, stored = (_json(path / file, problems) for file in ("config.json", "summary.json"))
     kind = _bench_kind(path / "summary.json", stored)
     if kind is not None:

@@ -222,30 +222,22 @@ def limit(
     dtype: torch.dtype,
     size: int,
     capability: tuple[int, int],
-    world: int | None = None,
     *,
-    shielded: bool | None = None,
     beside: Beside = ALONE,
     captured: bool = False,
 ) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 
-    ``capability`` is the GPU's; ``world`` the number of the job's ranks (None asks torch.distributed); ``beside`` what
-    runs beside the group, its being smaller than the world aside; ``captured``: the calls run in CUDA graphs.
-    ``shielded``: whether other process groups' kernels cannot block these; None decides by this process's settings as
-    of CUDA's start (:mod:`megatron_flux.settings`).
+    ``capability`` is the GPU's; ``beside`` what runs beside the group, its being smaller than the world aside;
+    ``captured``: the calls run in CUDA graphs.
     """
     if dtype not in (torch.bfloat16, torch.float16, *FORMATS):
         return f"it needs bf16, fp16 or FP8, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
-    others = beside.others or size < (world or dist.get_world_size())
-    if shielded is None:
-        reason = _why_blocked(others, beside.high_priority, captured)
-        if reason is not None:
-            return reason
-    elif others and not shielded:
-        return _MANY_QUEUES
+    others = beside.others or size < dist.get_world_size()
+    if (reason := _why_blocked(others, beside.high_priority, captured)) is not None:
+        return reason
     least = FP8_CAPABILITY if dtype in FORMATS else (8, 0)
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"

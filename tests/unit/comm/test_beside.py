@@ -51,9 +51,27 @@ def test_the_rule(
 ) -> None:
     for name, value in (("CUDA_DEVICE_MAX_CONNECTIONS", queues), ("MEGATRON_FLUX_SM_MARGIN", margin)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    said = limit(torch.bfloat16, size, (9, 0), 4, beside=found, captured=captured)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    said = limit(torch.bfloat16, size, (9, 0), beside=found, captured=captured)
     assert (said is None) if reason is None else reason in (said or "")
     assert said is None or "MEGATRON_FLUX_SM_MARGIN" in said, "it always helps"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "reason"),
+    [
+        (torch.bfloat16, 8, (8, 0), None),
+        (torch.float32, 8, (9, 0), "bf16, fp16 or FP8"),
+        (torch.bfloat16, 3, (9, 0), "2, 4 or 8 ranks, not 3"),
+        (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
+    ],
+)
+def test_limits(
+    dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: size)
+    found = limit(dtype, size, capability)
+    assert (found is None) if reason is None else reason in (found or "")
 
 
 def with_options(options: Any) -> Any:

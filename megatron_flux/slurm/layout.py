@@ -1,4 +1,4 @@
-"""Every rank of a job in one process: its groups, its place, and how flux would run there. Needs no GPU and no network.
+"""Build every rank's process groups and one layer of each pipeline stage of a job in this process, without a GPU.
 
 torch's ``fake`` process group knows its rank and size and communicates nothing. With it, megatron-core initialises its
 parallel state as on each rank in turn, and what it says is compared between ranks: sizes, members, that every group's
@@ -16,72 +16,92 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench.shapes import layer_cases
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.estimate.job import Job
-from megatron_flux.estimate.prediction import why_stock
-from megatron_flux.estimate.step import stage_parameters
-from megatron_flux.ops.backends.chunked import pieces_of
-from megatron_flux.ops.kernel_config import ag_config, rs_config
+from megatron_flux.slurm.job import Resolved, least_memory
 from megatron_flux.train.config import RunConfig
 
 MAX_RANKS = 1024  # each rank is initialised in turn, in a time that grows with their number
-HOPPER = (9, 0)
 
 
-def check(job: Job) -> dict[str, Any]:
-    """Visit every rank of ``job``; what was found is ready for JSON. ``problems`` is empty when everything fits.
+def check(job: Resolved) -> dict[str, Any]:
+    """Visit every rank of ``job`` and return what was found, ready for JSON; ``problems`` is empty if everything fits.
 
-    Of each rank: its ``places`` within its ``groups`` (global ranks), the ``link`` of its tensor-parallel group as
-    :mod:`megatron_flux.comm.links` would find it, its ``backend`` and the ``reason`` why that is not ``tuned``. Of each
-    stage: its ``layers`` in the job, ``parameters`` of one rank with all of them, the shape of its ``output``, and the
-    linears that ran flux and their ``calls`` in one forward and backward. A :class:`FluxError` names a rank and stage
-    that cannot be built or run.
+    Each rank has its ``places`` within its ``groups`` (global ranks) and the ``link`` of its tensor-parallel group.
+    Each stage has the number of its ``layers``, the shape of its ``output``, the linears that ran flux
+    (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights, gradients and optimizer
+    state of a GPU.
+
+    Raises:
+        UserError: more ranks than can be visited, or a process that has process groups.
+        FluxError: a rank and stage that cannot be built or run.
     """
     if job.run.world_size > MAX_RANKS:
         raise UserError(
-            f"--check-topology visits each rank in turn, up to {MAX_RANKS}, and the job has {job.run.world_size}; "
-            "lower --gpus: more data parallelism repeats the same groups"
+            f"slurm check visits each rank, up to {MAX_RANKS}, and the job has {job.run.world_size}; lower --nodes: "
+            "more data parallelism repeats the same groups"
         )
     ranks, stages = [], []
     for rank in range(job.run.world_size):
-        with _world(rank, job):
+        with _world(rank, job.run):
             ranks.append(seen := _rank(rank, job))
             if seen["places"]["tp"] == seen["places"]["dp"] == 0:
-                stages.append(_check_stage(rank, job, seen["places"]["pp"]))
-    found = {"ranks": ranks, "stages": stages, "linears": linears(job), "problems": problems(job, ranks)}
-    return {"gpus": job.run.world_size, "sizes": _sizes(job), "device": job.device.key, **found}
+                stages.append(_check_stage(rank, job.run, seen["places"]["pp"]))
+    return {
+        "sizes": _sizes(job.run),
+        "ranks": ranks,
+        "stages": stages,
+        "memory_gib": least_memory(job.run),
+        "problems": problems(job, ranks),
+    }
 
 
-def _sizes(job: Job) -> dict[str, int]:
-    return {"tp": job.run.tp, "pp": job.run.pp, "dp": job.run.dp}
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return what people read of :func:`check`'s result."""
+    tp, pp, dp = found["sizes"].values()
+    nodes = max(view["node"] for view in found["ranks"]) + 1
+    said = [f"{len(found['ranks'])} ranks on {nodes} node(s): tp {tp} x pp {pp} x dp {dp}"]
+    links = sorted({view["link"] for view in found["ranks"]})
+    said.append(f"link of tensor-parallel groups: {', '.join(links)}")
+    for stage in found["stages"]:
+        size = " x ".join(map(str, stage["output"]))
+        said.append(
+            f"stage {stage['stage']}: {stage['layers']} layers, output {size}, {stage['flux_layers']} linears of one "
+            "layer run flux"
+        )
+    said.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
+    said += [f"problem: {problem}" for problem in found["problems"]]
+    said.append(f"{len(found['problems'])} problem(s)" if found["problems"] else "every rank fits")
+    return said
+
+
+def _sizes(run: RunConfig) -> dict[str, int]:
+    return {"tp": run.tp, "pp": run.pp, "dp": run.dp}
 
 
 @contextmanager
-def _world(rank: int, job: Job) -> Iterator[None]:
+def _world(rank: int, run: RunConfig) -> Iterator[None]:
     """torch.distributed and megatron-core's parallel state as on ``rank``."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise UserError("this process has process groups already; check the topology in a process of its own")
-    dist.init_process_group("fake", rank=rank, world_size=job.run.world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=run.world_size, store=FakeStore())
     try:
-        parallel_state.initialize_model_parallel(job.run.tp, job.run.pp, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(run.tp, run.pp, create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def _rank(rank: int, job: Job) -> dict[str, Any]:
+def _rank(rank: int, job: Resolved) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     groups = {
@@ -90,23 +110,20 @@ def _rank(rank: int, job: Job) -> dict[str, Any]:
         "dp": parallel_state.get_data_parallel_group(),
     }
     members = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in groups.items()}
-    nodes = {member // job.gpus_per_node for member in members["tp"]}
-    reason = why_stock(job)
+    per_node = job.profile.processes_per_node
+    nodes = {member // per_node for member in members["tp"]}
     return {
         "rank": rank,
-        "node": rank // job.gpus_per_node,
-        "gpu": rank % job.gpus_per_node,
+        "node": rank // per_node,
         "places": {kind: group.rank() for kind, group in groups.items()},
         "groups": members,
         "link": job.link if len(nodes) == 1 else "none",
-        "backend": "tuned" if reason is None else "reference",
-        "reason": reason,
     }
 
 
-def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
-    """What does not fit in the ranks' views; each line names rank and group, and what was expected."""
-    found, sizes = [], _sizes(job)
+def problems(job: Resolved, ranks: list[dict[str, Any]]) -> list[str]:
+    """List what does not fit in the ranks' views; each line names rank and group, and what was expected."""
+    found, sizes = [], _sizes(job.run)
     for view in ranks:
         for kind, members in view["groups"].items():
             where, place = f"rank {view['rank']}, {kind} group {list(members)}", view["places"][kind]
@@ -116,7 +133,7 @@ def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
                 found.append(f"{where}: member {place} is not the rank itself")
             theirs = {other: ranks[other]["groups"][kind] for other in members}
             found += [f"{where}: rank {other} is in {list(of)}" for other, of in theirs.items() if of != members]
-        if job.tp_in_node and view["link"] == "none":
+        if not job.spans and view["link"] == "none":
             found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
     for kind in sizes:
         covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
@@ -128,56 +145,26 @@ def problems(job: Job, ranks: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def linears(job: Job) -> list[dict[str, Any]]:
-    """Operator calls of one layer on one rank, in both directions, with the rank's own ``n`` and ``k``; none for tp 1.
-
-    ``kernel``: ``hopper``, the warp-specialised ones, ``triton``, the plain ones, or ``chunked`` over the link
-    host. ``plan``: what the fused kernel does without a tuner, as differences from its defaults; the tuner tries more.
-    """
-    tp, found = job.run.tp, []
-    cases = [c for way in ("forward", "dgrad") for c in layer_cases("", job.run.shape, job.tokens, way, tp)]
-    for case in cases if tp > 1 else ():
-        gathers, rows = case.op == "all_gather_gemm", case.m // tp
-        # As FusedBackend decides: TMA needs rows of whole 16 bytes, the gathering kernel whole tiles of a rank's rows.
-        whole = case.n % 8 == 0 and case.k % 8 == 0 and (not gathers or rows % 128 == 0)
-        hopper = job.device.capability == HOPPER and whole
-        call = {name: getattr(case, name) for name in ("layer", "direction", "op", "m", "n", "k")}
-        if job.link == "host":
-            pieces = pieces_of(rows, 2 * (case.k if gathers else case.n))
-            wire = job.grad_wire if case.direction == "dgrad" else job.wire
-            found.append(call | {"kernel": "chunked", "plan": f"{pieces} piece(s) a shard, wire {wire}"})
-            continue
-        plan = (ag_config if gathers else rs_config)(rows, case.n, case.k, tp, job.device.sms, hopper).label()
-        found.append(call | {"kernel": "hopper" if hopper else "triton", "plan": plan})
-    return found
-
-
-def _check_stage(rank: int, job: Job, stage: int) -> dict[str, Any]:
+def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
     """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
     import megatron_flux
     from megatron_flux.config import FluxConfig
     from megatron_flux.train.shims import cpu_shims
 
     where = f"rank {rank}, pipeline stage {stage}"
-    shape = job.run.shape.model_copy(update={"num_layers": job.run.pp})
-    one_layer = replace(job, run=job.run.model_copy(update={"shape": shape}))
+    one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
     before = megatron_flux.report()["calls"]
     try:
         # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
-        with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=job.run.tp > 1)):
-            model, output = _run(one_layer.run, stage)
+        with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=run.tp > 1)):
+            _, output = _run(one_layer, stage)
             report = megatron_flux.report()  # layers count as long as they live
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
         raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    expected = stage_parameters(one_layer, stage)
-    if parameters != expected:
-        raise FluxError(f"{where}: megatron-core builds {parameters} parameters, the plan counts {expected}")
     calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
     return {
         "stage": stage,
-        "layers": job.layers_per_stage,
-        "parameters": stage_parameters(job, stage),
+        "layers": run.shape.num_layers // run.pp,
         "output": tuple(output.shape),
         "flux_layers": report["active_layers"],
         "calls": {name: count for name, count in calls.items() if count},
@@ -189,7 +176,8 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     from megatron_flux.train import model as building
     from megatron_flux.train.trainer import seed_everything
 
-    run = run.model_copy(update={"device": "cpu", "gradient_accumulation_fusion": False})
+    plain = {"device": "cpu", "transformer_impl": "local", "fp8": None, "cuda_graph_impl": "none"}
+    run = run.model_copy(update=plain | {"gradient_accumulation_fusion": False})
     seed_everything(run.seed)
     config = building.transformer_config(run)
     config.perform_initialization = False  # pages that are never written take no memory

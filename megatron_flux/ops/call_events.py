@@ -110,15 +110,22 @@ class Times:
     milliseconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class GradientReduction:
+    """The stretch of a step in which gradients are reduced and ranks wait for other replicas of the model."""
+
+    device: torch.device
+
+
 class CallTimer:
     """Times calls while it is in use (:func:`timed_by`). Its marks are kept for the next time."""
 
     def __init__(self) -> None:
         """Nothing is timed yet."""
         self._free: dict[bool, list[Any]] = {True: [], False: []}  # events and host marks
-        self._segments: list[tuple[Call, bool, Any, Any]] = []
+        self._segments: list[tuple[Call | GradientReduction, bool, Any, Any]] = []
 
-    def begin(self, call: Call, *, first: bool) -> Any:
+    def begin(self, call: Call | GradientReduction, *, first: bool) -> Any:
         """A segment of ``call`` begins, and ends when the returned mark is recorded. ``first`` is False for the wait
         that finishes an earlier segment.
         """
@@ -127,9 +134,9 @@ class CallTimer:
         start.record()
         return end
 
-    def collect(self) -> dict[Call, Times]:
+    def collect(self) -> dict[Call | GradientReduction, Times]:
         """The times since the last collection, by call; waits for the device where it has not got there yet."""
-        found: dict[Call, Times] = {}
+        found: dict[Call | GradientReduction, Times] = {}
         for call, first, start, end in self._segments:
             times = found.setdefault(call, Times())
             times.calls += first
@@ -198,14 +205,24 @@ def run(call: OperatorCall, backend: Any) -> Any:
 @contextmanager
 def _segment(call: Call, *, first: bool) -> Iterator[None]:
     """One stretch of a watched call."""
-    with named(str(call) if first else f"{call} wait"):
-        timer, captured = _state["timer"], call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        end = None if timer is None or captured else timer.begin(call, first=first)
-        try:
-            yield
-        finally:
-            if end is not None:
-                end.record()
+    with named(str(call) if first else f"{call} wait"), _timed(call, first=first):
+        yield
+
+
+@contextmanager
+def _timed(call: Call | GradientReduction, *, first: bool) -> Iterator[None]:
+    timer, captured = _state["timer"], call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    end = None if timer is None or captured else timer.begin(call, first=first)
+    try:
+        yield
+    finally:
+        if end is not None:
+            end.record()
+
+
+def reducing_gradients(device: torch.device) -> AbstractContextManager[None]:
+    """Time a step's reduction of gradients beside the calls, if they are timed."""
+    return _timed(GradientReduction(device), first=True) if _on else nullcontext()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.call_events import Call, CallTimer, Times
+from megatron_flux.ops.call_events import Call, CallTimer, GradientReduction, Times
 from megatron_flux.ops.checks import GATHERING, OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
 
@@ -80,6 +80,8 @@ class Sampler:
         self._interval = interval
         self.reading: nvml.Reading | None = None
         """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
+        self.reduction_ms: float | None = None
+        """Of the latest sampled step: the time that the reduction of gradients took; None where calls are not timed."""
         self._operators, self._gpu, self._seconds = operators, gpu, 0.0
         self._timer = CallTimer()
         self._rounds: dict[Call, list[Baseline]] = defaultdict(list)
@@ -108,7 +110,13 @@ class Sampler:
         self._sampling = False
         if not self._operators:
             return dict.fromkeys(FIELDS)
-        times = self._timer.collect()
+        times, reduced = {}, 0.0
+        for call, taken in self._timer.collect().items():
+            if isinstance(call, GradientReduction):
+                reduced += taken.milliseconds
+            else:
+                times[call] = taken
+        self.reduction_ms = reduced
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(times, key=_same_on_all_ranks):
             for _ in range(_rounds_at_once(call.device)):

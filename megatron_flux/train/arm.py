@@ -185,7 +185,7 @@ class Arm:
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
-            **self._measurements.fields(result),
+            **self._measurements.fields(result, self.config.tp, self.config.dp),
         }
         if result.validation is not None:
             record["lm loss validation"] = result.validation
@@ -208,6 +208,8 @@ class Arm:
             "nodes": list(nodes),
             "node_of_rank": [nodes[host] for host in hosts],
             "ranks": dist.get_world_size(),
+            "tp": self.config.tp,
+            "dp": self.config.dp,
             "link": environment.link(self.config.link)["kind"],
             "wire": self.config.wire,
             "grad_wire": self.config.grad_wire,

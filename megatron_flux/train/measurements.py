@@ -3,7 +3,7 @@
     with measurements.step(iteration):
         local = trainer.step()
     result = gathered(local, measurements.values(), device)
-    record |= measurements.fields(result)
+    record |= measurements.fields(result, tp, dp)
 
 Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
 ``sample_interval`` steps also operators, GPUs and how the ranks differ: every operator call is timed on the device
@@ -30,7 +30,7 @@ from megatron_flux.comm.collectives import all_gather
 from megatron_flux.layers import keep
 from megatron_flux.telemetry import call_sampler
 
-_PER_RANK = ("host_memory_bytes", "operators_ms", *nvml.FIELDS, "throttle")
+_PER_RANK = ("host_memory_bytes", "operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 
 
 class LocalStep(NamedTuple):
@@ -115,14 +115,14 @@ class StepMeasurements:
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
         values["host_memory_bytes"] = self._process.memory_info().rss if self._on_host else None
         if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
-            values["operators_ms"] = sum(taken.values())
+            values |= {"operators_ms": sum(taken.values()), "reduction_ms": self._sampler.reduction_ms}
         if reading is not None:
             values |= {name: getattr(reading, name) for name in nvml.FIELDS}
             values["throttle"] = float(reading.throttle)
         return values
 
-    def fields(self, result: StepResult) -> dict[str, Any]:
-        """The fields of the record that are known of this step."""
+    def fields(self, result: StepResult, tp: int, dp: int) -> dict[str, Any]:
+        """The fields of the record that are known of this step, of ranks in groups of ``tp``, ``dp`` groups a stage."""
         fields = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
         if memory := known(result.ranks["host_memory_bytes"]):
             fields["flux/host_memory_bytes"] = int(max(memory))
@@ -130,20 +130,38 @@ class StepMeasurements:
         if self._flux and self._choices != (made := call_sampler.choices()):
             self._choices = fields["flux/choices"] = made
         if self._sampled is not None:
-            fields |= self._sampled | across_ranks(result.ranks) | over_gpus(result.ranks)
+            fields |= self._sampled | across_ranks(result.ranks, tp, dp) | over_gpus(result.ranks)
         return fields
 
 
-def across_ranks(ranks: dict[str, list[float | None]]) -> dict[str, Any]:
+def across_ranks(ranks: dict[str, list[float | None]], tp: int, dp: int) -> dict[str, Any]:
     """How the ranks of a sampled step differ. Without operator times it is not known which rank waited for which."""
     step_ms = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
-    own = [step - taken for step, taken in zip(step_ms, ranks["operators_ms"], strict=True) if taken is not None]
-    names = ("operators_ms", "peak_memory_bytes", *nvml.FIELDS)
+    waits = zip(step_ms, ranks["operators_ms"], ranks["reduction_ms"], strict=True)
+    own = [step - taken - (reduced or 0.0) for step, taken, reduced in waits if taken is not None]
+    slowest, spread = slowest_of(own, tp, dp) if own else (None, None)
+    names = ("operators_ms", "reduction_ms", "peak_memory_bytes", *nvml.FIELDS)
     return {
-        "flux/slowest_rank": own.index(max(own)) if own else None,
-        "flux/rank_spread_ms": max(own) - min(own) if own else None,
+        "flux/slowest_rank": slowest,
+        "flux/rank_spread_ms": spread,
         "flux/ranks": {"step_ms": step_ms, **{name: ranks[name] for name in names if known(ranks[name])}},
     }
+
+
+def slowest_of(own: list[float], tp: int, dp: int) -> tuple[int, float]:
+    """Return the slowest rank by ``own`` time and how far it is behind, among ranks in Megatron's order.
+
+    Own times compare within a tensor-parallel group, and between the groups of one pipeline stage by the fastest rank
+    of each; of a group that is behind as a whole, the first rank stands for all. Stages do not compare: they have other
+    work, and wait for each other in their own time.
+    """
+    groups = [own[first : first + tp] for first in range(0, len(own), tp)]
+    spreads = [max(group) - min(group) for group in groups]
+    best = [min(group) for group in groups]
+    behind = [fastest - min(best[index // dp * dp :][:dp]) for index, fastest in enumerate(best)]
+    group = max(range(len(groups)), key=lambda index: max(spreads[index], behind[index]))
+    slowest = group * tp + (groups[group].index(max(groups[group])) if spreads[group] >= behind[group] else 0)
+    return slowest, max(spreads[group], behind[group])
 
 
 def over_gpus(ranks: dict[str, list[float | None]]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Trainer:
         )  # fmt: skip
         with side_stream(config):
             model = DistributedDataParallel(mcore, ddp, bare)
-        mcore.finalize_model_grads_func, mcore.grad_scale_func = finalize_model_grads, None
+        mcore.finalize_model_grads_func, mcore.grad_scale_func = partial(_reduce_gradients, self.device), None
         mcore.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
         return model
 
@@ -205,6 +205,11 @@ def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> N
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         has = f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}"
         raise FluxError(f"{has}: training has diverged; lower --lr, or add --lr-warmup-steps")
+
+
+def _reduce_gradients(device: torch.device, *args: Any, **kwargs: Any) -> None:
+    with call_events.reducing_gradients(device):
+        finalize_model_grads(*args, **kwargs)
 
 
 def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -136,7 +136,8 @@ def check_samples(rows: list[dict[str, Any]]) -> None:
             assert row["flux/e_overlap"][operator] == (expected if expected is None else pytest.approx(expected))
         ranks = row["flux/ranks"]
         assert max(ranks["step_ms"]) == pytest.approx(1e3 * row["iteration-time"])
-        own = [step - operators for step, operators in zip(ranks["step_ms"], ranks["operators_ms"], strict=True)]
+        waits = zip(ranks["step_ms"], ranks["operators_ms"], ranks["reduction_ms"], strict=True)
+        own = [step - operators - reduction for step, operators, reduction in waits]
         assert row["flux/slowest_rank"] == own.index(max(own))
         assert row["flux/rank_spread_ms"] == pytest.approx(max(own) - min(own))
         assert all(0 < spent < step for spent, step in zip(ranks["operators_ms"], ranks["step_ms"], strict=True))

@@ -20,13 +20,14 @@ FOLD_ABOVE = 16
 MOST_ROWS, MOST_COLUMNS = 256, 160
 """Cells of a heat map: of more ranks, or samples, neighbours share one."""
 STRAGGLER = 0.02
-"""A straggler's own time is above the median rank's by at least this share of it: all ranks differ a little."""
+"""A straggler's own time is above that of the ranks it compares with by at least this share: all differ a little."""
 NO_NODE = "node not recorded"
 
 COLUMNS = {
     "own_ms": ("own (ms)", "{:,.1f}".format),
     "step_ms": ("step (ms)", "{:,.1f}".format),
     "operators_ms": ("in operators (ms)", "{:.1f}".format),
+    "reduction_ms": ("in the gradient reduction (ms)", "{:.1f}".format),
     "peak_memory_bytes": ("peak (GiB)", lambda size: f"{size / 2**30:.2f}"),
     "sm_clock_mhz": ("SM clock (MHz)", "{:.0f}".format),
     "power_w": ("power (W)", "{:.0f}".format),
@@ -53,9 +54,11 @@ class Ranks:
     times: int
     """How often."""
     excess_ms: float
-    """Median own time of ``worst`` beyond the median rank's; NaN where not known."""
+    """Median own time of ``worst`` beyond that of the ranks it compares with; NaN where not known."""
     excess: float
-    """The same as a share of the median rank's."""
+    """The same as a share of theirs."""
+    compared: str
+    """The comparison in words, with a place for its outcome."""
 
     @property
     def straggles(self) -> bool:
@@ -92,16 +95,40 @@ def _of_arm(arm: str, records: Sequence[Record]) -> Ranks | None:
     kept = [record for record in kept if len(record["flux/ranks"]["step_ms"]) == width]
     known = {name: np.array([_row(r["flux/ranks"].get(name), width) for r in kept]) for name in COLUMNS}
     seen = bool((known["operators_ms"] > 0).any())
-    known["own_ms"] = known["step_ms"] - (known["operators_ms"] if seen else math.nan)
+    waits = known["operators_ms"] + np.nan_to_num(known["reduction_ms"])
+    known["own_ms"] = known["step_ms"] - (waits if seen else math.nan)
     medians = {name: [_median(column) for column in values.T] for name, values in known.items()}
     slowest = Counter(r for record in kept if isinstance(r := record.get("flux/slowest_rank"), int) and r < width)
     worst = max(slowest, key=lambda rank: (slowest[rank], medians["own_ms"][rank] or 0.0), default=None)
-    own = [value for value in medians["own_ms"] if value is not None]
-    usual = float(np.median(own)) if own else math.nan
-    mine = medians["own_ms"][worst] if worst is not None else None
-    excess = math.nan if mine is None else mine - usual
+    excess, usual, compared = _excess(worst, medians["own_ms"], about)
     of_all, times = known["own_ms" if seen else "step_ms"], slowest[worst] if worst is not None else 0
-    return Ranks(arm, kept, _nodes(about, width), medians, of_all, seen, worst, times, excess, excess / usual)
+    return Ranks(arm, kept, _nodes(about, width), medians, of_all, seen, worst, times, excess, excess / usual, compared)
+
+
+def _excess(worst: int | None, own: list[float | None], run: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Return how far the rank is behind the ranks it compares with, their median, and the comparison in words.
+
+    Of its tensor-parallel group and the groups of its pipeline stage (their fastest ranks, as it would be without a
+    straggler) those count that it is further behind. Records that do not name the groups are of one.
+    """
+    tp, dp = run.get("tp"), run.get("dp")
+    if not (isinstance(tp, int) and isinstance(dp, int) and tp > 0 < dp and len(own) % (tp * dp) == 0):
+        tp, dp = len(own), 1
+    if worst is None or None in own:
+        return math.nan, math.nan, ""
+    times = np.array(own, dtype=float).reshape(-1, dp, tp)
+    stage, group, rank = worst // tp // dp, worst // tp % dp, worst % tp
+    best = times[stage].min(axis=-1)
+    found: list[tuple[float, float, str]] = []
+    if tp > 1:
+        usual = float(np.median(np.delete(times[stage, group], rank)))
+        name = "its own time {} the median rank's" + (" of its tensor-parallel group" if tp < len(own) else "")
+        found.append((times[stage, group, rank] - usual, usual, name))
+    if dp > 1:
+        usual = float(np.median(np.delete(best, group)))
+        name = "its own time {} the median rank's of its stage" if tp == 1 else "its group's time {} the median group's"
+        found.append((best[group] - usual, usual, name))
+    return max(found, default=(math.nan, math.nan, ""))
 
 
 def _row(values: Any, width: int) -> list[float]:
@@ -143,7 +170,7 @@ def _slowest(of: Ranks) -> str:
     if not math.isfinite(of.excess_ms):
         return said
     by = f"{milliseconds(abs(of.excess_ms))} ms ({percent(abs(of.excess), 1)})"
-    return f"{said}, its own time {by} {'above' if of.excess_ms >= 0 else 'below'} the median rank's"
+    return f"{said}, {of.compared.format(f'{by} above' if of.excess_ms >= 0 else f'{by} below')}"
 
 
 def parts(known: Sequence[Ranks], spread: Part | None) -> list[Part]:

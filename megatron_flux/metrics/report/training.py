@@ -220,7 +220,7 @@ def _sampled(run: Run) -> Part | None:
 def _ranks(arms: Arms, known: list[ranks.Ranks]) -> list[Part]:
     title = "Spread of the ranks"
     plot, caption = figures.samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
-    caption = f"Longest minus shortest own time of a step over the ranks, {caption}"
+    caption = f"How far the slowest rank of a step is behind those it compares with, {caption}"
     made = ranks.parts(known, Part("spread", title, plot, caption) if plot else None)
     return made or [Part("ranks", "Slowest ranks", caption=f"{NOT_RECORDED}: no step of this run sampled its ranks.")]
 

@@ -109,6 +109,8 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
             "nodes": ["node1"],
             "node_of_rank": [0] * ranks,
             "ranks": ranks,
+            "tp": ranks,
+            "dp": 1,
             "link": "nvlink",
             "wire": "exact",
             "grad_wire": "exact",

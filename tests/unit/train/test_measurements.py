@@ -17,8 +17,8 @@ def result(ranks: dict[str, list[float | None]]) -> StepResult:
 
 def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
     """All steps take equally long; rank 1 computes longest and so spends least time in operators."""
-    names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 3)
-    found = across_ranks({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names})
+    names = dict.fromkeys(("reduction_ms", "peak_memory_bytes", *nvml.FIELDS), [None] * 3)
+    found = across_ranks({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names}, 3, 1)
     assert found["flux/slowest_rank"] == 1
     assert found["flux/rank_spread_ms"] == pytest.approx(50)
     assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
@@ -30,7 +30,7 @@ def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
         with telemetry.step(iteration):
             assert not observe.watching()
         values = {"peak_memory_bytes": None, **telemetry.values()}
-        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
+        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}), 2, 1)
         assert fields["flux/sampled"] is (iteration == 2)
         found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}
         assert set(found.values()) == ({None} if iteration == 2 else {"absent"})

@@ -8,7 +8,7 @@
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
 ``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
 ``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
-``MEGATRON_FLUX_TUNE``           what the tuner measures: short, full, or later; read when a shape is new
+``MEGATRON_FLUX_TUNE``           what the tuner measures: short or full; read when a shape is new
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
@@ -35,7 +35,7 @@ LINKS = ("none", "host", "p2p", "nvlink")
 """What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
 WIRES = ("exact", "fp8", "int8")
 """What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
-_TUNE = ("short", "full", "later")
+_TUNE = ("short", "full")
 NO_GPU = "reference: no GPU"
 """Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
 _held: dict[str, str | None] | None = None
@@ -94,11 +94,6 @@ def grad_wire() -> str | None:
 def tunes_fully() -> bool:
     """Whether the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
     return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "full"
-
-
-def tunes_later() -> bool:
-    """Whether calls for which plans ship run before they are measured."""
-    return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "later"
 
 
 def _one_of(allowed: tuple[str, ...], name: str) -> str | None:

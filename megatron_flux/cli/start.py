@@ -187,7 +187,6 @@ def benchmark(
 
     ``argument`` of ``module.work`` is made behind all checks; the rest is as in :func:`described` and :func:`on_ranks`.
     """
-    tuned_before(command)
     made = out or folder.default_folder(*command.split())
     if described(dry_run, describe, made, default=out is None, overwrite=overwrite):
         return None
@@ -198,17 +197,6 @@ def benchmark(
     left = f"what was measured is in {made}"
     on_ranks(command, f"{about}, run folder {made}", module, argument(made), ranks, left=left)
     return made
-
-
-def tuned_before(command: str) -> None:
-    """Refuse a tuner that would measure while ``command`` does. Raises UserError."""
-    from megatron_flux import settings
-
-    if settings.tunes_later():
-        raise UserError(
-            f"MEGATRON_FLUX_TUNE is later: the tuner would measure between the steps that {command} times; use "
-            "short or full, or unset it"
-        )
 
 
 def on_ranks(

@@ -38,8 +38,6 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import config, data
 
-    if words[0] == "compare":
-        start.tuned_before("compare")
     rank.quiet_megatron()
     checked_versions()
     device = "cuda" if torch.cuda.is_available() else "cpu"

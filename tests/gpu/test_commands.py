@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,10 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_flux.metrics.recorder import read_records
-from megatron_flux.ops import shipped_plans
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -59,20 +56,6 @@ def test_compare_keeps_the_loss_curve(tmp_path: Path, shape: list[str]) -> None:
     for arm in ("baseline", "flux"):
         assert summary["arms"][arm]["final_loss"] < summary["arms"][arm]["first_loss"] - 1
         assert summary["arms"][arm]["peak_memory_bytes"] > 0
-
-
-def test_calls_are_tuned_while_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not shipped_plans.suggests_for(torch.cuda.get_device_name()):
-        pytest.skip("no plans ship for this GPU")
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "later")
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
-    done = run("train", "--nproc", "2", "--steps", "32", "--out", tmp_path / "run", *SMALL)
-    said = done.stdout + done.stderr
-    (calls,) = {int(n) for n in re.findall(r"tuned while training runs, \d+ of (\d+):", said)}
-    assert [f"{n} of {calls}:" in said for n in range(1, calls + 1)] == [True] * calls
-    assert len(json.loads((tmp_path / "tuned.json").read_text())) >= calls
-    curve = losses(tmp_path / "run" / "flux")
-    assert curve[-1] < curve[0] - 1
 
 
 def test_saved_patched_resumes_stock_and_back(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ Contract
     * Where a group's link is ``host``, or ``p2p`` where that was asked for, candidates are ``reference`` and
       ``chunked``, and of the 8-bit wires the one that the call may use (``OperatorCall.wire``); plain gathers are
       measured and decided as well.
-    * With ``MEGATRON_FLUX_TUNE=later`` a new call for which plans ship runs at once, with the first one that they
-      suggest, and is measured between later steps (:mod:`ops.backends.waiting`).
     * All ranks of a group decide together: times are reduced by maximum over the group, and the group's first rank
       reads what is kept, or lists the candidates, and broadcasts that. A few collectives per new shape, none after.
     * Answers live in a JSON file that people can read and edit (:mod:`ops.backends.tuning_cache`):
@@ -37,10 +35,8 @@ Contract
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +56,6 @@ from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBack
 from megatron_flux.ops.backends.tuner_calls import link_name
 from megatron_flux.ops.backends.tuner_measurement import UNMEASURED, Choice, Measurement
 from megatron_flux.ops.backends.tuning_cache import describe, plan_of
-from megatron_flux.ops.backends.waiting import Waiting
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
@@ -83,14 +78,13 @@ class Decisions:
     """Answers that this process has measured, by the same without m, and by m."""
     kept: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     """Likewise those that the file had when a call of that kind first came, of calls whose m changes with the steps."""
-    waiting: Waiting = field(default_factory=Waiting)
 
 
 def _first(answers: Iterable[dict[str, Any] | None], captured: bool) -> dict[str, Any] | None:
-    """The first answer that there is and that such a call can run; a graph's call waits for none."""
+    """The first answer that there is and that such a call can run."""
 
     def holds(answer: dict[str, Any]) -> bool:
-        return not (captured and (answer["backend"] == "pipelined" or "waiting" in answer))
+        return not (captured and answer["backend"] == "pipelined")
 
     return next((a for a in answers if a is not None and holds(a)), None)
 
@@ -210,8 +204,6 @@ class TunedBackend(Measurement):
             return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)
         name, config, _ = decisions.choices.get(tuner_calls.kind_of(call), Choice(""))
-        if decisions.waiting.calls:
-            return None
         if config is not None:
             return self.fused.prepare(call, shape, config)
         stock = call.operator == "gemm_all_reduce" and name == "reference" and not capturing(call.x)
@@ -223,53 +215,16 @@ class TunedBackend(Measurement):
         return has_it and call.bias is None and call.fp8 is None
 
     def _choice(self, call: OperatorCall, *, itself: bool = False) -> Choice:
-        """For this call; measured if that is new, or waits if it may. ``itself``: it is asked for ahead of training,
-        where no other m's will do, and no waiting call's turn comes.
+        """For this call; measured if that is new. ``itself``: it is asked for ahead of training, where no other m's
+        will do.
         """
-        decisions = self.decisions(call.group)
-        kind, choices = tuner_calls.kind_of(call), decisions.choices
-        if decisions.waiting.calls and not itself and not capturing(call.x):
-            due = decisions.waiting.turn(call)
-            if due is not None:
-                self._measure_waiting(due, decisions)
+        kind, choices = tuner_calls.kind_of(call), self.decisions(call.group).choices
         choice = choices.get(kind)
         if choice is None:
             choice = _choice_of(self._find(call, itself=itself))
             if not torch.cuda.is_current_stream_capturing():
                 choices[kind] = choice
         return choice
-
-    def _measure_waiting(self, kind: tuple[Any, ...], decisions: Decisions) -> None:
-        """Measure the calls of ``kind``, which wait. Collective."""
-        operands = decisions.waiting.calls.pop(kind)
-        began, call, left = time.monotonic(), operands.call, len(decisions.waiting.calls)
-        short = collectives.failures(self._processes(call.group), operands.why_no_room())
-        if not short:
-            call = operands.call_with_random_numbers()
-            with torch.no_grad():
-                found = self._measured_and_kept(call, tuner_calls.key_of(call, captured=False))
-            decisions.choices[kind] = _choice_of(found)
-        elif call.group.rank() == 0:
-            operator, m, n, k, *_ = kind
-            logger.warning(
-                "megatron_flux: no room to measure %s m=%d n=%d k=%d, which goes on with the plan that ships (%s)",
-                operator, m, n, k, "; ".join(f"rank {rank}: {why}" for rank, why in short.items()),
-            )  # fmt: skip
-        if not short and call.group.rank() == 0:
-            ms = found["ms"]
-            best = tuning_cache.label(found)
-            times = f"{min(ms.values()):.3f} ms, stock {ms['reference']:.3f} ms, " if "reference" in ms else ""
-            logger.info(
-                "megatron_flux: tuned while training runs, %d of %d: %s: %s, %smeasured in %.1f s",
-                decisions.waiting.seen - left, decisions.waiting.seen, tuner_calls.words_of(call), best, times,
-                time.monotonic() - began,
-            )  # fmt: skip
-        if not left:
-            for other in decisions.waiting.beyond:
-                decisions.choices.pop(other, None)
-            decisions.waiting.beyond.clear()
-            decisions.answers = {key: answer for key, answer in decisions.answers.items() if "waiting" not in answer}
-            state_of(call.group).prepared.clear()  # those that were asked for in vain are asked for again
 
     def _find(self, call: OperatorCall, *, itself: bool) -> dict[str, Any]:
         """``{"backend", "plan", "pieces", "ms", "sustained_ms", "gemm_ms"}`` for this call: ``ms`` by candidate in
@@ -297,8 +252,6 @@ class TunedBackend(Measurement):
         if found is None and not itself:
             alike = tuner_calls.changes_with_steps(call)
             found = self._of_steps_alike(call, keys[0]) if alike else self._nearest(call)
-        if found is None and not captured:
-            found = self._while_waiting(call)
         if found is None:
             return self._measured_and_kept(call, keys[0])
         answers[keys[0]] = found
@@ -316,28 +269,6 @@ class TunedBackend(Measurement):
             self.pipelined.release(group)
         answers[key] = found
         return found
-
-    def _while_waiting(self, call: OperatorCall) -> dict[str, Any] | None:
-        """What such a call runs until it is measured, None if it is to be measured at once. Collective."""
-        waits = (
-            call.operator != "gemm_all_reduce"
-            and call.weight is not None
-            and not tuner_calls.by_chunks(call.x, call.group)
-        )
-        plan = collectives.first_rank(call.group, lambda: tuner_calls.suggested_first(call)) if waits else None
-        if plan is None:
-            return None
-        config = plan_of(plan)
-        if self._tried(call, f"fused {config.label()}", functools.partial(call.run, self.fused, config=config)) is None:
-            return None  # another one may run here
-        decisions, kind = self.decisions(call.group), tuner_calls.kind_of(call)
-        operator, _, *others = kind
-        alike = [other for other in decisions.waiting.calls if (other[0], *other[2:]) == (operator, *others)]
-        if len(alike) + len(self._measured(call)) < MOST_M:
-            decisions.waiting.add(kind, call)
-        else:
-            decisions.waiting.beyond.add(kind)
-        return {"backend": "fused", "plan": plan, "ms": {}, "waiting": True}
 
     def _measured(self, call: OperatorCall) -> dict[int, dict[str, Any]]:
         operator, _, *others = tuner_calls.kind_of(call)

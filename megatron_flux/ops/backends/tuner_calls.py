@@ -22,7 +22,7 @@ from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.kernel_config import candidates, fp8_candidates
 from megatron_flux.ops.shipped_plans import Shape
-from megatron_flux.settings import sm_margin, tunes_later
+from megatron_flux.settings import sm_margin
 
 LONG_M = 512
 """Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
@@ -120,14 +120,6 @@ def listed(call: OperatorCall, full: bool) -> tuple[str, list[dict[str, Any]]]:
         near = found[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(shape_of(call), shipped_plans.entries())
     plans = dict.fromkeys([*near, *found[:1]]) if near else found
     return "short" if near else "full", [asdict(plan) for plan in plans]  # a plan's hash holds in its process alone
-
-
-def suggested_first(call: OperatorCall) -> dict[str, Any] | None:
-    """Where calls may wait for their measurement, the plan that they run meanwhile."""
-    if call.fp8 is not None or not tunes_later() or seconds() <= 0 or not shipped_plans.suggests_for(gpu_of(call)):
-        return None
-    near = shipped_plans.suggested(shape_of(call), shipped_plans.entries())
-    return asdict(near[0]) if near else None
 
 
 def shipped(call: OperatorCall) -> dict[str, Any] | None:

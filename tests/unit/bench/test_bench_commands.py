@@ -278,15 +278,6 @@ def test_under_a_launcher_async_tp_keeps_the_launchers_queues(
     assert "async-TP was not measured with CUDA_DEVICE_MAX_CONNECTIONS=8: a launcher has started these processes" in err
 
 
-@pytest.mark.parametrize("command", [["bench", "ops"], ["bench", "layer"], ["compare", "--preset", "tiny"]])
-def test_nothing_is_timed_while_the_tuner_measures(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    assert run(*command, "--dry-run")[0] == 0
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "later")
-    assert "MEGATRON_FLUX_TUNE is later: the tuner would measure between" in refused(run, *command, "--dry-run")
-
-
 def test_tuning_starts_with_the_chosen_file(run: Run, gpus: Callable[[int], list[Any]], tmp_path: Path) -> None:
     started = gpus(2)
     code, _, err = run("tune", *FEW, "--force", "--cache", "deep/tuned.json")

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import yaml
 from pydantic.fields import FieldInfo
 
+from megatron_flux import plain_yaml
 from megatron_flux.errors import UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions
 from megatron_flux.train.presets import ModelShape
@@ -37,7 +38,7 @@ def read(file: Path, fields: Mapping[str, FieldInfo], said: Container[str] = ())
         UserError: no file, no YAML, no such option, or true or false for an option that is neither.
     """
     try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        given = plain_yaml.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {file} cannot be read: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:

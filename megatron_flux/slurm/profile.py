@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_flux import plain_yaml
 from megatron_flux.errors import UserError, one_line
 from megatron_flux.metrics.strict_json import without_secrets
 
@@ -37,7 +38,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Checked(BaseModel):
     """Unchangeable, and without other fields than its own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
 def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
@@ -49,6 +50,8 @@ def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
         path = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
+        if first["type"] == "string_type" and isinstance(first["input"], bool):
+            message += "; put it in quotes"
         raise UserError(f"{what}: {path}{shown}: {message[0].lower()}{message[1:]}") from None
 
 
@@ -69,7 +72,8 @@ class FromYaml(Checked):
         if given not in packaged and Path(given).suffix not in (".yaml", ".yml"):
             raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
         try:
-            values = yaml.safe_load(packaged[given] if given in packaged else Path(given).read_text(encoding="utf-8"))
+            text = packaged[given] if given in packaged else Path(given).read_text(encoding="utf-8")
+            values = plain_yaml.load(text)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{kind} {given} cannot be read: {error}") from None
         except yaml.YAMLError as error:

@@ -78,6 +78,11 @@ def going_on(config: RunConfig) -> dict[str, Any]:
 def check_fits(folder: Path, config: RunConfig) -> int:
     """The iteration that ``folder`` would resume from; its checkpoint is whole and fits this run."""
     checkpoint = files.chosen(folder, config.ckpt_step)
+    if not (checkpoint / files.DESCRIPTION).exists():
+        raise UserError(
+            f"checkpoint {checkpoint} is not of megatron-flux train or compare (it has no {files.DESCRIPTION}), and "
+            "those of Megatron-LM are not read; give a folder that --save of train or compare wrote to"
+        )
     if (wrong := files.damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = files.description(checkpoint)

@@ -85,7 +85,11 @@ def chosen(folder: Path, step: int | None) -> Path:
     if iteration is None:
         there = f", and {_shown(folder)}: choose one with --ckpt-step" if iterations(folder) else ""
         raise UserError(f"--load {folder} has no {TRACKER}{there or '; give the folder that --save wrote to'}")
-    return checkpoint_of(folder, iteration)
+    checkpoint = checkpoint_of(folder, iteration)
+    if not checkpoint.is_dir():
+        names = f"{folder / TRACKER} names iteration {iteration}, and there is no {checkpoint.name}"
+        raise UserError(f"{names}; it has {_shown(folder)}: choose one with --ckpt-step, or restore it from a copy")
+    return checkpoint
 
 
 def description(checkpoint: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def _option(default: Any, text: str, **limits: Any) -> Any:
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
     group: ClassVar[str]
 
 
@@ -102,7 +102,7 @@ class ModelOptions(ShapeOptions):
     fp8: Recipe | None = _option(
         None,
         "Run the linears of TransformerEngine's layers in FP8 by this recipe, in flux by its FP8 kernels, which have "
-        "trained nothing on GPUs yet: delayed, current or blockwise (bf16, --transformer-impl transformer_engine).",
+        "trained at TP 2 alone: delayed, current or blockwise (bf16, --transformer-impl transformer_engine).",
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _option(
         "none",

@@ -265,9 +265,12 @@ def test_what_is_missing_is_said(saved: Path, tmp_path: Path, damage: str) -> No
         shutil.rmtree(newest)
     else:
         (newest / {"description": checkpoint_folder.DESCRIPTION, "shard": "__0_0.distcp"}[damage]).unlink()
-    with pytest.raises(
-        UserError, match=r"iter_0000006 is damaged: (it has no megatron|__0_0.distcp is missing).*step 4"
-    ):
+    said = {
+        "description": r"iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not read",
+        "shard": r"iter_0000006 is damaged: __0_0.distcp is missing.*step 4",
+        "folder": r"names iteration 6, and there is no iter_0000006; it has iteration\(s\) 2, 4: .*--ckpt-step",
+    }
+    with pytest.raises(UserError, match=said[damage]):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))
 
 

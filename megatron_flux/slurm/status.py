@@ -8,7 +8,7 @@
     runs/NAME-JOB/resumed                the ids of the jobs that went on in this folder, a line each
     runs/NAME-JOB/rep-0/run/             a run folder: records, summary, report
     runs/NAME-JOB/rep-0/checkpoints/
-    runs/NAME-JOB/rep-0/retries          a line for each retry: the steps of the failure, the node left out from then on
+    runs/NAME-JOB/rep-0/retries          a line for each retry: steps of the failure, nodes left out from then on
     runs/NAME-JOB/rep-0/logs/0/          logs of the first start: one per step and node, pre-flight reports, failures;
                                          `error` is the job's last word, `log` names the file of its output
     runs/NAME-JOB/collected.json, .md    all repetitions side by side

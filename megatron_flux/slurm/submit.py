@@ -95,8 +95,9 @@ class Resumption(NamedTuple):
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
     """What it takes to let the job of the folder ``root`` go on from its checkpoints, with ``changes``.
 
-    With ``from_start``, repetitions without a checkpoint begin anew. A :class:`UserError`: the job has not ended or has
-    done all its work, has nothing to go on from, or its script is missing; a :class:`FluxError`: Slurm does not say.
+    With ``from_start``, repetitions that have steps on record and no checkpoint begin anew. A :class:`UserError`: the
+    job has not ended or has done all its work, would lose such steps, or its script is missing; a :class:`FluxError`:
+    Slurm does not say.
     """
     root = root.absolute()
     numbers, given = status.jobs(root), validated(Changes, "resume", changes).model_dump()
@@ -155,9 +156,9 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
         raise UserError(f"{root} has completed, {done}; nothing is left to resume")
     is_comparison = directive(script, "job-name").endswith("-compare")
     steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
-    anew = [index for index in unfinished if steps[index] is None]
-    if any(steps.values()):  # a repetition that has not begun has nothing to lose
-        anew = [index for index in anew if index in there and any(there[index].iterations.values())]
+    # A repetition that has recorded nothing has nothing to lose.
+    begun = [index for index in unfinished if index in there and any(there[index].iterations.values())]
+    anew = [index for index in begun if steps[index] is None]
     if anew and not from_start:
         which = ", ".join(f"rep-{index}" for index in anew)
         raise UserError(

@@ -13,8 +13,10 @@ import stat
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_flux.slurm import queue
+from megatron_flux.slurm.profile import Profile
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
 from tests.slurm.golden import FOLDER, JOBS
@@ -30,6 +32,12 @@ what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight\.ranks$|preflight\.node$|^t
     echo
 } > "$work/${SLURM_ARRAY_TASK_ID-0}-$what-$SLURM_NODEID-$SLURM_JOB_ID"
 printf '%s\n' "${TRITON_CACHE_DIR-}" "${MEGATRON_FLUX_TUNE_CACHE-}" > "$work/caches-$what-$SLURM_NODEID-$SLURM_JOB_ID"
+for word in "$@"; do [[ $word == --folder=* ]] && folder=${word#--folder=}; done
+[[ $what != preflight.node ]] || echo {} >"$folder/$SLURMD_NODENAME.json"
+if [[ $what == preflight.node && " ${MF_BAD-} " == *" $SLURMD_NODENAME "* ]]; then
+    echo "$SLURMD_NODENAME: 7 GPU(s), the profile says 8" >"$folder/$SLURMD_NODENAME.problems"
+    exit 1
+fi
 for word in "$@"; do [[ $word == --out=* ]] && out=${word#--out=}; done
 if [[ -n ${out-} && $SLURM_NODEID == 0 ]]; then
     mkdir -p "$out"
@@ -156,9 +164,58 @@ def test_a_folder_of_somebody_else_takes_no_kernels(at_the_cluster: Cluster, sta
     job, collecting = re.findall(r"job (\d+)", said)[:2]
     found = at_the_cluster.wait_for_job(job, ("FAILED",))
     last = Path(found["StdOut"]).read_text().splitlines()[-1]
-    assert re.search(r"error: pre-flight .*: n\d+: no folder of this user .* at /.*set TRITON_CACHE_DIR", last)
+    assert re.search(
+        r"error: pre-flight .*: all 2 nodes: no folder of this user .* at /.*set TRITON_CACHE_DIR [^;]*$",
+        last,
+    )
     at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
     assert not stand_in.exists()
+
+
+def test_bad_nodes_are_left_out_by_all_repetitions(
+    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["submit", "--profile", "local", "--job", "tiny", "--tp", "2", "--nodes", "6", "--repetitions", "2"]
+    monkeypatch.setenv("MF_BAD", "n01 n02")
+    many = re.search(r"job (\d+)", slurm(*words, "--mode", "flux"))[1]
+    found = at_the_cluster.wait_for_job(many, ("FAILED",))
+    *_, first, second, last = Path(found["StdOut"]).read_text().splitlines()
+    assert (first, second) == tuple(f"n0{i}: 7 GPU(s), the profile says 8" for i in (1, 2))
+    assert last.endswith(f"pre-flight stopped the job: {first}; leave bad nodes out with sbatch --exclude=n01,n02")
+    monkeypatch.setenv("MF_BAD", "n01")
+    said = slurm(*words)
+    job, root = re.search(r"job (\d+)", said)[1], Path(re.search(r"folder: (.*)", said)[1])
+    at_the_cluster.wait(lambda: at_the_cluster.job(f"{job}_0").get("Restarts") == "1", "the requeue")
+    at_the_cluster.wait_for_job(f"{job}_1")
+    at_the_cluster.release(f"{job}_0")
+    at_the_cluster.wait_for_job(f"{job}_0")
+    assert [at_the_cluster.job(f"{job}_{i}")["Restarts"] for i in range(2)] == ["1", "0"]
+    assert slurm("status", root).count("retried without n01") == 1
+
+
+@pytest.mark.parametrize(
+    ("preflight", "changes", "said"),
+    [
+        ("1", {"srun_options": ["--mpi=nonsense"]}, "preflight on any node: srun: error: .*mpi/nonsense"),
+        ("0", {"srun_options": ["--nonsense"]}, "train on any node: srun: unrecognized option '--nonsense'"),
+        ("1", {"setup": ["PATH=$PWD/bin"]}, "preflight on any node: .*srun: not found"),
+        ("1", {"container": {"runtime": "apptainer", "image": "/none.sif"}}, "all 2 nodes: .* apptainer: not found"),
+    ],
+)
+def test_what_keeps_srun_from_starting_is_said(
+    preflight: str, changes: dict, said: str, at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", preflight)
+    Path("bin").mkdir()
+    for file in Path("/usr/bin").iterdir():
+        if file.name != "srun":
+            Path("bin", file.name).symlink_to(file)
+    Path("own.yaml").write_text(yaml.safe_dump(yaml.safe_load(Profile.packaged()["local"]) | changes))
+    job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
+    found = at_the_cluster.wait_for_job(job, ("FAILED",))
+    last = Path(found["StdOut"]).read_text().splitlines()[-1]
+    assert re.search(f"^megatron-flux: error: .*{said}", last), last
+    assert "--exclude" not in last, "no node is to blame"
 
 
 def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:

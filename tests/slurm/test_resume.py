@@ -193,5 +193,4 @@ def test_a_job_that_was_cancelled_before_it_began(at_the_cluster: Cluster, slurm
     root = Path(re.search(r"folder: (.*)", said)[1])
     at_the_cluster.client("scancel", job)
     at_the_cluster.wait_for_job(job, ("CANCELLED",))
-    assert "--from-start" in slurm("resume", root, code=2)
-    assert "rep-0 begins" in slurm("resume", root, "--from-start", "--dry-run")
+    assert "rep-0 begins" in slurm("resume", root, "--dry-run"), "nothing was recorded, so nothing can be lost"

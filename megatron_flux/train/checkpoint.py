@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -41,6 +42,7 @@ from megatron_flux.train.checkpoint_access import GO_ON, MUST_MATCH, check_fits,
 from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
+from megatron_flux.train.unpickling import restricted
 
 logger = logging.getLogger("megatron_flux")
 
@@ -123,7 +125,7 @@ def load(trainer: Trainer, folder: Path) -> None:
             raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
     elif config.checksums and dist.get_rank() == 0:
         logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
-    with trainer.turn():
+    with trainer.turn(), restricted():
         _load(trainer, checkpoint, config)
 
 
@@ -142,7 +144,7 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         if dist.get_rank() == 0:
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
     try:
-        loaded = dist_checkpointing.load(state, str(checkpoint))
+        loaded = dist_checkpointing.load(state, str(checkpoint), TorchDistLoadShardedStrategy())
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
         said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
         raise FluxError(said) from error

@@ -87,6 +87,15 @@ def test_flipped_bytes_are_noticed_and_an_older_one_is_resumed(command: Run, sto
     assert re.search(rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; --ckpt-step", said)
     shutil.rmtree(out)
 
+    # Of somebody else who wants to run something. The file has the size that it had.
+    index, ran = damaged / ".metadata", tmp_path / "ran"
+    planted = f"cpathlib\nPath.touch\n(cpathlib\nPosixPath\n(V{ran}\ntRtR.".encode()
+    index.write_bytes(planted + bytes(index.stat().st_size - len(planted)))
+    said = command(*resume, "--no-checksums", "--out", out, code=1).stderr.splitlines()[-1]  # torch logs a traceback
+    assert "it names pathlib.Path.touch, which no checkpoint needs" in said
+    assert not ran.exists()
+    shutil.rmtree(out)
+
     # The one before it: the damaged one and the whole one after it are of the same run, and counted together.
     (checkpoint_folder.checkpoint_of(saved, older) / checkpoint_folder.CHECKSUMS).unlink()
     done = command(*resume, "--ckpt-step", str(older), "--save-interval", str(newest), "--out", out)

@@ -327,7 +327,7 @@ def test_the_remaining_options_do_what_they_say(command: Run, comparison: tuple[
     used = [r["learning-rate"] for r in records(out / "flux")]
     # Cosine over three steps, the rate that each step begins with.
     assert used == pytest.approx([1e-3, 7.75e-4, 3.25e-4], rel=1e-6)
-    assert list(cache.glob("bytes-*.bin"))
+    assert list(cache.glob("bytes-*/text.bin"))
 
 
 def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:

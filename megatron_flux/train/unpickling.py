@@ -1,0 +1,60 @@
+"""Pickles inside a checkpoint may name only what such a checkpoint needs, and call nothing else.
+
+torch's reader unpickles a checkpoint's index (``.metadata``) and objects, TransformerEngine its FP8 scales. A pickle
+calls whatever its author names, so a checkpoint of somebody else could run any code. Checksums beside it say nothing
+about who made it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+from unittest import mock
+
+import torch
+
+_NAMES = {
+    *(("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("torch", "Size")),
+    *(("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),
+    # Tensors of FP8 scales; the latter is torch.load, with weights alone.
+    *(("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")),
+}
+_MODULES = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
+"""Whose own classes hold data."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle names. Raises UnpicklingError: a checkpoint does not need it."""
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module in _MODULES:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs and could run any code")
+
+
+def _load(file: BinaryIO, **options: Any) -> Any:
+    return _Unpickler(file, **options).load()
+
+
+@contextmanager
+def restricted() -> Iterator[None]:
+    """Have ``pickle.load``, ``pickle.loads`` and ``torch.load`` refuse what :data:`_NAMES` and :data:`_MODULES` lack.
+
+    For the whole process: their callers are in torch and TransformerEngine.
+    """
+    with (
+        mock.patch.object(pickle, "load", _load),
+        mock.patch.object(pickle, "loads", lambda data, **options: _load(io.BytesIO(data), **options)),
+        mock.patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
+    ):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses both
+        yield

@@ -191,7 +191,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/device.py",
         "ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch",
         "ahead = tl.where(tl.load(flags + lane, mask=lane < count, other=0, volatile=True) < epoch, -1, 0)",
-        (f"{LATE}::test_epochs_may_wrap_while_a_rank_is_late",),
+        (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("wrapping_plain",),
     ),
     _fault(
@@ -200,6 +200,22 @@ FAULTS: tuple[Fault, ...] = (
         "second - first > 0",
         "second > first",
         (f"{TWIN}::test_epochs_may_wrap",),
+    ),
+    _fault(
+        "flags of a graph's slab are not written anew",
+        f"{KERNELS}/device.py",
+        ">> REFRESH_BITS) != 0:",
+        ">> REFRESH_BITS) > 1:",
+        (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
+        ("worn_out",),
+    ),
+    _fault(
+        "a slab is used for ever",
+        "megatron_flux/comm/group_state.py",
+        " and found.calls < MOST_CALLS",
+        "",
+        (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
+        ("worn_out",),
     ),
     _fault(
         "plain kernels do not wait",

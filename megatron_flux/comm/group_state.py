@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab as slabs
-from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
+from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Slab, size_class
 from megatron_flux.errors import UserError
 
 ALL_REDUCE = "all_reduce"
@@ -90,13 +90,15 @@ class GroupState:
     def slab(self, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
         """The slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
 
-        A larger call makes a larger slab and drops the smaller one. Slabs that a call was captured on are kept: graphs
-        hold their addresses. So memory is bounded by the largest call, whatever the number of layers and shapes. Raises
-        UserError: it would have to be made while a CUDA graph is captured.
+        A larger call, or one after :data:`~slab.MOST_CALLS`, makes a new slab and drops the old one. Slabs that a call
+        was captured on are kept: graphs hold their addresses. So memory is bounded by the largest call, whatever the
+        number of layers and shapes. Raises UserError: it would have to be made while a CUDA graph is captured.
         """
         found = self.slabs.get((purpose, captured))
-        if found is not None and found.half_bytes >= nbytes:
-            return found
+        if found is not None:
+            if found.half_bytes >= nbytes and found.calls < MOST_CALLS:
+                return found
+            nbytes = max(nbytes, found.half_bytes)
         size = size_class(nbytes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(

@@ -13,7 +13,7 @@ Why no barrier is needed
 Epochs
     ``epochs[half]`` on the device is the number of the call that uses the half next. The last CTA of a call writes the
     next call's number into the other half's word: a word is stable while copies still read it. Flags are compared with
-    the epoch and never reset.
+    the epoch and never reset. That goes well for 2^31 calls, so after half as many the next call makes a new slab.
 
 CUDA graphs
     What a graph holds is fixed: each of its calls has its half, however often and in whatever order graphs are
@@ -85,6 +85,8 @@ if TYPE_CHECKING:
 FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 own tiles of 8 sources, 16 times over
 ENTER_WORDS = 64  # the first words of a half's flags tell that a rank has begun a call
 CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # what is left of a half's flags for the data of a call
+MOST_CALLS = 1 << 30
+"""Calls on a slab that no CUDA graph holds, all ranks' alike; see :mod:`megatron_flux.kernels.device`, *Flags*."""
 MIB = 1 << 20
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
@@ -284,7 +286,8 @@ def _enter(work: Slab) -> None:
     from megatron_flux.kernels.launch import wait_for_peers
 
     alarm, device = work.alarm, work.data_table.device
-    arguments = (work.flag_table, work.flags[work.rank], work.epochs, alarm.words, alarm.limit, work.rank)
+    flags = work.flags[work.rank]
+    arguments = (work.flag_table, flags, work.epochs, alarm.words, alarm.limit, work.rank, flags.numel())
     wait_for_peers(enter_kernel, work.kernels, ("enter", work.tp), device, work.tp, arguments)
 
 

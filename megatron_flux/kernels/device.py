@@ -4,9 +4,11 @@ The Hopper kernels, in Gluon, call those functions here that name no layout: :fu
 :func:`publish`, :func:`leave`, :func:`raster`, :func:`scatter_place`.
 
 Flags
-    A flag is an int32 that only grows. Whoever moves data into a peer's memory then writes the *epoch* of the call into
-    the peer's flag; the reader waits until ``flag - epoch >= 0`` (two's complement, so the epoch may wrap). Nothing is
-    ever reset, and what an older call left behind is always smaller.
+    A flag is an int32. Whoever moves data into a peer's memory then writes the *epoch* of the call into the peer's
+    flag; the reader waits until ``flag - epoch >= 0`` (two's complement, so the epoch may wrap). Nothing is reset
+    between calls: what an older call left behind is smaller. That holds for fewer than 2^31 calls, and some flags are
+    written only by the largest shape. So slabs are replaced before (:data:`megatron_flux.comm.slab.MOST_CALLS`), and
+    those that CUDA graphs hold have all their flags written anew (:func:`enter_kernel`).
 
 Hazards
     * A bulk (TMA) store is ordered before a flag only after ``cp.async.bulk.wait_group 0``; the ``.read`` form that
@@ -27,6 +29,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
+
+REFRESH_BITS = tl.constexpr(30)
+"""A graph's flags are written anew when its epoch has grown by 2 to the power of this."""
 
 # What a wait belongs to; :mod:`megatron_flux.comm.timeouts` has the names.
 OP_AG = tl.constexpr(1)
@@ -279,11 +284,14 @@ def multiply(
 
 @triton.jit(do_not_specialize=["rank", "limit"])
 def enter_kernel(
-    table, flags, epochs, err, limit, rank, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
+    table, flags, epochs, err, limit, rank, words, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
     """Tell every peer that this rank has begun a call that uses half 0, and return once all have. The call's epoch is
     the larger of ``epochs`` ``[2]``: whichever half the latest call used, it left its successor's number in the other's
     word. Flags: the first ``tp`` words of half 0, whose addresses on all ranks are in ``table``.
+
+    Now and then all other ``words`` of the slab's flags are set to the epoch before, behind that barrier, when no call
+    is under way, and before a second one of ``tp`` words more. The word behind says when that was last.
     """
     first = tl.load(epochs)
     second = tl.load(epochs + 1)
@@ -292,6 +300,16 @@ def enter_kernel(
     for step in tl.static_range(TP):
         publish(tl.load(table + (rank + 1 + step) % TP), rank, epoch, "release")
     wait_flags(flags, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
+    refreshed = flags + 2 * TP
+    if ((epoch - tl.load(refreshed)) >> REFRESH_BITS) != 0:
+        lane = tl.arange(0, 1024)
+        for start in range(0, words, 1024):
+            tl.store(flags + start + lane, lane * 0 + epoch - 1, mask=start + lane > 2 * TP)
+        tl.store(refreshed, epoch)
+        tl.debug_barrier()
+        for step in tl.static_range(TP):
+            publish(tl.load(table + (rank + 1 + step) % TP), TP + rank, epoch, "release")
+        wait_flags(flags + TP, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
 
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])

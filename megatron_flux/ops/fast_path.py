@@ -33,7 +33,7 @@ from megatron_flux.comm import collectives
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import WHOLE, Push
 from megatron_flux.comm.group_state import GroupState, state_of
-from megatron_flux.comm.slab import CopyStream, Slab, broken_off, waited_elsewhere
+from megatron_flux.comm.slab import MOST_CALLS, CopyStream, Slab, broken_off, waited_elsewhere
 from megatron_flux.ops import call_events
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.reference import gemm
@@ -174,8 +174,13 @@ class PreparedCall:
         return x.new_empty(self._shape) if self._out is None else x.new_empty(self._shape, dtype=self._out)
 
     def usable(self) -> bool:
-        """Whether the next call can be made this way: its half has met a kernel, and nothing is captured."""
-        return (self.complete or self._launches[self._work.calls & 1] is not None) and not capturing_on_gpu()
+        """Whether the next call can be made this way: its half has met a kernel, its slab is not worn out, and nothing
+        is captured.
+        """
+        calls = self._work.calls
+        return (
+            (self.complete or self._launches[calls & 1] is not None) and calls < MOST_CALLS and not capturing_on_gpu()
+        )
 
 
 class PreparedAllGatherGemm(PreparedCall):

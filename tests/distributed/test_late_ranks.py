@@ -6,6 +6,7 @@ before; the late rank sleeps right before its call, and what the others got is l
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import time
@@ -13,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import TINY, integers, twin
+from tests.distributed.test_fused_twin import TINY, integers, one_capture, twin
 
 pytestmark = [
     pytest.mark.distributed,
@@ -82,31 +84,45 @@ def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: KernelC
     world2.run(rank_late, plan)
 
 
-def rank_wraps(plan: KernelConfig) -> None:
-    """Two rounds before the largest int32, two behind it: what flags hold then is far above the epoch as a number."""
+def rank_counts_on(plan: KernelConfig) -> None:
+    """After so many calls, flags that were never written are as far ahead of an epoch as behind it. Before them, the
+    epoch wraps: what flags hold then is far above it as a number.
+    """
     from megatron_flux.comm import group_state
 
-    backend = twin()
+    backend, group, capture = twin(), dist.group.WORLD, iter(range(1, 10))
     backend.config = plan
-    round_of_calls(backend, dist.group.WORLD, 0)
-    top = 2**31 - 2
-    dist.barrier()
-    for work in group_state.state_of(dist.group.WORLD).slabs.values():
-        work.flags[work.rank].fill_(top - 1)
-        work.epochs.fill_(top)
-    dist.barrier()
-    for turn in range(4):
-        round_of_calls(backend, dist.group.WORLD, turn % 2)
-    eager = {
-        name: work for (name, captured), work in group_state.state_of(dist.group.WORLD).slabs.items() if not captured
-    }
-    assert all((work.epochs < 0).all() for work in eager.values()), "no epoch has wrapped: nothing was tested"
-    group_state.drop_slabs()
+
+    def rounds(captured: bool) -> None:
+        with one_capture(next(capture)) if captured else contextlib.nullcontext():
+            for turn in range(2):
+                round_of_calls(backend, group, turn)
+
+    def made(captured: bool) -> dict[str, Any]:
+        return {name: work for (name, kind), work in group_state.state_of(group).slabs.items() if kind is captured}
+
+    for captured, calls, written in ((False, 2**31 + 100, 0), (True, 2**31 + 100, 0), (True, 2**31 - 2, 2**31 - 2)):
+        rounds(captured)
+        before = made(captured)
+        dist.barrier()
+        for work in before.values():
+            epoch = int(np.int64(calls + 1).astype(np.int32))
+            work.calls = work.calls if captured else calls
+            work.epochs.fill_(epoch)
+            work.flags[work.rank].fill_(written)
+            work.flags[work.rank][: work.tp].fill_(epoch - 1)  # each capture's first call writes these
+        dist.barrier()
+        rounds(captured)
+        if captured:
+            assert all((work.epochs < 0).all() for work in before.values()), "no epoch has wrapped: nothing was tested"
+        else:
+            assert {name: work.calls for name, work in made(False).items()} == {"gemm": 4, "gather": 2}
+        group_state.drop_slabs()
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_epochs_may_wrap_while_a_rank_is_late(world2: WorkerPool, plan: KernelConfig) -> None:
-    world2.run(rank_wraps, plan)
+def test_a_late_rank_is_waited_for_however_many_calls_there_were(world2: WorkerPool, plan: KernelConfig) -> None:
+    world2.run(rank_counts_on, plan)
 
 
 def rank_world_made_again(folder: Path) -> None:

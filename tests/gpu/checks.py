@@ -753,6 +753,69 @@ def wrapping_plain(group):
     return late_plain(group, wrap=True)
 
 
+def after_calls(group, works, calls):
+    """Let ``works`` be as after so many calls, with flags that were never written but for those that each write."""
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    epoch = (calls + 1 + 2**31) % 2**32 - 2**31
+    for work in works:
+        work.calls = work.calls if work.captured else calls
+        work.epochs.fill_(epoch)
+        work.flags[work.rank].zero_()
+        work.flags[work.rank][: work.tp].fill_(epoch - 1)
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+
+
+def worn_out(group):
+    """After more than 2^31 calls a late rank is waited for as well: eager calls, made ready too, have a new slab, and
+    graphs have their flags written anew.
+    """
+    sizes, calls = (256, 1024, 512), 2**31 + 100
+    for _ in range(8):
+        round_of_late_calls(group, None, *sizes, gathers=True)
+    before = slabs(group)
+    after_calls(group, before, calls)
+    for turn in range(8):
+        round_of_late_calls(group, turn % group.size(), *sizes, gathers=True)
+    assert len(set(map(id, slabs(group))) & set(map(id, before))) == sum(work.captured for work in before)
+
+    if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
+        return f"{len(before)} slabs; beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
+    xs, xl, w = operands(group, *sizes, torch.bfloat16, False, integer=True)
+
+    def captured(late):
+        found = []
+        for _ in range(2):
+            for operator, x in ((ops.all_gather_gemm, xs), (ops.gemm_reduce_scatter, xl)):
+                if group.rank() == late:
+                    torch.cuda._sleep(LATE)
+                found.append(operator(x, w, group, backend=NAME).clone())
+        return found
+
+    with captured_calls():
+        captured(None)
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    for late in range(group.size()):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = captured(late)
+        works = [work for work in slabs(group) if work.captured]
+        for again in range(2):
+            xs.random_(-1, 2)
+            xl.random_(-1, 2)
+            product, sums = gather(xs, group).float() @ w.float().t(), scatter_sum(xl.float() @ w.float().t(), group)
+            poison(group)
+            if not again:
+                after_calls(group, works, calls)
+            graph.replay()
+            torch.cuda.synchronize()
+            for y, want in zip(got, (product, sums) * 2, strict=True):
+                assert torch.equal(y, want.bfloat16()), f"rank {late} was late in a graph: the result is another"
+    return f"{len(before)} slabs, graphs of {group.size()} late ranks"
+
+
 def stream_change(group):
     """A call on another stream, made ready too, begins behind the one before, whose stream is busy with other work."""
     xs, _, w = operands(group, 256, 768, 512, torch.bfloat16, False, integer=True)
@@ -867,6 +930,7 @@ OF_REAL_GROUPS: dict[str, Check] = {
     "fences": fences,
     "wrapping_hopper": wrapping_hopper,
     "wrapping_plain": wrapping_plain,
+    "worn_out": worn_out,
 }
 """Not for two GPUs that emulate more."""
 

@@ -40,7 +40,7 @@ from megatron_flux.comm import copy_engine, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import ALL_REDUCE, all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
-from megatron_flux.comm.slab import Slab, scale_bytes
+from megatron_flux.comm.slab import MOST_CALLS, Slab, scale_bytes
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
@@ -142,6 +142,9 @@ class FusedBackend:
         """See :class:`~megatron_flux.ops.backends.registry.Backend`; ``config``: that the call was given."""
         # A configuration that somebody set is looked at in every call.
         if self.twin or (config is None and self.config is not None) or capturing(call.x):
+            return None
+        # The next call, which all ranks make, replaces a slab that is worn out; this rank alone prepares.
+        if any(work.calls >= MOST_CALLS for work in state_of(call.group).slabs.values()):
             return None
         if call.operator == "gemm_all_reduce":
             made = config or _all_reduce_config(call)

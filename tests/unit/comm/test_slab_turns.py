@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def make(group: Any, half_bytes: int, device: torch.device, captured: bool) -> Any:
-        work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False)
+        work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False, calls=0)
         work.alarm = SimpleNamespace(close=lambda: setattr(work, "closed", True))
         found.append(work)
         return work

@@ -16,7 +16,7 @@ import torch
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import CopyStream, Turn
+from megatron_flux.comm.slab import MOST_CALLS, CopyStream, Turn
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -150,6 +150,20 @@ def test_a_configuration_set_later_is_not_passed_by() -> None:
     operands = Operand(), Operand()
     assert backend.prepare(OperatorCall("gemm_reduce_scatter", *operands, group), (4, 6)) is None  # type: ignore[arg-type]
     backend.config = None
+
+
+def test_a_slab_that_is_worn_out_ends_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that goes the ordinary way and one that does not come to the same call with it; preparing makes none."""
+    work, backend, group = Work(), FusedBackend(), group_of(2)
+    call = PreparedGemmReduceScatter(work, [kernel(done, "k")] * 2, (4, 6))
+    work.calls = MOST_CALLS - 1
+    assert call.usable()
+    work.calls += 1
+    assert not call.usable()
+    state_of(group).slabs["gemm", False] = work
+    monkeypatch.setattr(FusedBackend, "_slab", lambda *_: pytest.fail("only a call makes a slab"))
+    operands = Operand(), Operand()
+    assert backend.prepare(OperatorCall("gemm_reduce_scatter", *operands, group), (4, 6)) is None  # type: ignore[arg-type]
 
 
 def test_capture_ends_it(done: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

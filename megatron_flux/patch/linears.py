@@ -48,6 +48,8 @@ from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.operators import DTYPES
 from megatron_flux.patch.megatron_core import MegatronCoreLine
+from megatron_flux.patch.originals import Originals, batch_invariant
+from megatron_flux.patch.provenance import name_of
 from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
@@ -73,6 +75,7 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
 _EXPERT = "expert layer with explicit communication"
 _FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+_BATCH_INVARIANT = "batch-invariant mode (batch_invariant_mode)"
 _NOT_SUMMED = "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
 
 
@@ -91,18 +94,20 @@ class LinearPatch:
         self,
         config: FluxConfig,
         line: MegatronCoreLine,
-        row_forward_impl: Callable[..., Any],
+        row: type,
         te: TransformerEngine | str | None = None,
     ) -> None:
-        """``row_forward_impl``: the stock one of ``RowParallelLinear``; a subclass with its own is left alone.
+        """``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
 
         ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
         """
         self.config, self.line, self.te = config, line, te
+        self.originals: dict[str, Originals] = {}
+        """By kind of layer, what stock calls and flux does not."""
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
-        self._row_forward_impl = row_forward_impl
+        self._row: Any = row
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
         self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **line.added}
@@ -147,14 +152,15 @@ class LinearPatch:
             layer: torch.nn.Module, input_: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             backends = backends_of(layer, self.config.backends)
-            reason = CHOSEN if backends == STOCK else self.why_stock_row(layer, input_, args, kwargs)
+            weight = layer.weight  # once: torch searches for it
+            reason = CHOSEN if backends == STOCK else self.why_stock_row(layer, input_, weight, args, kwargs)
             if reason is not None:
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
             y = row_parallel_linear(
                 input_,
-                layer.weight,
+                weight,
                 layer.tp_group,
                 sequence_parallel=layer.sequence_parallel,
                 gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
@@ -257,9 +263,11 @@ class LinearPatch:
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return _FROZEN
-        return self.why_stock_common(layer, x, weight)
+        return self._exchanged("column") or self.why_stock_common(layer, x, weight)
 
-    def why_stock_row(self, layer: Any, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def why_stock_row(
+        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
         """Why stock must run this call of ``forward``, or None."""
         if layer.explicit_expert_comm:
             return _EXPERT
@@ -269,9 +277,12 @@ class LinearPatch:
             return "tp = 1"
         if not layer.input_is_parallel:
             return "input_is_parallel=False"
-        if getattr(type(layer), "_forward_impl", None) is not self._row_forward_impl:
-            return f"{type(layer).__name__} overrides _forward_impl"
-        return self.why_stock_common(layer, x, layer.weight)
+        if "_forward_impl" in layer.__dict__:
+            return _set_on(layer, "_forward_impl")
+        cls = type(layer)
+        if cls._forward_impl is not self._row._forward_impl and _owner(cls, "_forward_impl") is not self._row:
+            return f"{cls.__name__} overrides _forward_impl"
+        return self._exchanged("row") or self.why_stock_common(layer, x, weight)
 
     def why_stock_te(
         self,
@@ -296,7 +307,8 @@ class LinearPatch:
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
         fp8 = self.runs_fp8()
-        reason = self.te.why_stock(layer, weight, fp8) or self.why_stock_common(layer, x, weight)
+        reason = self._exchanged(kind) or self.te.why_stock(layer, weight, fp8)
+        reason = reason or self.why_stock_common(layer, x, weight)
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
@@ -309,6 +321,13 @@ class LinearPatch:
         if kind != TE_ROW and layer.apply_bias and layer.bias.requires_grad and not weight.requires_grad:
             return _FROZEN
         return None
+
+    def _exchanged(self, kind: str) -> str | None:
+        """Name another library's object where stock would call the release's own; None if there is none."""
+        if batch_invariant():
+            return _BATCH_INVARIANT
+        originals = self.originals.get(kind)
+        return None if originals is None else originals.why_stock()
 
     def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         """Why stock must run this call, as far as that does not depend on the kind of layer, or None."""
@@ -363,6 +382,8 @@ class LinearPatch:
         """``flux``, ``stock: `` with the last reason, both (by call), or ``not called``."""
         reason = self._stock.get(layer)
         ran = ["flux"] * (layer in self._active) + ([] if reason is None else [f"stock: {reason}"])
+        if not ran:  # Python finds what is set on the layer before what is replaced in its class
+            ran = [f"stock: {_set_on(layer, name)}" for name in ("forward", "_forward_impl") if name in vars(layer)]
         return ", ".join(ran) or "not called"
 
     def activate(self, layer: torch.nn.Module) -> None:
@@ -378,6 +399,14 @@ class LinearPatch:
         """The patch is undone. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
+
+
+def _owner(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+def _set_on(layer: Any, name: str) -> str:
+    return f"{name} set on the layer: {name_of(vars(layer)[name])}"
 
 
 def asks_for_graphs(config: Any) -> bool:

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch.provenance import name_of_other
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 TE_LAYERS = "megatron.core.extensions.transformer_engine"
@@ -182,7 +183,10 @@ def release_of(version_text: str) -> Version | None:
 
 
 def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
-    """Import ``module:qualified.name`` and check that its signature has the parameters."""
+    """Import ``module:qualified.name`` and check that its signature has the parameters.
+
+    Another library's object in its place is not checked: calls run stock through it.
+    """
     module_name, _, qualified = path.partition(":")
     releases = shown(SUPPORTED_MEGATRON_CORE)
     try:
@@ -204,6 +208,8 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
             "extension on import where it finds nvcc, and without a visible GPU must be told for which: "
             "export TORCH_CUDA_ARCH_LIST=9.0"
         ) from error
+    if name_of_other(target, qualified.rpartition(".")[2]) is not None:
+        return
     present = inspect.signature(target).parameters
     if missing := [name for name in parameters if name not in present]:
         raise UnsupportedVersionError(

@@ -27,7 +27,7 @@ from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import backend_names, stats
-from megatron_flux.patch import te_seam, tuning
+from megatron_flux.patch import originals, te_seam, tuning
 from megatron_flux.patch.linears import CHOICE, KEEP, TE_KINDS, LinearPatch
 from megatron_flux.patch.megatron_core import (
     REPLACED,
@@ -37,6 +37,7 @@ from megatron_flux.patch.megatron_core import (
     installed_megatron_core,
     te_layers,
 )
+from megatron_flux.patch.provenance import name_of
 from megatron_flux.settings import LINKS, WIRES, one_queue
 
 logger = logging.getLogger("megatron_flux")
@@ -90,7 +91,7 @@ def patch(config: FluxConfig | None = None) -> None:
     line = checked_line()
     from megatron.core.tensor_parallel import layers
 
-    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear._forward_impl)
+    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear)
     makers: list[Any] = [linears.column_forward_impl, linears.row_forward]
     wanted = [(layers, path) for path in REPLACED]
     if (over_te := te_layers()) is not None:
@@ -109,11 +110,15 @@ def patch(config: FluxConfig | None = None) -> None:
         for owner, base in inference_layers(over_te):
             methods.append((owner, "forward"))
             makers.append(functools.partial(linears.inference_forward, kinds[base]))
+    for (kind, paths), (owner, name) in zip(originals.CALLED.items(), methods, strict=False):
+        if kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine):
+            method = f"{owner.__qualname__}.{name}"
+            linears.originals[kind] = originals.Originals(paths, method, getattr(owner, name))
     replacements = []
     for (owner, name), make in zip(methods, makers, strict=True):
         inherited = name not in owner.__dict__
         stock = getattr(owner, name) if inherited else owner.__dict__[name]
-        flux = torch.compiler.disable(make(stock))  # torch.compile would trace, and guard, the state of groups
+        flux = torch.compiler.disable(make(getattr(owner, name)))  # torch.compile would trace the state of groups
         flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
         flux.__doc__ = stock.__doc__
         flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
@@ -140,7 +145,7 @@ def unpatch() -> None:
         current = r.owner.__dict__.get(r.name)
         if current is not r.flux:
             raise FluxError(
-                f"cannot unpatch: {r.path} was replaced after megatron_flux.patch() by {current!r}; "
+                f"cannot unpatch: {r.path} was replaced after megatron_flux.patch() by {name_of(current)}; "
                 "undo that replacement first"
             )
     for r in reversed(_replacements):

@@ -231,7 +231,7 @@ def _local(layer: Any, row: bool, linears: LinearPatch, micro: _Micro, device: t
     width = layer.input_size_per_partition if row else layer.input_size
     x = torch.empty(micro.shape(layer, row, width), dtype=dtype, device="meta")
     if row:
-        reason = linears.why_stock_row(layer, x, (), {})
+        reason = linears.why_stock_row(layer, x, weight, (), {})
         shape = layer.output_size, width
     else:
         names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")

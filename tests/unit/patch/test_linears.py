@@ -76,7 +76,7 @@ REMOVED = object()
 @pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
 def seam(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A patch of one line whose flux and stock layers say which they are."""
-    patch = LinearPatch(FluxConfig(backend="reference", fp8=False), request.param, Layer._forward_impl)
+    patch = LinearPatch(FluxConfig(backend="reference", fp8=False), request.param, Layer)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def flux(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -157,7 +157,7 @@ def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[
 
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
-    patch = LinearPatch(FluxConfig(), LINES[0], Layer._forward_impl)
+    patch = LinearPatch(FluxConfig(), LINES[0], Layer)
     a, b, c, never = (torch.nn.Identity() for _ in range(4))
     a.extra_repr = lambda: "layer A"  # type: ignore[method-assign]
     for kind, reason, layer in (
@@ -176,7 +176,7 @@ def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCap
 
 
 def test_strict_names_layer_and_reason_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    patch = LinearPatch(FluxConfig(strict=True), LINES[0], Layer._forward_impl)
+    patch = LinearPatch(FluxConfig(strict=True), LINES[0], Layer)
     with pytest.raises(FallbackError) as error:
         patch.runs_stock("row", "input_is_parallel=False", "RowParallelLinear(8, 4)")
     facts = ("row layer RowParallelLinear(8, 4)", "input_is_parallel=False", "strict=False")

@@ -1,0 +1,249 @@
+"""Another library exchanges what stock calls and flux does not: its work is done, counted by its name, never dropped.
+
+Every place that the patch compares is exchanged in turn, and stock must have called it: a place that it does not call
+would only make layers slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import wrapt
+
+from megatron_flux import FallbackError, FluxConfig, report
+from megatron_flux.patch.originals import CALLED, _places
+from megatron_flux.patch.provenance import name_of_other
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import Case, build, te_megatron
+from tests.distributed.te_cases import run as te_run
+from tests.distributed.test_stock_layers import make, results, width_of
+
+pytestmark = pytest.mark.distributed
+
+over_te = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+HERE = __name__
+
+
+class Wrapped:
+    """What a second patcher puts into a place: it looks like the release's object and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def around(self, raw: Any) -> Any:
+        if isinstance(raw, type):
+            return type(
+                raw.__name__, (raw,), {"__module__": HERE, "apply": classmethod(self.around(raw.apply.__func__))}
+            )
+        found = raw.__func__ if isinstance(raw, staticmethod) else raw
+
+        @functools.wraps(found)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return found(*args, **kwargs)
+
+        return staticmethod(wrapper) if isinstance(raw, staticmethod) else wrapper
+
+
+def places(kind: str) -> Iterator[tuple[Any, str, str]]:
+    """The owner, the name in it and the label of every place of a kind of layer that can be wrapped."""
+    for path in CALLED[kind]:
+        module = importlib.import_module(path.partition(":")[0])
+        for _, _, label in _places(path):
+            *classes, name = label.split(".")
+            yield functools.reduce(getattr, classes, module), name, label
+
+
+def raw_of(owner: Any, name: str) -> Any:
+    return vars(owner).get(name, getattr(owner, name))
+
+
+def run(kind: str, frozen: bool = False, whole: bool = False, layer: Any = None) -> list[torch.Tensor]:
+    layer = layer or make(kind, model_config())
+    layer.weight.requires_grad_(not frozen)
+    layer.sequence_parallel, layer.allreduce_dgrad = not whole, whole and kind == "column"
+    return results(layer, torch.ones(4, 2, width_of(kind)))
+
+
+def every_place(kind: str, ways: list[Callable[[], list[torch.Tensor]]]) -> None:
+    for owner, name, label in places(kind):
+        raw, ours, theirs = raw_of(owner, name), Wrapped(), Wrapped()
+        with mock.patch.object(owner, name, ours.around(raw)), flux() as seen:
+            now = [way() for way in ways]
+        with mock.patch.object(owner, name, theirs.around(raw)):
+            expected = [way() for way in ways]
+        (reason,) = seen.fallbacks
+        assert re.fullmatch(rf"{kind}: .* replaced by {re.escape(HERE)}\..*", reason), reason
+        assert seen.fallbacks[reason] == sum(seen.fallbacks.values()) >= len(ways)
+        assert seen.calls == {}
+        assert ours.calls == theirs.calls > 0, label
+        for one, other in zip(now, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    with flux() as seen:
+        ways[0]()
+    assert seen.fallbacks == {}
+
+
+def rank_every_place(kind: str) -> None:
+    with megatron(tp=2):
+        choices = [(frozen, whole) for frozen in (False, True) for whole in (False, True)]
+        every_place(kind, [functools.partial(run, kind, *choice) for choice in choices])
+
+
+def rank_every_place_over_te(kind: str) -> None:
+    def call(case: Case) -> list[torch.Tensor]:
+        return list(te_run(case, build(case)).values())
+
+    cases = [Case(kind, options={"sequence_parallel": sp}) for sp in (True, False)]
+    with te_megatron(2):
+        every_place(f"TE {kind}", [functools.partial(call, case) for case in cases])
+
+
+def rank_only_while_a_layer_runs() -> None:
+    """As ModelOpt does, and puts back other objects than it took: a function for a static method, a bound ``apply``."""
+    from megatron.core.tensor_parallel import layers
+
+    autograd = layers.LinearWithGradAccumulationAndAsyncCommunication
+    places = ((autograd, "apply"), (autograd, "forward"), (layers, "linear_with_frozen_weight"))
+
+    def through(found: Callable[..., Any], *args: Any) -> Any:
+        return found(*args)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = [getattr(owner, name) for owner, name in places]
+        for (owner, name), found in zip(places, stock, strict=True):
+            setattr(owner, name, functools.partial(through, found))
+        try:
+            return type(self).__mro__[1].forward(self, *args, **kwargs)
+        finally:
+            for (owner, name), found in zip(places, stock, strict=True):
+                setattr(owner, name, found)
+
+    classes = {
+        kind: type(f"Quant{kind}", (getattr(layers, f"{kind.title()}ParallelLinear"),), {"forward": call})
+        for kind in ("column", "row")
+    }
+    with megatron(tp=2):
+        quantised = {kind: make(kind, model_config(), cls=cls) for kind, cls in classes.items()}
+        plain = {kind: make(kind, model_config()) for kind in classes}
+        with flux() as seen:
+            for kind in classes:
+                run(kind, layer=quantised[kind])
+                run(kind, layer=plain[kind])
+            ran = report(torch.nn.ModuleDict({f"{kind}, plain": layer for kind, layer in plain.items()}))["layers"]
+        assert ran == {"column, plain": "flux", "row, plain": "flux"}
+        reason = f"linear_with_frozen_weight replaced by {HERE}.{through.__qualname__}"
+        assert seen.fallbacks == {f"{kind}: {reason}": 1 for kind in classes}
+        with flux(FluxConfig(strict=True)), pytest.raises(FallbackError, match="linear_with_frozen_weight replaced by"):
+            run("row", layer=quantised["row"])
+
+
+def _method(kind: str) -> str:
+    return "_forward_impl" if kind == "column" else "forward"
+
+
+def rank_wrapped_method(kind: str, how: str) -> None:
+    """A method of a class, wrapped before ``patch()`` and unwrapped after ``unpatch()``."""
+    calls = []
+    with megatron(tp=2):
+        layer = make(kind, model_config())
+        owner, name = type(layer), _method(kind)
+        stock = vars(owner)[name]
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return stock(self, *args, **kwargs)
+
+        def proxy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            calls.append(name)
+            return wrapped(*args, **kwargs)
+
+        put: Any = wrapt.FunctionWrapper(stock, proxy) if how == "wrapt" else wrapper
+        if how == "with wraps":
+            put = functools.wraps(stock)(wrapper)
+        with mock.patch.object(owner, name, put):
+            with flux() as seen:
+                run(kind, layer=layer)
+            assert vars(owner)[name] is put
+        theirs = (proxy if how == "wrapt" else wrapper).__code__.co_qualname
+        assert seen.fallbacks == {f"{kind}: {owner.__name__}.{name} replaced by {HERE}.{theirs}": 1}
+        assert calls == [name]
+
+
+def rank_set_on_the_layer(kind: str, name: str) -> None:
+    """Python finds it before the class: flux may never run, and the report says so."""
+    with megatron(tp=2):
+        layer = make(kind, model_config())
+        stock = getattr(layer, name)
+
+        def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            return (
+                tuple(2 * y if isinstance(y, torch.Tensor) else y for y in result) if name == "forward" else 2 * result
+            )
+
+        setattr(layer, name, MethodType(theirs, layer))
+        expected = run(kind, layer=layer)
+        with flux() as seen:
+            now = run(kind, layer=layer)
+            ran = report(torch.nn.ModuleDict({"layer": layer}))["layers"]["layer"]
+        reason = f"{name} set on the layer: {HERE}.{theirs.__qualname__}"
+        counted = (kind, name) == ("row", "_forward_impl")
+        runs_flux = (kind, name) == ("column", "forward")  # stock's forward calls what flux replaces
+        assert ran == ("flux" if runs_flux else f"stock: {reason}")
+        assert seen.fallbacks == ({f"{kind}: {reason}": 1} if counted else {})
+        assert all(torch.equal(a, b) for a, b in zip(now, expected, strict=True))
+
+
+def rank_batch_invariant() -> None:
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    with megatron(tp=2), mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
+        with flux() as seen:
+            for kind in ("column", "row"):
+                run(kind)
+        gemm = name_of_other(batch_invariant_kernels._te_general_gemm_patched, "general_gemm")
+        assert gemm == f"{batch_invariant_kernels.__name__}._te_general_gemm_patched"
+        reason = "batch-invariant mode (batch_invariant_mode)"
+        assert seen.fallbacks == {f"{kind}: {reason}": 1 for kind in ("column", "row")}
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_every_place(world2: WorkerPool, kind: str) -> None:
+    world2.run(rank_every_place, kind)
+
+
+def test_only_while_a_layer_runs(world2: WorkerPool) -> None:
+    world2.run(rank_only_while_a_layer_runs)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("how", ["with wraps", "without", "wrapt"])
+def test_a_method_that_was_wrapped_before(world2: WorkerPool, kind: str, how: str) -> None:
+    world2.run(rank_wrapped_method, kind, how)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("name", ["forward", "_forward_impl"])
+def test_a_method_set_on_a_layer(world2: WorkerPool, kind: str, name: str) -> None:
+    world2.run(rank_set_on_the_layer, kind, name)
+
+
+@over_te
+@pytest.mark.parametrize("kind", ["norm column", "column", "row"])
+def test_every_place_over_te(te_world2: WorkerPool, kind: str) -> None:
+    te_world2.run(rank_every_place_over_te, kind)
+
+
+def test_batch_invariant_mode(world2: WorkerPool) -> None:
+    world2.run(rank_batch_invariant)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,3 +43,47 @@ def test_every_environment_variable_is_documented() -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+def _texts(expression: ast.expr | None, module: ModuleType) -> Iterator[str]:
+    """What an expression may come to, as far as it is text: ``…`` where something is filled in."""
+    match expression:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.Name(id=name) if isinstance(getattr(module, name, None), str):
+            yield getattr(module, name)
+        case ast.JoinedStr(values=parts):
+            yield re.sub("…+", "…", "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts))
+        case ast.IfExp(body=one, orelse=other):
+            yield from (text for part in (one, other) for text in _texts(part, module))
+        case ast.BoolOp(values=parts):
+            yield from (text for part in parts for text in _texts(part, module))
+
+
+def _reasons(name: str) -> Iterator[str]:
+    """Why a module of patch/ has calls run stock: what functions with that answer return, and what is counted."""
+    module = importlib.import_module(f"megatron_flux.patch.{name}")
+    for function in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if not isinstance(function, ast.FunctionDef) or function.name in ("what_ran", "why_unusable"):
+            continue  # a layer that was not called, and an answer to a command
+        answers = re.match(r"str\b|.*\| str\b", ast.unparse(function.returns)) if function.returns else None
+        for node in ast.walk(function):
+            match node:
+                case ast.Return(value=value) if answers:
+                    yield from _texts(value, module)
+                case ast.Call(func=ast.Attribute(attr="runs_stock"), args=[_, reason, _]):
+                    yield from _texts(reason, module)
+                case ast.Assign(targets=[ast.Name(id="reason")], value=value):
+                    yield from _texts(value, module)
+                case ast.Raise(exc=ast.Call(args=[text])) if function.name == "load":
+                    yield from _texts(text, module)
+
+
+def test_every_reason_to_run_stock_is_documented() -> None:
+    found = {reason for name in ("linears", "originals", "te_seam", "te_fp8") for reason in _reasons(name)}
+    section = (
+        (ROOT / "docs" / "limits.md").read_text().partition("## What runs stock Megatron")[2].partition("\n## ")[0]
+    )
+    documented = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
+    assert sorted(found) == sorted(documented)
+    assert len(found) > 50

@@ -3,8 +3,8 @@
 Everything that is by group hangs here and nowhere else. Whoever needs it asks :func:`state_of`, once a call.
 
 Contract
-    * Nothing in a state refers to the group but weakly. When the last reference to a destroyed group is dropped, its
-      state goes and its memory with it; a group that is made again under the same name begins with a new state.
+    * A state and all that it holds refer to the group weakly. When the last reference to a destroyed group is dropped,
+      its state goes and its memory with it; a group that is made again under the same name begins with a new state.
     * All ranks make the same calls of a group in the same order, so that their states agree. Of it all only
       :attr:`GroupState.prepared` and :attr:`GroupState.chosen` are this rank's alone: they save time, decide nothing.
 

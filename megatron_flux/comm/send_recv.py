@@ -10,6 +10,7 @@ lost peers are the process group's own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,8 +31,15 @@ class SendRecv:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Nothing is communicated."""
-        self.group, self.rank, self.tp = group, group.rank(), group.size()
+        self._group, self.rank, self.tp = weakref.ref(group), group.rank(), group.size()
         self._broken: str | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, which is alive as long as calls are made; what its state holds does not keep it."""
+        group = self._group()
+        assert group is not None, "a transport does not outlive its group"  # noqa: S101
+        return group
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> SendRecvGather:
         """See :class:`~megatron_flux.comm.transport.Transport`."""

@@ -22,6 +22,7 @@ timed out or was broken off is an OperatorError. Results are allocated before a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,7 +251,7 @@ class PreparedStock:
 
     def __init__(self, call: OperatorCall) -> None:
         """As ``call``, of any operands."""
-        self._group, self._transposed, self._async_op = call.group, call.transposed, call.async_op
+        self._group, self._transposed, self._async_op = weakref.ref(call.group), call.transposed, call.async_op
 
     def usable(self) -> bool:
         """Graphs may run another choice."""
@@ -259,7 +260,7 @@ class PreparedStock:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> Pending:
         """The sum, pending where the call was."""
         return collectives.all_reduce(
-            gemm(x, weight, transposed=self._transposed), self._group, async_op=self._async_op
+            gemm(x, weight, transposed=self._transposed), self._group(), async_op=self._async_op
         )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,19 @@ def overlap_efficiency(time: float | None, gemm: float | None, serial: float | N
     return (serial - time) / (serial - gemm)
 
 
+def fallbacks_of(records: Sequence[Record]) -> dict[str, int]:
+    """Calls left to stock by reason, over all starts: a record counts from its own start on."""
+    total: Counter[str] = Counter()
+    last: dict[str, int] = {}
+    for record in records:
+        now = record["flux/fallbacks"]
+        if record.get("flux/run") is not None or any(now.get(reason, 0) < calls for reason, calls in last.items()):
+            total.update(last)
+        last = now
+    total.update(last)
+    return dict(total)
+
+
 def summarize(
     baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], *, separate: bool = False
 ) -> dict[str, Any]:
@@ -154,11 +168,7 @@ def summarize(
     loss_differences = relative_differences(baseline, flux, "lm loss")
     # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
     active = min((record["flux/active_layers"] for record in timed(flux) or flux), default=None)
-    fallbacks: dict[str, int] = {}
-    for record in flux:
-        for reason, calls in record["flux/fallbacks"].items():
-            # The count so far starts again when a run is resumed: the largest, not the last.
-            fallbacks[reason] = max(calls, fallbacks.get(reason, 0))
+    fallbacks = fallbacks_of(flux)
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
     device = info.get("device")

@@ -20,7 +20,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, Record, median_of, summarize, timed
+from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, Record, fallbacks_of, median_of, summarize, timed
 from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
 
 RECENT = 20
@@ -209,8 +209,7 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
     lines = [watched.end or (state, "red" if stalled else "")]
     if verdict := watched.verdict():
         lines.append((verdict, "bold"))
-    flux = watched.tails["flux"].records
-    for reason, calls in (flux[-1]["flux/fallbacks"] if flux else {}).items():
+    for reason, calls in fallbacks_of(watched.tails["flux"].records).items():
         lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
     # The last line of a running job may be half written: only whole lines can be damaged.
     lines += [

@@ -150,11 +150,16 @@ def test_active_layers_are_the_fewest() -> None:
     assert summarize([], flux, {})["flux_active_layers"] == 2
 
 
-def test_fallbacks_survive_a_restarted_count() -> None:
-    flux = arm([0.1] * 3, flux=True)
-    for item, counts in zip(flux, [{"fp8": 5}, {"fp8": 9, "tp": 1}, {"fp8": 2, "tp": 2}], strict=True):
-        item["flux/fallbacks"] = counts
-    assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 9, "tp": 2}
+@pytest.mark.parametrize("said", [True, False])
+def test_fallbacks_of_all_starts_are_counted(said: bool) -> None:
+    """26 calls a step, in three starts of which the second begins with as many as the first had."""
+    flux = arm([0.1] * 4, flux=True)
+    for item, steps in zip(flux, [1, 2, 2 if said else 1, 1], strict=True):
+        item["flux/fallbacks"] = {"fp8": 26 * steps} | ({"tp": 1} if steps == 2 else {})
+    if said:
+        for n in (0, 2, 3):
+            flux[n]["flux/run"] = {"arm": "flux"}
+    assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 26 * (5 if said else 3), "tp": 1 + said}
 
 
 def test_patched_baseline_is_told() -> None:

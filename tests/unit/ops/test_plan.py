@@ -192,41 +192,57 @@ def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
     tuning_cache.usable(CHUNKED, "all_gather_gemm m=8 host wire=fp8 | GPU")
 
 
-def test_key_names_everything_an_answer_depends_on() -> None:
-    x = torch.empty(1, 1, dtype=torch.bfloat16)
-    key = tuning_cache.describe("all_gather_gemm", 8192, 6144, 12288, x, True, 8, "nvlink")
-    for part in (
-        "all_gather_gemm",
-        "m=8192",
-        "n=6144",
-        "k=12288",
-        "bfloat16",
-        "[k,n]",
-        "tp=8",
-        "nvlink",
-        "torch",
-        "flux",
-        f" plan {tuning_cache.plan_schema()} ",
-        " triton ",
-        " nccl ",
-        "nvls=",
-        "margin=",
-        "connections=",
-    ):
-        assert part in key
+BASE = {"op": "all_gather_gemm", "m": 8, "n": 6, "k": 4, "dtype": torch.bfloat16, "transposed": False, "tp": 2}
+BASE |= {"link": "nvlink", "captured": False}
+IN_KEY: dict[str, dict[str, Any]] = {
+    "op": {"op": "gemm_reduce_scatter"},
+    **{name: {name: 16} for name in ("m", "n", "k", "tp")},
+    "dtype": {"dtype": torch.float16},
+    "form": {"transposed": True},
+    "link": {"link": "p2p"},
+    "captured": {"captured": True},
+    "gpu": {"gpu": "another"},
+    **{name: {name: "9.9"} for name in ("flux", "plan", "torch", "triton")},
+    "nccl": {"nccl": (9, 9)},
+    "nvls": {"NCCL_NVLS_ENABLE": "0"},
+    "margin": {"MEGATRON_FLUX_SM_MARGIN": "8"},
+    "connections": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+}
+"""One change by part of a key."""
+WORDS = {"|", "flux", "plan", "torch", "triton", "nccl"}  # of a key, which say what the next one is
 
 
-@pytest.mark.parametrize("name", ["NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"])
-def test_a_setting_that_changes_who_is_fastest_changes_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def key() -> str:
-        return tuning_cache.describe("all_gather_gemm", 8, 6, 4, torch.empty(0), False, 2, "nvlink")
+def key_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
+    """The words of a key on a machine of which all is known, but for ``changes``."""
+    machine = {"gpu": "GPU", "flux": "1.1", "plan": "abc", "torch": "2.2", "triton": "3.3", "nccl": (4, 4)}
+    machine |= {"NCCL_NVLS_ENABLE": "1", "MEGATRON_FLUX_SM_MARGIN": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    now = {**BASE, **machine, **changes}
+    with monkeypatch.context() as patch:
+        for name in ("NCCL_NVLS_ENABLE", "MEGATRON_FLUX_SM_MARGIN", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            patch.setenv(name, now[name])
+        patch.setattr(torch.cuda, "get_device_name", lambda device: now["gpu"])
+        patch.setattr(torch.cuda.nccl, "version", lambda: now["nccl"])
+        patch.setattr(torch, "__version__", now["torch"])
+        patch.setattr(tuning_cache, "__version__", now["flux"])
+        patch.setattr(tuning_cache, "plan_schema", lambda kind: now["plan"])
+        patch.setattr(tuning_cache.metadata, "version", lambda package: now["triton"])
+        patch.setattr(tuning_cache, "_machine", tuning_cache._machine.__wrapped__)
+        x = SimpleNamespace(dtype=now["dtype"], device=torch.device("cuda", 0))
+        call = (now[name] for name in ("op", "m", "n", "k"))
+        more = (now[name] for name in ("transposed", "tp", "link"))
+        return tuning_cache.describe(*call, x, *more, captured=now["captured"]).split(" ")  # type: ignore[arg-type]
 
-    monkeypatch.delenv(name, raising=False)
-    unset = key()
-    monkeypatch.setenv(name, "1")
-    one = key()
-    monkeypatch.setenv(name, "0")
-    assert len({unset, one, key()}) == 3
+
+def test_every_part_of_a_key_changes_with_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = key_with(monkeypatch)
+    assert key_with(monkeypatch) == base
+    tested: set[str] = set()
+    for part, change in IN_KEY.items():
+        gone = set(base) - set(key_with(monkeypatch, **change))
+        assert gone or part == "captured", f"{part} is not in the key"
+        assert part != "captured" or key_with(monkeypatch, **change) != base
+        tested |= gone
+    assert set(base) - tested == WORDS, "a part of the key that nothing here changes"
 
 
 def test_a_field_more_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

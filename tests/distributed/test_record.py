@@ -1,0 +1,247 @@
+"""Every figure of a record, computed another way: from what each rank of a real training saw, and by hand."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.metrics import schema
+from tests.distributed.megatron_world import megatron
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_tune_ahead import Zeros
+
+pytestmark = pytest.mark.distributed
+
+TP, DP, MICRO, BATCH, SEQUENCE, HIDDEN, FFN, VOCABULARY = 2, 2, 2, 2, 32, 64, 320, 512
+SLOW, STEPS, BEGIN, WARMUP, PEAK, BLOCK = 2, 4, 3, 2, 0.5, 5
+COLUMN, ROW = 3, 2  # QKV, FC1 and the output layer; projection and FC2
+SHARD = SEQUENCE // TP * BATCH * HIDDEN * 4  # bytes of what a rank has of an activation
+Row = dict[str, Any]
+
+
+def training(folder: Path, begin: int) -> list[Row]:
+    """Train some steps after ``begin``; returns what this rank has seen of each."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_flux.run.folder import make
+    from megatron_flux.train import run_folder
+    from megatron_flux.train.arm import Arm
+    from megatron_flux.train.config import resolve
+    from megatron_flux.train.data import Datasets
+    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+
+    with megatron(tp=TP):
+        options = TrainOptions(
+            tp=TP, num_layers=1, seq_length=SEQUENCE, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY,
+            micro_batch_size=BATCH, global_batch_size=BATCH * MICRO * DP, sample_interval=2, lr=1e-3,
+            profile_steps="3-3",
+            ffn_hidden_size=FFN,
+            distributed_optimizer=False, keep_gathered=True, keep_gathered_bytes=str(2 * TP * SHARD),
+        )  # fmt: skip
+        special = CheckpointOptions(eval_interval=2, eval_iters=1)
+        config = resolve(options, special, world_size=TP * DP, device="cpu", out=folder / "run")
+        config = config.model_copy(update={"warmup_steps": WARMUP})
+        if dist.get_rank() == 0 and not config.out.exists():
+            make(config.out, run_folder.description(config), overwrite=False)
+        dist.barrier()
+        arm = Arm("flux", config, Datasets(Zeros(SEQUENCE), Zeros(SEQUENCE)), torch.device("cpu"))
+        arm._peak_tflops = PEAK
+        trainer = arm.trainer
+        trainer.iteration, trainer.batches.consumed = begin, begin * config.global_batch_size  # as a checkpoint's load
+        linears = [m for m in trainer.model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+        seen: list[Row] = []
+        losses: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        trainer.model.register_forward_hook(lambda model, _, out: losses[model.training].append(out.detach().clone()))
+        step, update = trainer.step, trainer.optimizer.step
+
+        def norm() -> float:
+            """Of this rank's gradients, squared; those that all ranks of a group have are rank 0's."""
+            own = dist.get_rank() % TP == 0
+            parts = [p for p in trainer.model.parameters() if own or getattr(p, "tensor_model_parallel", False)]
+            return sum(float(p.main_grad.double().square().sum()) for p in parts)
+
+        def noted_update() -> Any:
+            seen[-1]["squares"] = norm()
+            return update()
+
+        def noted_step() -> Any:
+            seen.append({"linears": len(linears), "numbers": sum(m.weight.numel() for m in linears)})
+            if dist.get_rank() == SLOW:
+                time.sleep(0.05)
+            began = time.perf_counter()
+            if dist.get_rank() == SLOW:
+                trainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            local = step()
+            seen[-1] |= {"seconds": local.seconds, "around": time.perf_counter() - began, "ended": time.time()}
+            return local
+
+        trainer.step, trainer.optimizer.step = noted_step, noted_update
+        with arm:
+            for _ in arm.steps(STEPS, block=BLOCK):
+                seen[-1] |= {"shown": time.time(), "memory": psutil.Process().memory_info().rss}
+                seen[-1] |= {kind: torch.stack(losses[train]) if losses[train] else None for kind, train in
+                             (("losses", True), ("validation", False))}  # fmt: skip
+                losses[True].clear(), losses[False].clear()
+        return seen
+
+
+class Truth:
+    """What is known of one record without the code that made it."""
+
+    def __init__(self, record: Row, ranks: list[Row], begin: int, earlier: int) -> None:
+        self.record, self.ranks, self.begin, self.steps = record, ranks, begin, earlier + 1
+        self.seconds = max(rank["seconds"] for rank in ranks)
+        tokens = BATCH * MICRO * DP * SEQUENCE
+        products = 2 * tokens * TP * ranks[0]["numbers"] + BATCH * MICRO * DP * 2 * SEQUENCE**2 * HIDDEN
+        self.tokens, self.tflop = tokens, 3 * products / (TP * DP) / 1e12
+
+    def of_calls(self, part: Callable[[Row], float | None]) -> Any:
+        """By operator, the sum over this record's calls; None where one has none."""
+        found: dict[str, Any] = {}
+        for call in self.record["flux/calls"]:
+            found.setdefault(call["operator"], []).append((call["calls"], part(call)))
+        return {
+            operator: None if any(value is None for _, value in of) else pytest.approx(sum(n * v for n, v in of))
+            for operator, of in found.items()
+        }
+
+
+ABSENT = object()
+
+
+def mean(ranks: list[Row], kind: str) -> Any:
+    found = [rank[kind] for rank in ranks]
+    return ABSENT if found[0] is None else pytest.approx(float(torch.stack(found).double().mean()), rel=1e-6)
+
+
+REASON = "operators: reference: no GPU"
+CALLS = MICRO * (COLUMN + ROW)
+AGAIN = MICRO * (COLUMN - 2)  # gathers for wgrad: two inputs have room
+EXPECTED: dict[str, Callable[[Truth], Any]] = {
+    "iteration": lambda t: t.begin + t.steps,
+    "lm loss": lambda t: mean(t.ranks, "losses"),
+    "grad-norm": lambda t: pytest.approx(math.sqrt(sum(rank["squares"] for rank in t.ranks[:TP])), rel=1e-5),
+    "learning-rate": lambda t: 1e-3,
+    "iteration-time": lambda t: t.seconds,
+    "throughput": lambda t: pytest.approx(t.tflop / t.seconds),
+    "tokens-per-second": lambda t: pytest.approx(t.tokens / t.seconds),
+    "mfu": lambda t: pytest.approx(t.tflop / t.seconds / PEAK),
+    "consumed-samples": lambda t: BATCH * MICRO * DP * (t.begin + t.steps),
+    "peak-memory-bytes": lambda t: None,
+    "block": lambda t: BLOCK,
+    "warmup": lambda t: t.steps <= WARMUP,
+    "flux/active_layers": lambda t: t.ranks[0]["linears"],
+    "flux/all_gather_gemm_calls": lambda t: CALLS,
+    "flux/gemm_reduce_scatter_calls": lambda t: CALLS,
+    "flux/gemm_all_reduce_calls": lambda t: 0,
+    "flux/bytes_received": lambda t: (2 * CALLS + AGAIN) * (TP - 1) * SHARD,
+    "flux/fallback_calls": lambda t: 2 * CALLS + AGAIN,
+    "flux/fallbacks": lambda t: {REASON: t.steps * (2 * CALLS + AGAIN)},
+    "schema": lambda t: schema.SCHEMA_VERSION,
+    "timestamp": lambda t: Between(t.ranks[0]["ended"], t.ranks[0]["shown"]),
+    "profiled": lambda t: t.begin + t.steps in (2, 3) if t.begin == 0 else ABSENT,
+    "flux/allocated_peak_bytes": lambda t: None,
+    "flux/workspace_bytes": lambda t: 0,
+    "flux/kept_bytes": lambda t: 2 * TP * SHARD,
+    "flux/inputs_kept": lambda t: MICRO * 2,
+    "flux/inputs_gathered_again": lambda t: AGAIN,
+    "lm loss validation": lambda t: mean(t.ranks, "validation"),
+    "flux/host_memory_bytes": lambda t: pytest.approx(max(rank["memory"] for rank in t.ranks), rel=0.1),
+    "flux/sampled": lambda t: (t.begin + t.steps) % 2 == 0,
+    "flux/operator_time_ms": lambda t: t.of_calls(lambda call: call["time_ms"]),
+    "flux/gemm_time_ms": lambda t: t.of_calls(lambda call: call["gemm_ms"]),
+    "flux/serial_time_ms": lambda t: t.of_calls(lambda call: call["serial_ms"]),
+    "flux/exposed_communication_ms": lambda t: t.of_calls(lambda call: call["exposed_ms"]),
+    "flux/e_overlap": lambda t: dict.fromkeys(t.record["flux/operator_time_ms"]),  # withheld on CPUs
+    "flux/calls": lambda t: Satisfies(calls_are_the_layers),
+    "flux/choices": lambda t: {} if t.steps == 1 else ABSENT,  # no tuner runs
+    "flux/wait_timeouts": lambda t: 0,
+    "flux/slowest_rank": lambda t: SLOW,
+    "flux/rank_spread_ms": lambda t: Between(1e3 * MICRO * 0.05 * 0.5, 1e3 * t.seconds),
+    "flux/ranks": lambda t: Satisfies(
+        lambda found: found["step_ms"] == pytest.approx([1e3 * rank["seconds"] for rank in t.ranks])
+    ),
+    "flux/gpu": lambda t: None,
+    "flux/throttle_reasons": lambda t: None,
+    "flux/metrics_ms": lambda t: ABSENT if t.steps == 1 else Between(0, 1e4),
+    "flux/run": lambda t: Satisfies(lambda run: run["resumed_from"] == (t.begin or None)) if t.steps == 1 else ABSENT,
+}
+"""By field what its value must be; ABSENT where the record must not have it. Of (sampled) fields in sampled records."""
+
+
+SAMPLED = {
+    line.split("`")[1]
+    for line in resources.files("megatron_flux.metrics").joinpath("schema.md").read_text().splitlines()
+    if line.startswith("| `flux/") and "(sampled" in line and "flux/sampled" not in line
+}
+
+
+class Satisfies:
+    """Equal to what a predicate accepts."""
+
+    def __init__(self, accepts: Callable[[Any], bool]) -> None:
+        self.accepts = accepts
+
+    def __eq__(self, other: object) -> bool:
+        return self.accepts(other)
+
+
+def Between(low: float, high: float) -> Satisfies:  # noqa: N802 - a matcher
+    return Satisfies(lambda value: low < value < high)
+
+
+def calls_are_the_layers(calls: list[Row]) -> bool:
+    """The GEMMs of the model's layers, by operator and shape, and the gathers for wgrad."""
+    rows, ffn = SEQUENCE * BATCH, FFN
+    column, row = ((3 * HIDDEN, HIDDEN), (ffn, HIDDEN), (VOCABULARY, HIDDEN)), ((HIDDEN, HIDDEN), (HIDDEN, ffn))
+    wanted: dict[tuple[Any, ...], int] = {}
+    for n, k in column:
+        for call in (("all_gather_gemm", rows, n // TP, k, False), ("gemm_reduce_scatter", rows, k, n // TP, True)):
+            wanted[call] = wanted.get(call, 0) + MICRO
+    for n, k in row:
+        for call in (("gemm_reduce_scatter", rows, n, k // TP, False), ("all_gather_gemm", rows, k // TP, n, True)):
+            wanted[call] = wanted.get(call, 0) + MICRO
+    wanted[("all_gather", rows, 0, HIDDEN, False)] = AGAIN
+    names = ("operator", "m", "n", "k", "transposed")
+    return {tuple(call[name] for name in names): call["calls"] for call in calls} == wanted
+
+
+@pytest.fixture(scope="module")
+def starts(world4: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Truth]:
+    """The records of a training of four ranks, and of one that goes on from iteration 3."""
+    from megatron_flux.metrics.recorder import read_records
+
+    found = []
+    for begin in (0, BEGIN):
+        folder = tmp_path_factory.mktemp("record")
+        ranks = world4.run(training, folder, begin)
+        records = read_records(folder / "run" / "flux" / "metrics.jsonl")
+        assert len(records) == STEPS
+        found += [Truth(record, [rank[i] for rank in ranks], begin, i) for i, record in enumerate(records)]
+    return found
+
+
+@pytest.mark.parametrize("field", [field.name for field in schema.FIELDS])
+def test_a_figure_is_what_the_ranks_have_seen(starts: list[Truth], field: str) -> None:
+    assert field in EXPECTED, "nobody computes it: say here what it must be"
+    sampled = field in SAMPLED
+    checked = 0
+    for truth in starts:
+        if sampled and not truth.record["flux/sampled"]:
+            assert field not in truth.record
+            continue
+        wanted = EXPECTED[field](truth)
+        assert truth.record.get(field, ABSENT) == wanted, truth.record["iteration"]
+        checked += 1
+    assert checked
+    slowest = {max(range(TP * DP), key=lambda rank: truth.ranks[rank]["seconds"]) for truth in starts}
+    assert slowest != {0}, "rank 0 was the slowest in all steps: nothing was tested"

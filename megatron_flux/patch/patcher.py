@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -127,6 +128,7 @@ def patch(config: FluxConfig | None = None) -> None:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _linears, _replacements[:] = linears, replacements
+    _trace_anew(r.owner for r in replacements)
     _want(linears.config)
     total, backend = len(replacements), linears.config.backend
     _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
@@ -153,6 +155,7 @@ def unpatch() -> None:
             delattr(r.owner, r.name)
         else:
             setattr(r.owner, r.name, r.stock)
+    _trace_anew(r.owner for r in _replacements)
     _linears.close()
     _log("megatron_flux: %d replacements undone", len(_replacements))
     _linears = None
@@ -317,6 +320,33 @@ def _check(config: FluxConfig) -> None:
     given = config.keep_gathered_bytes
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
+
+
+def _trace_anew(owners: Iterable[type]) -> None:
+    """Have torch.compile forget what it has traced of layers of ``owners``, whose methods have just been exchanged.
+
+    It takes a class's methods for constants: what it compiled before would run on, and where other guards fail on some
+    ranks only, these alone would run the new methods, while their peers wait elsewhere.
+    """
+    kinds, classes = set(), list(owners)
+    while classes:
+        cls = classes.pop()
+        if id(cls) not in kinds:
+            kinds.add(id(cls))
+            classes += cls.__subclasses__()
+    try:
+        from torch._dynamo import convert_frame, eval_frame
+
+        for code in filter(None, (seen() for seen in convert_frame.input_codes.seen)):
+            guards = [entry.guard_manager.code_parts for entry in eval_frame._debug_get_cache_entry_list(code)]
+            # Whatever reads an attribute of a layer asks for its class first: ___check_type_id(..., id).
+            if any(not parts or kinds & set(map(int, _IDS.findall(" ".join(parts)))) for parts in guards):
+                eval_frame.reset_code(code)
+    except (ImportError, AttributeError):  # another release of torch
+        torch.compiler.reset()
+
+
+_IDS = re.compile(r", (\d+)\)")
 
 
 def _want(config: FluxConfig) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from megatron_flux.slurm.job import Resolved
 
 app = typer.Typer(
-    cls=Group, no_args_is_help=True, help="Job scripts for clusters: check, render, submit, status, resume, collect."
+    cls=Group,
+    no_args_is_help=True,
+    help="Job scripts for clusters: try, check, render, submit, status, resume, collect.",
 )
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
@@ -28,33 +30,38 @@ Dependency = Annotated[
 ]
 
 
-class JobOptions(BaseModel):
-    """Options of the commands that write a job's script. The descriptions are the help texts."""
+class SiteOptions(BaseModel):
+    """Options of what submits to a cluster or writes a script for it. The descriptions are the help texts."""
 
     profile: str = Field(description="Cluster: a packaged profile's name, or your own .yaml.")
-    job: str = Field("gpt3-175b", description="Model and layout: a packaged job's name, or your own .yaml.")
-    mode: Literal["baseline", "flux", "compare"] = Field(
-        "compare", description="Train stock, train patched, or both in turns."
-    )
     set: list[str] = Field(
         [], description="NAME=VALUE of an option of train or compare, such as steps=200. Repeatable."
     )
-    nodes: int | None = Field(None, description="Nodes, instead of the job's.")
-    tp: int | None = Field(None, description="Tensor-parallel size, instead of the job's.")
-    pp: int | None = Field(None, description="Pipeline-parallel size, instead of the job's.")
     link: str | None = Field(None, description="Weaker link than the profile's, for stock and flux: p2p, host or none.")
     wire: str | None = Field(
         None, description="What flux may send over the link host or p2p, instead of the profile's: exact, fp8 or int8."
-    )
-    repetitions: int | None = Field(None, description="Repetitions of a comparison (array tasks).")
-    retries: int | None = Field(
-        None, description="Retries after a rank failed, without its node, instead of the job's."
     )
     partition: str | None = Field(None, description="Instead of the profile's.")
     account: str | None = Field(None, description="Instead of the profile's.")
     time: str | None = Field(None, description="Time limit, instead of the profile's.")
     exclude: str | None = Field(None, description="Nodes to leave out, such as n[03,07].")
     venv: str | None = Field(None, description="Virtual environment to activate, instead of the profile's.")
+
+
+class JobOptions(SiteOptions):
+    """Options of the commands that write a job's script."""
+
+    job: str = Field("gpt3-175b", description="Model and layout: a packaged job's name, or your own .yaml.")
+    mode: Literal["baseline", "flux", "compare"] = Field(
+        "compare", description="Train stock, train patched, or both in turns."
+    )
+    nodes: int | None = Field(None, description="Nodes, instead of the job's.")
+    tp: int | None = Field(None, description="Tensor-parallel size, instead of the job's.")
+    pp: int | None = Field(None, description="Pipeline-parallel size, instead of the job's.")
+    repetitions: int | None = Field(None, description="Repetitions of a comparison (array tasks).")
+    retries: int | None = Field(
+        None, description="Retries after a rank failed, without its node, instead of the job's."
+    )
 
 
 @app.command("list")
@@ -68,6 +75,22 @@ def show_names() -> None:
     for name in Job.packaged():
         job = Job.load(name)
         typer.echo(f"job     {name:14} {job.description}, {job.nodes} nodes, TP {job.tp} x PP {job.pp}")
+
+
+@app.command("try")
+@with_options
+def attempt(given: SiteOptions, runs: Runs = Path("runs")) -> None:
+    """Prove a cluster: two nodes, two layers, ten steps of both arms, 15 minutes at most; waits and gives a verdict."""
+    from megatron_flux.slurm import submit as submission
+    from megatron_flux.slurm import trial
+    from megatron_flux.slurm.profile import Profile
+
+    own = {"time": trial.TIME, **trial.job(Profile.load(given.profile)), **given.model_dump(exclude_none=True)}
+    script, collecting = scripts(JobOptions(**own))
+    number, second, root = submission.submit(script, collecting, runs.absolute())
+    _say_where(root)
+    trial.follow([number, second], typer.echo)
+    typer.echo(trial.verdict(root))
 
 
 @app.command()
@@ -126,6 +149,7 @@ def submit(
     else:
         number, second, root = submission.submit(script, collecting, runs, own)
         typer.echo(f"job {number}: {submission.directive(script, 'job-name')}; job {second} collects it")
+        typer.echo(submission.save_on_signal(_resolved(options)[0]))
         _say_where(root)
 
 

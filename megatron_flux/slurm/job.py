@@ -137,6 +137,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
         layout["flux"] = mode == "flux"
+        layout |= {"save_interval": 0} if given.get("save_interval") is None else {}
     link, wire = _link(job, profile), job.wire or profile.wire
     wires = {"wire": wire, "grad_wire": given.get("grad_wire")} if mode != "baseline" else {}
     layout |= _over(link, wires, job, profile) | ({"wire": wire} if wires and wire != EXACT else {})

@@ -17,8 +17,9 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
-from megatron_flux.slurm.job import check_time
+from megatron_flux.slurm.job import Resolved, check_time
 from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
+from megatron_flux.train.checkpoint_access import least_bytes
 from megatron_flux.train.checkpoint_folder import TRACKER
 
 FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is told to go on in a folder that is there
@@ -34,6 +35,15 @@ def environment(runs: Path, root: Path | None = None) -> str:
         raise UserError(f"--runs {path!r}: commas, quotes, line breaks and control characters are not allowed")
     check_writable(runs, "--runs")
     return f"--export=ALL,MEGATRON_FLUX_RUNS={runs},{FOLDER}={root or ''}"
+
+
+def save_on_signal(resolved: Resolved) -> str:
+    """Say how large the checkpoint on the time limit's signal is, and what bandwidth its seconds need."""
+    nbytes, lead = least_bytes(resolved.run), resolved.profile.signal_seconds
+    return (
+        f"saves {nbytes / 1e9:,.1f} GB on the signal, {lead} s ahead of the time limit: that needs "
+        f"{nbytes / 1e9 / lead:,.1f} GB/s of the folder of runs, or more signal_seconds in the profile"
+    )
 
 
 @contextmanager

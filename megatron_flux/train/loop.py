@@ -128,14 +128,15 @@ def _take_turns(
 ) -> bool:
     """Train what is left, counting up ``iterations``; whether a signal stopped it.
 
-    One arm is saved at every ``save_interval`` and its last step. Two are saved at the first end of a turn at which
-    both have come so far, and not at the end. Either is saved when it is stopped, but for what has just been saved, or
-    not trained: there may be half a minute until everything is killed.
+    One arm is saved at every ``save_interval`` and its last step, with 0 at neither. Two are saved at the first end of
+    a turn at which both have come so far, and not at the end. Either is saved when it is stopped, but for what has just
+    been saved, or not trained: there may be half a minute until everything is killed.
     """
     turns = schedule(config.steps, config.block_steps or config.steps, iterations.copy())
     alone = config.save is not None and len(arms) == 1
     both = config.save is not None and len(arms) > 1
     every = config.save_interval or config.steps + 1  # never
+    at_end = config.steps if config.save_interval != 0 else None
     saved = min(iterations.values())
     if saved < config.steps and stop.agreed():  # asked while it was loaded or tuned
         return True
@@ -146,7 +147,7 @@ def _take_turns(
                     shown(name, iteration, result)
                     iterations[name] = iteration
                     stopped = min(iterations.values()) < config.steps and stop.agreed()
-                    if alone and (iteration % every == 0 or iteration == config.steps or stopped):
+                    if alone and (iteration % every == 0 or iteration == at_end or stopped):
                         save(arms[name].trainer, config.save)
                         stopped = stopped or (iteration < config.steps and stop.agreed())
                     if stopped:

@@ -251,7 +251,9 @@ class _SaveOptions(_EvalOptions):
         None,
         "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and --exit-signal, and, of train, at the end.",
     )
-    save_interval: int | None = _option(None, "Steps (of each arm) between checkpoints.", ge=1)
+    save_interval: int | None = _option(
+        None, "Steps (of each arm) between checkpoints; 0: none but when stopped, not at the end either.", ge=0
+    )
     save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)
     load: Path | None = _option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = _option(None, "Resume from this iteration in --load, not from the latest.", ge=1)

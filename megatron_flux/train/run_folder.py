@@ -140,6 +140,10 @@ def _last_words(config: RunConfig) -> str:
     if config.command == "compare":
         left = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
         return f"{left}; next: {report} OTHER --out FOLDER lays another run beside this one"
-    saved = "" if config.save is None else f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    saved = (
+        ""
+        if config.save is None or config.save_interval == 0
+        else f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    )
     arm = "flux" if config.flux else "baseline"
     return f"records: {config.out / arm / 'metrics.jsonl'}; next: {report} makes the report{saved}"

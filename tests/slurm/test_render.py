@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import yaml
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job
+from megatron_flux.slurm import job, trial
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile, seconds
+from megatron_flux.slurm.submit import save_on_signal
 from megatron_flux.train.presets import PRESETS
 from tests.slurm import golden
 
@@ -81,6 +83,7 @@ def test_what_the_layout_needs_is_in_the_scripts() -> None:
             assert f"--preset={name} --tp=8 --pp=8" in text
             assert ("--array=0-2%1" in text) is (mode == "compare")
             assert ("--no-flux" in text) is (mode == "baseline")
+            assert ("--save-interval=0" in text) is (mode != "compare"), "a benchmark leaves no checkpoint at its end"
             assert (" tune --models=" in text) is (mode != "baseline" and link == "nvlink")
 
 
@@ -238,6 +241,25 @@ def test_memory_is_checked_for_both_arms() -> None:
         job.resolve(Job.load("gpt3-175b"), small, "compare")
     job.resolve(Job.load("gpt3-175b"), small, "flux")
     job.resolve(Job.load("gpt3-175b", {"nodes": 32}), small, "flux")
+
+
+def test_submitting_says_what_a_save_on_the_signal_needs() -> None:
+    """GPT-3 175B: bf16 weights and three fp32 copies, 14 bytes a parameter, of each arm."""
+    resolved = job.resolve(Job.load("gpt3-175b"), Profile.load("nvlink-h100"), "compare")
+    size, rate = re.search(
+        r"saves ([\d,.]+) GB on the signal, 300 s .* needs ([\d,.]+) GB/s", save_on_signal(resolved)
+    ).groups()
+    assert float(size.replace(",", "")) == pytest.approx(2 * 14 * 175, rel=0.02)
+    assert float(rate) == pytest.approx(2 * 14 * 175 / 300, rel=0.02)
+
+
+@pytest.mark.parametrize(("per_node", "layout"), [(8, (8, 2)), (4, (4, 2)), (6, (2, 2)), (1, (2, 1)), (3, (2, 1))])
+def test_a_trial_fits_any_node(per_node: int, layout: tuple[int, int]) -> None:
+    site = Profile.load("nvlink-h100", {"processes_per_node": per_node})
+    own = trial.job(site)
+    assert (own["tp"], own["pp"]) == layout
+    run = job.resolve(Job.load(own.pop("job"), own), site, "compare").run
+    assert (run.world_size, run.shape.num_layers, run.steps) == (2 * per_node, 2, 10)
 
 
 def test_your_own_files_by_path(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ import pytest
 import yaml
 
 from megatron_flux.cli.slurm import JobOptions, scripts
+from megatron_flux.errors import FluxError
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
+from megatron_flux.slurm import trial
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
 from tests.slurm.cluster import Cluster
@@ -237,11 +239,25 @@ def miss_the_networks_floor(cluster: Cluster) -> Job:
     return job
 
 
-def start_on_bad_nodes(cluster: Cluster) -> Job:
+def tried(cluster: Cluster, profile: str, preset: str) -> tuple[str, list[str]]:
+    """The verdict of ``slurm try`` on the nodes 12 and 13, and the job's log."""
+    others = ",".join(name for i, name in enumerate(cluster.nodes) if i not in (12, 13))
+    own = trial.job(Profile.load(profile))
+    assert own["job"] == preset
+    options = JobOptions(profile=profile, exclude=others, time=trial.TIME, **own)
+    job = Job(cluster, *submission.submit(*scripts(options), Path("runs").absolute()))
+    said: list[str] = []
+    trial.follow([job.number, job.collecting], said.append, every=0.5)
+    assert said[-1].startswith(f"job {job.collecting}: C")  # completed or cancelled
+    try:
+        return trial.verdict(job.root), job.log()
+    except FluxError as error:
+        return str(error), job.log()
+
+
+def try_bad_and_good_nodes(cluster: Cluster) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
     """This machine has no GPUs, so every node is bad for a profile with eight."""
-    job = Job.submitted(cluster, range(12, 14), profile="nvlink-h100", mode="flux", nodes=2, tp=8)
-    job.ended("FAILED")
-    return job
+    return tried(cluster, "nvlink-h100", "try"), tried(cluster, "local", "tiny")
 
 
 def stop_without_requeues(cluster: Cluster) -> Job:
@@ -263,7 +279,7 @@ STORIES: list[Callable[[Cluster], Any]] = [
     compare,
     signal_during_saves,
     miss_the_networks_floor,
-    start_on_bad_nodes,
+    try_bad_and_good_nodes,
     stop_without_requeues,
 ]
 
@@ -344,12 +360,13 @@ def test_requeues_are_bounded(stories: Stories) -> None:
     assert all(part in last for part in ("error: ", "not requeued", "been 0 time(s)", "0 is the limit"))
 
 
-def test_a_bad_node_is_named_before_training(stories: Stories) -> None:
-    job = stories[start_on_bad_nodes].result()
-    said = job.log()
-    assert "all 2 nodes: 0 GPU(s), the profile says 8" in said
-    assert "error: pre-flight stopped the job: all 2 nodes: " in said[-1]
-    assert not any("training" in line for line in said)
+def test_a_small_job_says_whether_a_cluster_is_ready(stories: Stories) -> None:
+    (bad, log), (good, _) = stories[try_bad_and_good_nodes].result()
+    assert "all 2 nodes: 0 GPU(s), the profile says 8" in log
+    assert not any("training" in line for line in log)
+    assert bad.startswith("not ready: cause: pre-flight stopped the job: all 2 nodes: ")
+    assert good.startswith("ready: all nodes passed the pre-flight, both arms trained 12 steps, parity holds: ")
+    assert "9 layers ran flux; collected in " in good
 
 
 def test_a_network_below_its_floor_stops_the_job(stories: Stories) -> None:

@@ -226,6 +226,8 @@ def test_what_a_save_has_just_written_is_not_saved_again() -> None:
 
 def test_a_run_that_is_not_asked_saves_at_its_intervals_and_last_step() -> None:
     assert turns("f", 100, steps=5) == (False, {"f": 5}, [("f", 2), ("f", 4), ("f", 5)])
+    assert turns("f", 100, steps=5, save_interval=0) == (False, {"f": 5}, [])
+    assert turns("f", 3, steps=5, save_interval=0) == (True, {"f": 2}, [("f", 2)])
 
 
 def test_nobody_stops_after_the_last_step() -> None:

@@ -21,8 +21,20 @@ import torch  # noqa: F401
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
-from megatron_flux.patch import is_patched, patch, patched, report, set_backend, set_keep_gathered, tune_model, unpatch
+from megatron_flux.patch import (
+    is_patched,
+    patch,
+    patched,
+    report,
+    set_backend,
+    set_keep_gathered,
+    tune_model,
+    unpatch,
+    unused,
+)
 from megatron_flux.version import __version__
+
+unused.watch()  # here, too: torch may load no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 __all__ = [
     "FallbackError",

@@ -26,6 +26,7 @@ from megatron_flux.cli.quant import quant
 from megatron_flux.cli.start import report_console
 from megatron_flux.cli.train import compare, train
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.patch import unused
 from megatron_flux.run import launcher
 from megatron_flux.version import __version__
 
@@ -146,6 +147,7 @@ def main() -> None:
         except _UsageError as error:
             raise _in_one_line(error) from None
 
+    unused.settle()
     try:
         if "RANK" in os.environ:
             from megatron_flux.run import rank

@@ -4,7 +4,8 @@
 ``patched()`` does both. Nothing here imports megatron-core before ``patch()`` is called.
 
 Reading order: ``patcher`` (the public functions), ``megatron_core`` (what differs by release), ``linears`` (the
-replaced methods, and when a call runs stock), ``te_seam`` (what is assumed of TransformerEngine), ``tuning``.
+replaced methods, and when a call runs stock), ``originals`` (what other libraries may have exchanged), ``te_seam``
+(what is assumed of TransformerEngine), ``tuning``, ``unused`` (a switch that had no effect).
 """
 
 from megatron_flux.patch.patcher import (

@@ -40,6 +40,8 @@ TE_REPLACED = {
     f"{TE_LAYERS}:TERowParallelLinear.forward": _X,
 }
 """As :data:`REPLACED`, where megatron-core has TransformerEngine; the last two inherit the method."""
+LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+"""The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
 those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""

@@ -28,9 +28,10 @@ from megatron_flux.config import STOCK, Backends, FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import backend_names, stats
-from megatron_flux.patch import originals, te_seam, tuning
+from megatron_flux.patch import originals, te_seam, tuning, unused
 from megatron_flux.patch.linears import CHOICE, KEEP, TE_KINDS, LinearPatch
 from megatron_flux.patch.megatron_core import (
+    LINEARS,
     REPLACED,
     TE_REPLACED,
     checked_line,
@@ -92,6 +93,7 @@ def patch(config: FluxConfig | None = None) -> None:
     line = checked_line()
     from megatron.core.tensor_parallel import layers
 
+    unused.settle()
     linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear)
     makers: list[Any] = [linears.column_forward_impl, linears.row_forward]
     wanted = [(layers, path) for path in REPLACED]
@@ -231,7 +233,7 @@ def report(model: Model | None = None) -> dict[str, Any]:
         "bytes_received": stats.bytes_received,
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
-        **({} if model is None else {"layers": {name: ran(layer) for name, layer in _linears_of(model, _LINEARS)}}),
+        **({} if model is None else {"layers": {name: ran(layer) for name, layer in _linears_of(model, LINEARS)}}),
     }
 
 
@@ -267,7 +269,7 @@ def set_backend(
     else:
         choice = Backends(*(value or backend for value in directions.values()))
         _check_backends(choice, f"; or {STOCK!r}")
-    return _mark("set_backend", model, names, CHOICE, choice, _LINEARS)
+    return _mark("set_backend", model, names, CHOICE, choice, LINEARS)
 
 
 def set_keep_gathered(model: Model, keep_gathered: bool | None, *, names: str = "*") -> list[str]:
@@ -299,13 +301,12 @@ def _mark(function: str, model: Model, names: str, attribute: str, value: object
                 module.__dict__[attribute] = value
     if not chosen:
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-        kind = "tensor-parallel" if classes is _LINEARS else "column-parallel"
+        kind = "tensor-parallel" if classes is LINEARS else "column-parallel"
         raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
     return chosen
 
 
-_LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
-_COLUMNS = {path for path in _LINEARS if "Column" in path}
+_COLUMNS = {path for path in LINEARS if "Column" in path}
 
 
 def _check(config: FluxConfig) -> None:

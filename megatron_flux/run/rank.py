@@ -20,6 +20,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
+from megatron_flux.patch import unused
 
 logger = logging.getLogger("megatron_flux")
 
@@ -71,6 +72,7 @@ def serve(work: Callable[[], None]) -> None:
 def recorded(work: Callable[[], None]) -> None:
     """Do a launched rank's ``work``; an exception goes to the launcher's error file as well."""
     end_with_parent()
+    unused.settle()
     record(work, WholeErrorFile())()
 
 

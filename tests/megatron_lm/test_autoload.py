@@ -24,6 +24,37 @@ def test_this_package_may_be_imported_before_torch(run: Run, installed: Path, mo
     assert (result.code, result.out.split()) == (0, ["imported"]), result.err
 
 
+BUILDS = """
+import torch
+{imports}
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import RowParallelLinear
+config = ModelParallelConfig(use_cpu_initialization=True, perform_initialization=False)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel()
+for _ in range(2):
+    RowParallelLinear(4, 4, config=config, init_method=None, bias=False, input_is_parallel=True, skip_bias_add=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("autoload", "imports", "reason"),
+    [
+        ("1", "", "it works through Megatron-LM's megatron.training"),
+        ("0", "import megatron_flux", "with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it"),
+    ],
+)
+def test_a_script_without_megatron_training_is_told(
+    run: Run, installed: Path, autoload: str, imports: str, reason: str
+) -> None:
+    """As Megatron-Bridge and NeMo have none."""
+    script = BUILDS.format(imports=imports)
+    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert result.code == 0, result.err
+    assert result.err.count(f"MEGATRON_FLUX=1 has switched nothing on: {reason}") == 1
+
+
 def test_inert_without_the_variable(run: Run, installed: Path) -> None:
     result = run("-c", LOADED, path=(installed,))
     assert result.code == 0, result.err

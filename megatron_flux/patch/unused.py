@@ -1,0 +1,67 @@
+"""Say that ``MEGATRON_FLUX=1`` has switched nothing on, at the first tensor-parallel linear that is built.
+
+The variable works through Megatron-LM's ``megatron.training``. Frameworks that only use ``megatron.core``
+(Megatron-Bridge, NeMo) never call that, and would train stock without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron_flux.patch.megatron_core import LINEARS
+from megatron_flux.settings import OFF
+
+logger = logging.getLogger("megatron_flux")
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_handle: Any = None
+_settled = False
+
+
+def autoload() -> bool:
+    """Return True if torch loads this package by itself."""
+    return os.environ.get(_AUTOLOAD, "1") == "1"
+
+
+def watch() -> None:
+    """Wait for the first tensor-parallel linear, if ``MEGATRON_FLUX`` is on; a second call does nothing.
+
+    The hook sees parameters as they are registered: no forward has more to do.
+    """
+    global _handle
+    if _handle is None and not _settled and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
+        _handle = register_module_parameter_registration_hook(_look)
+
+
+def settle() -> None:
+    """End the wait: what runs here was asked, and has switched flux on or off (a command has options of its own)."""
+    global _handle, _settled
+    _settled = True
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _look(module: Any, *_: Any) -> None:
+    if any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+        settle()
+        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+            logger.warning("megatron_flux: MEGATRON_FLUX=%s has switched nothing on: %s", *_why())
+
+
+def _why() -> tuple[str, str]:
+    given = os.environ.get("MEGATRON_FLUX", "")
+    if not autoload():
+        return given, (
+            f"with {_AUTOLOAD}={os.environ[_AUTOLOAD]} torch does not load it, and layers run stock; unset that, start "
+            "with python -m megatron_flux.run SCRIPT, or call megatron_flux.patch() before the model is built"
+        )
+    return given, (
+        "it works through Megatron-LM's megatron.training, which this process has not called, and layers run stock; "
+        "call megatron_flux.patch() before the model is built"
+    )

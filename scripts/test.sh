@@ -40,18 +40,24 @@ packages=$!
 trap 'wait "$packages"' EXIT # apt-get that is broken off would have to be repaired
 use_environment dev
 
-# TransformerEngine's Python, for tests of its layers on CPUs. Without its compiled part it would break the environment,
-# so it gets a folder of its own; where it cannot be fetched, those tests say so and are skipped.
+# Packages that would break the environment without their compiled parts, or bring gigabytes: each has a folder of its
+# own, and tests that need it say so and are skipped where it cannot be fetched.
+PREFIX=$("$PYTHON" -c 'import sys; print(sys.prefix)')
+fetch_apart() {
+    local folder=$1
+    [[ ! -d $folder ]] || return 0
+    rm -rf "$folder.part" # of a start that was interrupted
+    pip_install --no-deps --target "$folder.part" "${@:2}" && mv "$folder.part" "$folder" ||
+        printf 'note: %s could not be fetched\n' "$2" >&2
+}
+
+# TransformerEngine's Python, for tests of its layers on CPUs.
 if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
-    MEGATRON_FLUX_TE_SOURCE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/te-source
-    if [[ ! -d $MEGATRON_FLUX_TE_SOURCE ]]; then
-        rm -rf "$MEGATRON_FLUX_TE_SOURCE.part" # of a start that was interrupted
-        pip_install --no-deps --target "$MEGATRON_FLUX_TE_SOURCE.part" transformer-engine==2.11.0 &&
-            mv "$MEGATRON_FLUX_TE_SOURCE.part" "$MEGATRON_FLUX_TE_SOURCE" ||
-            printf 'note: TransformerEngine could not be fetched\n' >&2
-    fi
-    export MEGATRON_FLUX_TE_SOURCE
+    export MEGATRON_FLUX_TE_SOURCE=$PREFIX/te-source
+    fetch_apart "$MEGATRON_FLUX_TE_SOURCE" transformer-engine==2.11.0
 fi
+# Megatron-Bridge and what its start imports.
+fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
 
 wait "$packages"
 trap - EXIT

@@ -44,6 +44,10 @@ class OperatorError(FluxError):
     """A fused operator failed on this rank: the message names rank, operator, peers and shape."""
 
 
+class SharedMemoryError(OperatorError, UserError):
+    """Memory that the ranks of a group share could not be had. All of them raise it, and none keeps any of it."""
+
+
 class InterruptedRunError(FluxError):
     """Somebody sent the launcher a signal; ``exit_code`` is what a shell expects then."""
 

@@ -117,22 +117,22 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/backends/tuned.py",
-        "collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))",
+        "agreement.first_rank(group, about, lambda: _first(tuning_cache.find(keys, full=full), captured))",
         "_first(tuning_cache.find(keys, full=full), captured)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
     ),
     _fault(
         "each rank lists its own candidates",
         f"{OPS}/backends/tuner_measurement.py",
-        "collectives.first_rank(group, lambda: tuner_calls.listed(call, full))",
+        "agreement.first_rank(group, about, lambda: tuner_calls.listed(call, full))",
         "tuner_calls.listed(call, full)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     _fault(
         "all_agree asks nobody",
         f"{OPS}/timing.py",
-        "dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)",
-        "pass",
+        "all(of_all_ranks(mine, group, about))",
+        "mine",
         (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
     ),
     _fault(
@@ -310,8 +310,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "bench ops stops only where every rank has to",
         "megatron_flux/bench/ops.py",
-        "not timing.all_agree(time.monotonic() - began <= seconds, group, device)",
-        "timing.all_agree(time.monotonic() - began > seconds, group, device)",
+        "not timing.all_agree(time.monotonic() - began <= seconds, group)",
+        "timing.all_agree(time.monotonic() - began > seconds, group)",
         ("tests/distributed/test_bench.py::test_one_rank_that_has_no_time_stops_all",),
     ),
     # Fences: what is missing is seen in the compiled code, without a GPU and with one.

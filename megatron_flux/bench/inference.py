@@ -26,7 +26,7 @@ from megatron_flux.bench import all_reduce, inference_report, int4_mlp, layer, p
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceWorkload
 from megatron_flux.bench.inference_workload import InferenceBench
 from megatron_flux.bench.layer import Ranks
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.train.shims import gradient_accumulation_fusion
 

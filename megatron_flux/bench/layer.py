@@ -38,7 +38,7 @@ import torch.distributed as dist
 from megatron_flux.bench import process_group, report
 from megatron_flux.bench.layer_config import LayerConfig, Workload, check_graphs
 from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.comm import collectives, links
+from megatron_flux.comm import agreement, links
 from megatron_flux.errors import UserError
 from megatron_flux.run import rank
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -94,7 +94,7 @@ def in_time(items: Sequence[_T], seconds: float | None, here: Ranks) -> Iterator
             yield item, None
             continue
         late = time.monotonic() - began > seconds
-        if collectives.of_all_ranks(late, here.ranks)[0]:
+        if agreement.of_all_ranks(late, here.ranks)[0]:
             here.say(f"stopped after {seconds:g} s, {len(items) - index} of {len(items)} left out")
             return
         # An equal share of the time for each; what one leaves over is the next one's.

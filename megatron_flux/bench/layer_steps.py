@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_flux import nvml
 from megatron_flux.bench.layer_arms import Step
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.ops import timing
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.telemetry.profiler import exported, write_trace

@@ -38,7 +38,7 @@ from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.bench.layer_steps import WARMUP_STEPS, Samples, capture, interleave, trace_step
 from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import attempt
-from megatron_flux.comm import collectives, group_state
+from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
@@ -139,7 +139,7 @@ class WorkloadBench:
         budget = self.config.keep_gathered_bytes
         if self.device.type == "cuda":
             need = self.workload.memory_gb(self.group.size(), len(layer_arms.blocks_of(wanted, recipe)))
-            free = min(collectives.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.ranks))
+            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.ranks))
             if budget is None:  # no optimizer comes here, which the layers would wait for
                 budget = max(0, int((free - need) * 1e9 / 4))
             if need > free:
@@ -289,7 +289,7 @@ class WorkloadBench:
 
     def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
         squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
-        by_rank = collectives.of_all_ranks(squares.tolist(), self.ranks)
+        by_rank = agreement.of_all_ranks(squares.tolist(), self.ranks)
         return [math.fsum(column) ** 0.5 for column in zip(*by_rank, strict=True)]
 
     def _seed(self) -> None:

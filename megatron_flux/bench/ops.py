@@ -177,7 +177,7 @@ def run(
     rounds: list[dict[str, Any]] = []
     began, seconds = time.monotonic(), wanted.seconds
     for number, case in enumerate(cases, 1):
-        if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group, device):
+        if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group):
             say(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured")
             break
         row, raw = _case(case, wanted, group, device, link, rate)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives, links
+from megatron_flux.comm import agreement, links
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.ops.backends.registry import get_backend
@@ -97,7 +97,7 @@ def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | No
         mine = (True, str(error))
     except Exception as error:  # whatever an arm raises is the reason why it is left out
         mine = (False, f"{type(error).__name__}: {error}")
-    for number, found in enumerate(collectives.of_all_ranks(mine, ranks)):
+    for number, found in enumerate(agreement.of_all_ranks(mine, ranks)):
         if found is not None:
             said = " ".join(found[1].split())[:500]
             return None, said if found[0] else f"rank {number}: {said}"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_flux.bench import fp8_calls, ops, process_group, report
 from megatron_flux.bench.shapes import Case, TuneRun
-from megatron_flux.comm import collectives, links
+from megatron_flux.comm import agreement, links
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.layers.fp8 import GATHERED_AS
@@ -60,11 +60,13 @@ def run(
             wire = wanted.grad_wire if case.direction == "dgrad" else wanted.wire
             call = _call(case, group, dtype, device, wire)
             key = tuner_calls.key_of(call, captured=False)
-            known = key in tuned.decisions(group).answers or collectives.first_rank(group, partial(_kept, key))
+            known = key in tuned.decisions(group).answers or agreement.first_rank(
+                group, "kept plans", partial(_kept, key)
+            )
             tuned.decide(call)
             answer = tuned.decisions(group).answers[key]
             done.append((case, key, answer))
-            collectives.first_rank(group, partial(_keep, wanted, key, answer))
+            agreement.first_rank(group, "keeping a plan", partial(_keep, wanted, key, answer))
             if group.rank() == 0:
                 name, ms = report.chosen(answer), answer["ms"]
                 log(

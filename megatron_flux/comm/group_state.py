@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab as slabs
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Slab, size_class
 from megatron_flux.errors import UserError
 
@@ -130,7 +131,7 @@ class GroupState:
         for device in {slab.data_table.device for slab in self.slabs.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        dist.barrier(group=self.group)  # no peer's kernel or copy is under way to what is freed here
+        of_all_ranks(None, self.group, "new workspaces")  # no peer's kernel or copy is under way to what is freed here
         for slab in self.slabs.values():
             self._retire(slab)
         self.slabs.clear()

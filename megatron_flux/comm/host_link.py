@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from megatron_flux import settings
 from megatron_flux.comm import host_memory, host_program, transport
+from megatron_flux.comm.agreement import together
 from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_ring import Layout, usual
@@ -77,18 +78,22 @@ class HostLink:
         self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
         self._last: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
-        self._lanes: list[Lane]
-        if device.type == "cuda":
-            streams = [StreamLane(device) for _ in LANES]
-            self._lanes = [*streams]
-            progress.release = lambda: release(self.layout, self.rank, regions.host, streams)
-            self._gates: dict[Any, Any] = {}
-        else:
-            seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
-            self._lanes = [
-                ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in LANES
-            ]
-        dist.barrier(group=group)  # nobody waits for a peer that could not make its own
+        self._lanes: list[Lane] = []
+
+        def make_lanes() -> None:
+            if device.type == "cuda":
+                streams = [StreamLane(device) for _ in LANES]
+                self._lanes = [*streams]
+                progress.release = lambda: release(self.layout, self.rank, regions.host, streams)
+                self._gates: dict[Any, Any] = {}
+            else:
+                seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
+                self._lanes = [
+                    ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in LANES
+                ]
+
+        # Nobody waits for a peer that could not make its own.
+        together(group, f"making the link through {self.through}", make_lanes)
 
     @property
     def shared_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 Contract
     * :func:`make` is collective. It ends on all ranks with the regions, or on all of them with one UserError that says
-      what is needed: how much memory, a common folder. The memory is zero.
+      what is needed: how much memory, one host. The memory is zero.
     * A region is allocated before it is used (``posix_fallocate``): too little of it is an error here, and not a SIGBUS
       in the middle of a training. Containers have 64 MB unless they are told otherwise.
     * Its pages lie on the NUMA node of the owner's GPU.
@@ -16,12 +16,13 @@ when it is dropped but at the next :func:`make`, which waits for the device firs
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ import torch.distributed as dist
 
 from megatron_flux import cuda_memory_ops as memory_ops
 from megatron_flux import nvml
-from megatron_flux.comm.collectives import of_all_ranks
-from megatron_flux.errors import FluxError, UserError, one_line
+from megatron_flux.comm import shared_memory
+from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.errors import SharedMemoryError, UserError
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - mkstemp makes the files, private to us
 _MIB = 1 << 20
@@ -49,13 +51,18 @@ class Mapping:
             os.close(handle)
         self._view = np.frombuffer(self._map, dtype=np.uint8)
         self.address: int = self._view.ctypes.data
+        self.lane = self.address
+        """The address for :mod:`~megatron_flux.comm.lanes`: of the device once it is pinned, else of this process."""
         self.pinned = False
 
-    def pin(self) -> int:
-        """The device's address, now that CUDA may use it."""
-        found = memory_ops.register(self.address, len(self._view))
+    def tensor(self) -> torch.Tensor:
+        """Return it as uint8 ``[nbytes]``, which keeps it mapped."""
+        return torch.from_numpy(self._view)
+
+    def pin(self) -> None:
+        """Let CUDA use it."""
+        self.lane = memory_ops.register(self.address, len(self._view))
         self.pinned = True
-        return found
 
     def unpin(self) -> None:
         """The opposite."""
@@ -94,35 +101,49 @@ def make(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions
     """A region of ``nbytes`` (a multiple of a page) for each rank of ``group``. Raises UserError; see the module."""
     _free_dropped(device)
     _enough(group, nbytes)
-    mine: str | None = None
-    paths: list[str] = []
+    mappings = _files(group, nbytes, functools.partial(_allocate, nbytes, device), pinned=device.type == "cuda")
+    return Regions(mappings, [mapping.lane for mapping in mappings])
+
+
+def tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
+    """uint8 ``[nbytes]`` for each rank of ``group``, zero; the system allocates what is touched. Collective. Raises
+    SharedMemoryError.
+    """
+    return [mapping.tensor() for mapping in _files(group, nbytes, functools.partial(_sparse, nbytes), pinned=False)]
+
+
+def _files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pinned: bool) -> list[Mapping]:
+    """Map every rank's file, which ``allocate`` makes there. Collective."""
+    names: list[str] = []
+    mappings: list[Mapping] = []
+
+    def own() -> str:
+        names.append(allocate())
+        return names[0]
+
+    def map_all() -> None:
+        for name in names[len(mappings) :]:
+            mappings.append(Mapping(name, nbytes))
+        for mapping in mappings:
+            if pinned and not mapping.pinned:
+                mapping.pin()
+
+    def advice(_: bool) -> str:
+        return _more(group, nbytes)
+
+    about = f"sharing {-(-nbytes // _MIB)} MiB of {FOLDER}"
     try:
-        error = None
-        try:
-            mine = _allocate(nbytes, device)
-        except OSError as raised:
-            error = f"{FOLDER}: {raised.strerror or raised}"
-        said = of_all_ranks((mine, error), group)
-        paths = [path for path, _ in said if path is not None]
-        _refuse(group, [why for _, why in said], nbytes)
-        mappings: list[Mapping] = []
-        lanes: list[int] = []
-        try:
-            mappings = [Mapping(path, nbytes) for path in paths]
-            lanes = [mapping.pin() if device.type == "cuda" else mapping.address for mapping in mappings]
-        except (OSError, FluxError) as raised:
-            error = one_line(raised)
-        try:
-            _refuse(group, of_all_ranks(error, group), nbytes)
-        except BaseException:
-            for mapping in mappings:
-                mapping.unpin()
-            raise
-        return Regions(mappings, lanes)
+        names[:] = shared_memory.obtain(group, about, own, advice)
+        shared_memory.obtain(group, f"{about} (mapping)", map_all, advice)
+    except BaseException:
+        for mapping in mappings:
+            mapping.unpin()
+        raise
     finally:
-        for path in {*paths, *([mine] if mine is not None else [])}:
+        for name in names:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(name)
+    return mappings
 
 
 def _free_dropped(device: torch.device) -> None:
@@ -143,27 +164,20 @@ def room() -> tuple[int, int]:
 
 def _enough(group: dist.ProcessGroup, nbytes: int) -> None:
     """Whether there is a host with memory enough, before anything is taken of it. Collective."""
-    said = of_all_ranks((socket.gethostname(), *room()), group)
+    said = of_all_ranks((socket.gethostname(), *room()), group, "room in host memory")
     if len({host for host, *_ in said}) > 1:
         raise UserError("a link through host memory needs all ranks of a group on one host")
     total, free = min(total for _, total, _ in said), min(free for *_, free in said)
     if free < nbytes * group.size():
-        raise UserError(_too_little(group, nbytes, f"{FOLDER} has {free // _MIB} MiB left of {total // _MIB}"))
+        raise SharedMemoryError(
+            f"the link through host memory needs {-(-nbytes * group.size() // _MIB)} MiB of shared memory for "
+            f"{group.size()} ranks, and {FOLDER} has {free // _MIB} MiB left of {total // _MIB}: {_more(group, nbytes)}"
+        )
 
 
-def _too_little(group: dist.ProcessGroup, nbytes: int, there: str) -> str:
+def _more(group: dist.ProcessGroup, nbytes: int) -> str:
     needed = -(-nbytes * group.size() // _MIB)
-    return (
-        f"the link through host memory needs {needed} MiB of shared memory for {group.size()} ranks, and {there}: give "
-        f"the container more (docker run --shm-size={needed + 64}m, or --ipc=host)"
-    )
-
-
-def _refuse(group: dist.ProcessGroup, errors: list[str | None], nbytes: int) -> None:
-    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-    if failed:
-        rank, error = failed[0]
-        raise UserError(_too_little(group, nbytes, f"tp rank {rank} could not have it ({error})"))
+    return f"give the container more shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
 
 
 def _allocate(nbytes: int, device: torch.device) -> str:
@@ -175,6 +189,16 @@ def _allocate(nbytes: int, device: torch.device) -> str:
     except BaseException:
         os.unlink(name)
         raise
+    finally:
+        os.close(handle)
+    return name
+
+
+def _sparse(nbytes: int) -> str:
+    folder = FOLDER if FOLDER.is_dir() else None
+    handle, name = tempfile.mkstemp(prefix="megatron_flux_", dir=folder)
+    try:
+        os.ftruncate(handle, nbytes)
     finally:
         os.close(handle)
     return name

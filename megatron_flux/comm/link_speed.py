@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_flux import cuda_driver
 from megatron_flux.comm import host_memory, links
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_ring import MIB, PAGE, Layout
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, Wait
@@ -146,9 +146,9 @@ def received(
 
     for name, action in (("gather", gather), ("exchange", exchange)):
         theirs.zero_()
-        found[name] = (tp - 1) * nbytes / max(of_all_ranks(_best(action, group, device), group)) / 1e9
+        found[name] = (tp - 1) * nbytes / max(of_all_ranks(_best(action, group, device), group, "speeds")) / 1e9
         right = all(bool((theirs[peer] == peer + 1).all()) for peer in range(tp) if peer != rank)
-        wrong = [number for number, good in enumerate(of_all_ranks(right, group)) if not good]
+        wrong = [number for number, good in enumerate(of_all_ranks(right, group, "arrivals")) if not good]
         if wrong:
             raise OperatorError(f"a test {name} through {link.through} did not bring what was sent to rank(s) {wrong}")
     return found
@@ -159,7 +159,7 @@ def buffers(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> tupl
     made = None
     with contextlib.suppress(torch.OutOfMemoryError):
         made = _buffers(group.size(), device, nbytes)
-    return made if all(of_all_ranks(made is not None, group)) else None
+    return made if all(of_all_ranks(made is not None, group, "buffers to measure in")) else None
 
 
 def _buffers(tp: int, device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ def _copies(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
         alone = [_best(action if rank == turn else None, group, device) for turn in range(tp)][rank]
         at_once = _best(action, group, device)
         for key, seconds in ((name, alone), (f"{name}_at_once", at_once)):
-            found[key] = [HOST_BYTES / of_rank / 1e9 for of_rank in of_all_ranks(seconds, group)]
+            found[key] = [HOST_BYTES / of_rank / 1e9 for of_rank in of_all_ranks(seconds, group, "speeds")]
     return found
 
 

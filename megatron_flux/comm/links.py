@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml, settings
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.group_state import Beside, Link, all_states, state_of
 from megatron_flux.errors import UserError
 
@@ -46,7 +46,8 @@ def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
     if state.link is None and device.type != "cuda":
         state.link = _weakened(Link("none", f"{device.type} tensors have no peer access"), group, device)
     elif state.link is None:
-        links = of_all_ranks(_link(group, device), group)
+        seen_by_all = together(group, "which GPUs there are", lambda: _gpu(device))
+        links = together(group, "what connects the GPUs", lambda: _link(group, device, seen_by_all))
         state.link = _weakened(min(links, key=lambda link: KINDS.index(link.kind)), group, device)
     return state.link
 
@@ -105,7 +106,11 @@ def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Li
     link = asked()
     if link is None or link == there.kind:
         return there
-    if device.type != "cuda" and link == "host" and len(set(of_all_ranks(socket.gethostname(), group))) == 1:
+    if (
+        device.type != "cuda"
+        and link == "host"
+        and len(set(of_all_ranks(socket.gethostname(), group, "the hosts"))) == 1
+    ):
         return Link("host", "asked for")
     if KINDS.index(link) > KINDS.index(there.kind):
         raise UserError(
@@ -116,11 +121,19 @@ def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Li
     return Link(link, f"asked for, where there is {there.kind}")
 
 
-def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """What this rank sees. Collective."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid))
-    hosts, uuids = zip(*of_all_ranks(mine, group), strict=True)
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def _gpu(device: torch.device) -> tuple[str, str]:
+    """Return this rank's host and the UUID of its GPU."""
+    return socket.gethostname(), str(torch.cuda.get_device_properties(_index(device)).uuid)
+
+
+def _link(group: dist.ProcessGroup, device: torch.device, gpus: list[tuple[str, str]]) -> Link:
+    """Return what this rank sees of the ``gpus`` of all ranks (:func:`_gpu`)."""
+    index = _index(device)
+    hosts, uuids = zip(*gpus, strict=True)
     if len(set(hosts)) > 1:
         return Link("none", "the group spans several hosts")
     if len(set(uuids)) < len(uuids):
@@ -130,7 +143,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> Link:
         if uuid not in visible:
             # One GPU visible per process: CUDA cannot be asked, symmetric memory still maps the peer's.
             return _unseen(list(uuids))
-        if uuid != mine[1] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
+        if uuid != uuids[group.rank()] and not torch.cuda.can_device_access_peer(index, visible[uuid]):
             return Link("host", f"no peer access between GPU {index} and GPU {visible[uuid]}")
     return between([visible[uuid] for uuid in uuids])
 
@@ -173,7 +186,12 @@ def beside(group: dist.ProcessGroup) -> Beside:
     """The same on all ranks of ``group``; collective on first use, so call it on all of them at the same point."""
     state = state_of(group)
     if state.beside is None:
-        state.beside = Beside(*(any(column) for column in zip(*of_all_ranks(seen(group), group), strict=True)))
+        state.beside = Beside(
+            *(
+                any(column)
+                for column in zip(*of_all_ranks(seen(group), group, "what runs beside the group"), strict=True)
+            )
+        )
     return state.beside
 
 

@@ -35,14 +35,13 @@ import torch.distributed as dist
 
 from megatron_flux import cuda_driver
 from megatron_flux.comm import p2p_program, p2p_schedule, slab
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_program import Part, Program, Step
 from megatron_flux.comm.lanes import Batch, store
 from megatron_flux.comm.p2p_program import CLOSED, IN, PeerLayout
 from megatron_flux.comm.p2p_schedule import Islands, of_rank
 from megatron_flux.cuda_memory_ops import FLUSH, WordOp
-from megatron_flux.errors import UserError, one_line
 
 _CAN_FLUSH_REMOTE_WRITES = 98
 
@@ -69,7 +68,7 @@ class P2PLink(HostLink):
         self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
-        memory = _memory(group, layout.device_bytes, device)
+        memory = slab.memory(group, layout.device_bytes, device)
         self._slots = [tensor.data_ptr() for tensor in memory[0]]
         self._flushes = device.type == "cuda" and bool(cuda_driver.attribute(device, _CAN_FLUSH_REMOTE_WRITES))
         super().__init__(group, device, layout, one_queue=one_queue)
@@ -78,7 +77,7 @@ class P2PLink(HostLink):
         own = self._progress.regions.host[self.rank]
         for word in layout.own_words():
             store(own + word, CLOSED)
-        dist.barrier(group=group)  # nobody opens a slot before everybody's are closed
+        of_all_ranks(None, group, "closing slots")  # nobody opens a slot before everybody's are closed
 
     def use(self, islands: Islands | None) -> None:
         """Let calls that begin from here on, on all ranks, go as islands ask for (None: flat)."""
@@ -106,18 +105,3 @@ def _flushed(step: Step) -> list[Step]:
     if step.lane != IN or not step.copies:
         return [step]
     return [step._replace(copies=()), Step(IN, Batch([WordOp(FLUSH, 0, 0)]), step.copies, None)]
-
-
-def _memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
-    """As :func:`~megatron_flux.comm.slab.memory`. Raises UserError: on all ranks, if a rank could not have it."""
-    made, error = None, None
-    try:
-        made = slab.memory(group, nbytes, device)
-    except (RuntimeError, OSError) as raised:
-        error = one_line(raised)
-    failed = [(rank, why) for rank, why in enumerate(of_all_ranks(error, group)) if why is not None]
-    if failed or made is None:
-        raise UserError(
-            f"the link through peers' memory needs symmetric memory, and tp rank {failed[0][0]}: {failed[0][1]}"
-        )
-    return made

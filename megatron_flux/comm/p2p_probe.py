@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_flux import nvml
 from megatron_flux.comm import link_speed
-from megatron_flux.comm.collectives import first_rank, of_all_ranks
+from megatron_flux.comm.agreement import first_rank, together
 from megatron_flux.comm.host_ring import MIB
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import Islands
@@ -47,10 +47,10 @@ def probe(group: dist.ProcessGroup, device: torch.device, link: P2PLink) -> dict
     ``schedule`` (``flat`` or ``islands``) and ``gb_per_s`` that a rank receives, by schedule, in a ``gather`` and in an
     ``exchange``; empty where there was no memory to measure in. ``link`` is used for it.
     """
-    gpus = of_all_ranks(_here(device), group)
+    gpus = together(group, "where the GPUs are", lambda: _here(device))
     two = islands(gpus)
     path = cache_folder() / f"link-{zlib.crc32(json.dumps(gpus).encode()):08x}.json"
-    kept = first_rank(group, lambda: _kept(path, gpus))
+    kept = first_rank(group, "kept speeds", lambda: _kept(path, gpus))
     if kept is not None:
         return kept
     speeds: dict[str, dict[str, float]] = {}
@@ -63,7 +63,7 @@ def probe(group: dist.ProcessGroup, device: torch.device, link: P2PLink) -> dict
     schedule = best or ("islands" if two else "flat")
     found = {"gpus": gpus, "islands": two and [list(ranks) for ranks in two], "schedule": schedule, "gb_per_s": speeds}
     if speeds:
-        first_rank(group, lambda: _keep(path, found))
+        first_rank(group, "keeping speeds", lambda: _keep(path, found))
     return found
 
 

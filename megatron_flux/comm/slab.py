@@ -32,7 +32,8 @@ Exceptions
 
     * what can fail for want of memory comes before the turn: an exception until then leaves no trace. All ranks must
       have made the same calls then, as with any collective: one that ran out of memory alone makes its call again, or
-      ends;
+      ends. Where it was the first call of its kind, ranks that no longer agree say so
+      (:mod:`megatron_flux.comm.agreement`);
     * from the turn on, everything that a call does to its slab or enqueues lies inside :func:`unbroken`, or in a
       ``try`` that ends in :func:`broken_off` where a context per call is too much. It poisons the slab: every further
       call on this rank is an OperatorError that names the rank, the operator and the exception;
@@ -65,8 +66,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -75,9 +74,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import cuda_driver as driver
+from megatron_flux.comm import host_memory, shared_memory
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.comm.collectives import Pending, of_all_ranks
-from megatron_flux.errors import OperatorError, UserError, one_line
+from megatron_flux.comm.agreement import together
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.errors import OperatorError, UserError
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
@@ -314,8 +315,14 @@ def make(
 
 
 def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective."""
-    return _symmetric(group, nbytes, device) if device.type == "cuda" else (_shared_files(group, nbytes), None)
+    """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective. Raises SharedMemoryError.
+
+    On the CPU it is shared memory of the host, so that schedules, flags, epochs, reuse and time-outs are tested with
+    real processes and real concurrency where there is no GPU. It is not a fast path.
+    """
+    if device.type == "cuda":
+        return shared_memory.symmetric(group, nbytes, device)
+    return host_memory.tensors(group, nbytes), None
 
 
 def assemble(
@@ -329,45 +336,26 @@ def assemble(
 ) -> Slab:
     """A slab of memory that is there: ``flags`` and ``data`` of every rank, as :class:`Slab` has them. Collective."""
     device = data[0].device
-    flags[group.rank()].zero_()
 
     def table(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
 
-    ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    slab = Slab(
-        group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
-        epochs.to(device), watch.Alarm(group, device), keep,
-    )  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier(group=group)  # nobody writes a flag before everybody's are zero
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return slab
+    made: list[Slab] = []
 
+    def make_own() -> None:
+        flags[group.rank()].zero_()
+        ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        slab = Slab(
+            group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
+            epochs.to(device), watch.Alarm(group, device), keep,
+        )  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        made.append(slab)
 
-def _symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symm_mem
-
-    try:
-        whole = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = symm_mem.rendezvous(whole, group)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # what the driver says of it names neither the GPUs nor the cause
-        raise OperatorError(
-            f"ranks {dist.get_process_group_ranks(group)} cannot share {nbytes >> 20} MiB of GPU memory by torch's "
-            f"symmetric memory ({one_line(error)}): do all see each other's GPUs, in containers too, and does NVIDIA's "
-            "fabric manager run where there is NVSwitch? MEGATRON_FLUX_LINK=none does without"
-        ) from error
-    if handle.multicast_ptr:
-        raise OperatorError(
-            "torch made an NVLink multicast object; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before torch.distributed "
-            "is imported"
-        )
-    return [handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size())], (whole, handle)
+    # Nobody writes a flag before everybody's are zero, and nobody uses a slab that a peer could not make.
+    together(group, f"making a workspace of 2 x {half_bytes // MIB} MiB", make_own)
+    return made[0]
 
 
 @contextlib.contextmanager
@@ -412,21 +400,3 @@ def _spoil(operator: str, error: BaseException, device: torch.device) -> None:
         # No memory for that: who waits for a stream that is captured ends the capture.
         with contextlib.suppress(Exception):
             torch.cuda.current_stream().synchronize()
-
-
-def _shared_files(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
-    """Symmetric memory on the CPU: one shared file per rank, mapped by all ranks, zeroed by the system. Collective. It
-    exists so that schedules, flags, epochs, reuse and time-outs are tested with real processes and real concurrency
-    where there is no GPU. It is not a fast path. All ranks must share a host and its shared-memory file system.
-    """
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 - mkstemp makes the file, private to us
-    handle, mine = tempfile.mkstemp(prefix="megatron_flux_", dir=folder)
-    os.ftruncate(handle, nbytes)
-    os.close(handle)
-    try:
-        paths = of_all_ranks(mine, group)
-        mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-        dist.barrier(group=group)
-    finally:
-        os.unlink(mine)  # the mappings keep the memory alive
-    return mapped

@@ -56,10 +56,13 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
     """
     given = settings.timeout_s()
-    if given is not None:
-        return given
+    return group_timeout_s(group, device) if given is None else given
+
+
+def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return the time-out of the group's own collectives on ``device`` (None: on any that it has)."""
     try:
-        return group._get_backend(device).options._timeout.total_seconds()
+        return group._get_backend(device or group._device_types[0]).options._timeout.total_seconds()
     except (AttributeError, RuntimeError) as error:  # a backend of another kind, or of another torch
         usual = (constants.default_pg_nccl_timeout or constants.default_pg_timeout).total_seconds()
         _log.warning(

@@ -43,7 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron_flux.comm import links
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.config import Backends, Wires
 from megatron_flux.kernels.wire import EXACT
@@ -128,7 +128,7 @@ class _Ledger:
         if granted is None:
             if self._refuses_quietly():
                 return False
-            offers = of_all_ranks(self._offer(x), group)
+            offers = of_all_ranks(self._offer(x), group, "room to keep inputs")
             known = [offer for offer in offers if offer is not None]
             if len(known) < len(offers):
                 return False
@@ -137,7 +137,7 @@ class _Ledger:
         if nbytes > granted:
             return False
         if self.counted + nbytes > granted and not self._refuses_quietly():
-            held = max(of_all_ranks(self.held(), group))
+            held = max(of_all_ranks(self.held(), group, "inputs held"))
             if held < self.counted:
                 self.counted, self.refused = held, 0
         return self.counted + nbytes <= granted

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops.fp8_operand import Fp8Pair
@@ -139,7 +139,7 @@ def compare_calls(call: OperatorCall) -> None:
     words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind[:4], of, kind[5])
     if call.x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
-    calls = of_all_ranks(words, group)
+    calls = of_all_ranks(words, group, "comparing calls")
     if any(other != calls[0] for other in calls):
         lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
         raise UserError(f"the ranks of the group make different calls: {lines}")

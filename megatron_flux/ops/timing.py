@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.collectives import Pending
 
 ROUNDS, BURST = 7, 4
@@ -103,11 +104,9 @@ def sustained(
     return found
 
 
-def all_agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every rank of ``group`` says so."""
-    flag = torch.tensor([mine], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-    return bool(flag.item())
+def all_agree(mine: bool, group: dist.ProcessGroup, about: str = "a decision") -> bool:
+    """Return True if ``mine`` is true on every rank of ``group``. Collective."""
+    return all(of_all_ranks(mine, group, about))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -33,7 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import lives, machine, of_all_ranks
 from megatron_flux.kernels.signals import Dispositions
 
 logger = logging.getLogger("megatron_flux")
@@ -53,7 +53,7 @@ class Peers:
     def __init__(self) -> None:
         """Find the ranks that this one's launcher has started. A collective call."""
         self._launcher = os.getppid()
-        here = (_machine(), self._launcher)
+        here = (machine(), self._launcher)
         mine = os.getpid()
         self._siblings: list[psutil.Process] = []
         self._gone = False
@@ -73,7 +73,7 @@ class Peers:
         """Whether a rank of this launcher, or the launcher, has ended, or a launcher has noted a failure."""
         if self._gone or os.getppid() != self._launcher:
             return True
-        return not all(map(_lives, self._siblings)) or self._notes() != self._noted
+        return not all(map(lives, self._siblings)) or self._notes() != self._noted
 
     def failed_elsewhere(self) -> bool:
         """Whether a rank has said that it fails (:meth:`tell`), or the process with the job's store is gone."""
@@ -94,23 +94,6 @@ class Peers:
             return set(os.listdir(self._failures)) if self._failures is not None else set()
         except OSError:  # it is made with the first note
             return set()
-
-
-def _machine() -> tuple[str, ...]:
-    """What numbers of processes are unique in: this boot of this kernel, and its namespace."""
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    try:
-        return boot.read_text().strip(), os.readlink(space)
-    except OSError:  # no Linux
-        return (os.uname().nodename,)
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it is there and has not ended; a number that another process has by now is not it."""
-    try:
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Woken:

@@ -263,7 +263,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
     """A round of ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)
-    if not timing.all_agree(operands is not None, group, call.device) or operands is None:
+    if not timing.all_agree(operands is not None, group, "room to sample") or operands is None:
         return NO_MEMORY
     made, alone = operands
     # The slowest rank's, so that all ranks make as many calls.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_flux import nvml, settings
 from megatron_flux.comm import link_speed, links, p2p_probe
-from megatron_flux.comm.collectives import first_rank
+from megatron_flux.comm.agreement import first_rank
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
 
@@ -45,7 +45,7 @@ def work(argument: str) -> None:
             found["gpus"] = [
                 p2p_probe.place(nvml.pci_address(torch.device("cuda", gpu))) for gpu in range(group.size())
             ]
-            found |= first_rank(group, lambda: link_speed.pairs(group.size()))
+            found |= first_rank(group, "speeds of pairs", lambda: link_speed.pairs(group.size()))
             found["peers"] = _through_peers(group, device)
         found["host"] = link_speed.through_host(group, device)
         dist.barrier()

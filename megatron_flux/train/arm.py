@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 import megatron_flux
 from megatron_flux import gpus
 from megatron_flux.comm import timeouts
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.schema import COUNTED, SCHEMA_VERSION

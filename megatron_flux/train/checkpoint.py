@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.errors import FluxError, StorageError, UserError, one_line
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import GO_ON, MUST_MATCH, check_fits, held, instead

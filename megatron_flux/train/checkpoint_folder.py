@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.errors import StorageError, UserError
 
 logger = logging.getLogger("megatron_flux")

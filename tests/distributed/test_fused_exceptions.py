@@ -53,9 +53,9 @@ def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
         group_state.drop_slabs()
 
 
-def call_of(backend: Any, operator: str, rows: int = 32) -> Call:
+def call_of(backend: Any, operator: str, rows: int = 32, group: dist.ProcessGroup | None = None) -> Call:
     """A call of ``operator`` with new operands, whose result is exact."""
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
     if operator == "gemm_reduce_scatter":
         total = x.float() @ w.float().t()

@@ -127,7 +127,7 @@ def test_a_late_rank_is_waited_for_however_many_calls_there_were(world2: WorkerP
 
 def rank_world_made_again(folder: Path) -> None:
     """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
-    from megatron_flux.comm import collectives, group_state, links
+    from megatron_flux.comm import agreement, group_state, links
 
     backend = twin()
     backend.config = PLANS["halves of tiles"]
@@ -137,7 +137,7 @@ def rank_world_made_again(folder: Path) -> None:
     memory = weakref.ref(group_state.state_of(first).slab("gemm", 1, torch.device("cpu"), False).data[1 - rank])
     assert held > 0
     links.probe(first, torch.device("cpu"))
-    collectives.failures(first, None)
+    agreement.failures(first, "a try", None)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=1 - rank, world_size=2)
     second = dist.group.WORLD
@@ -149,7 +149,9 @@ def rank_world_made_again(folder: Path) -> None:
     assert memory() is None, "or its memory"
     fresh = group_state.state_of(second)
     assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, set(), 0)
-    assert collectives.failures(second, "mine" if rank else None) == {0: "mine"}, "an answer that the first group left"
+    assert agreement.failures(second, "a try", "mine" if rank else None) == {0: "mine"}, (
+        "an answer that the first group left"
+    )
     for turn in range(2):
         round_of_calls(backend, second, turn)
     assert group_state.slab_bytes() == held

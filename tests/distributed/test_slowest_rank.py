@@ -30,7 +30,7 @@ def rank_agrees() -> list[bool]:
     from megatron_flux.ops import timing
 
     answers = (True, True), (True, False), (False, True), (False, False)
-    return [timing.all_agree(answer[dist.get_rank()], dist.group.WORLD, CPU) for answer in answers]
+    return [timing.all_agree(answer[dist.get_rank()], dist.group.WORLD) for answer in answers]
 
 
 def test_all_agree_only_if_every_rank_does(world2: WorkerPool) -> None:

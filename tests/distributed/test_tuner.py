@@ -222,7 +222,7 @@ def test_an_error_that_nobody_foresaw_is_raised_on_all_ranks(world2: WorkerPool,
     with pytest.raises(RankError) as raised:
         world2.run(tune_with_a_broken_reader, tmp_path / "tuned.json", timeout=30)
     words = str(raised.value)
-    assert words.count("OperatorError: the first rank of the group failed: KeyError: 'lost'") == 2, words
+    assert words.count("gemm_reduce_scatter m=8 n=6 k=4 failed (tp rank 0: KeyError: 'lost')") == 2, words
 
 
 def tune_with_a_broken_reader(cache: Path) -> None:

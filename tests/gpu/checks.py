@@ -878,8 +878,8 @@ def slowest_rank(group):
         assert benched > least, f"{said} the benchmark says {benched}"
         assert host_us >= 1e3 * least, f"{said} the benchmark says {host_us} us of host time"
         assert tuned > least, f"{said} the tuner says {tuned}"
-        assert not timing.all_agree(group.rank() != slow, group, device)
-    assert timing.all_agree(True, group, device)
+        assert not timing.all_agree(group.rank() != slow, group)
+    assert timing.all_agree(True, group)
     return f"{benched:.1f} ms, {host_us:.0f} us, {tuned:.1f} ms"
 
 

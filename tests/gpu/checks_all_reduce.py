@@ -404,7 +404,7 @@ def times(group, args, began, out) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
 
     def go_on() -> bool:
-        return timing.all_agree(time.monotonic() - began < args.seconds, group, device)
+        return timing.all_agree(time.monotonic() - began < args.seconds, group)
 
     ms = [int(m) for m in args.ms.split(",")] if args.ms else bench.ROWS
     for m in ms:  # each m of both layers, so that a run that ends early has whole pairs

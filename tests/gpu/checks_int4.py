@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux.bench import int4_mlp as bench
-from megatron_flux.comm.collectives import of_all_ranks
+from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.quant.fold import MLP, forward
 from megatron_flux.quant.gptq import round_to_nearest
 from megatron_flux.quant.int4_matmul import int4_linear

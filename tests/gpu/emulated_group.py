@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import agreement, links
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 
@@ -182,6 +182,20 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._scratch[key]
 
 
+class EmulatedAgreements(agreement.Agreements):
+    """Of the two processes: every peer says what the other one says."""
+
+    def __init__(self, group: EmulatedGroup) -> None:
+        """Those of the pair go on."""
+        super().__init__(group.pair, group.group_name)
+        self._size = group.size()
+
+    def of_all_ranks(self, mine: Any, about: str) -> list[Any]:
+        """By rank, this process first."""
+        both = super().of_all_ranks(mine, about)
+        return [both[dist.get_rank()]] + [both[1 - dist.get_rank()]] * (self._size - 1)
+
+
 def _options(made: Any, given: Any) -> Any:
     made.asyncOp = bool(getattr(given, "asyncOp", False))
     return made
@@ -192,6 +206,7 @@ def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> Emulated
     from tests.gpu import emulated_fused
 
     group = EmulatedGroup(pair, size)
+    agreement._made[group] = EmulatedAgreements(group)
     link = links.probe(pair, device)
     # A kind of its own: the tuner keeps answers by link.
     state_of(group).link = EmulatedLink(link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason)

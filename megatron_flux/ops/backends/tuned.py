@@ -44,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives
+from megatron_flux.comm import agreement
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops import fast_path
@@ -247,7 +247,8 @@ class TunedBackend(Measurement):
                     )
                 return dict(UNMEASURED)
             full = tunes_fully()
-            found = collectives.first_rank(group, lambda: _first(tuning_cache.find(keys, full=full), captured))
+            about = f"plans kept for {tuner_calls.words_of(call)}"
+            found = agreement.first_rank(group, about, lambda: _first(tuning_cache.find(keys, full=full), captured))
             found = found if found is None or _runs(call, found["plan"]) else None
         if found is None and not itself:
             alike = tuner_calls.changes_with_steps(call)
@@ -263,7 +264,7 @@ class TunedBackend(Measurement):
         found = self._measure(call)
         if found["ms"]:
             self._measured(call)[call.m] = found
-            collectives.first_rank(group, lambda: tuning_cache.keep(key, found))
+            agreement.first_rank(group, "keeping a plan", lambda: tuning_cache.keep(key, found))
         used = found["backend"] == "pipelined" or any(a["backend"] == "pipelined" for a in answers.values())
         if self._may_pipeline(call) and found["ms"] and not used and not tuner_calls.by_chunks(call.x, group):
             self.pipelined.release(group)
@@ -297,7 +298,9 @@ class TunedBackend(Measurement):
         kept, kind = self.decisions(call.group).kept, (operator, *others)
         if kind not in kept:
             full = tunes_fully()
-            kept[kind] = collectives.first_rank(call.group, lambda: tuning_cache.of_other_rows(key, call.m, full=full))
+            kept[kind] = agreement.first_rank(
+                call.group, "plans kept for other rows", lambda: tuning_cache.of_other_rows(key, call.m, full=full)
+            )
         known = kept[kind] | self._measured(call)
         return _first_that_runs(call, [known[m] for m in tuner_calls.between(known, call.m)]) or self._nearest(call)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_flux.comm import collectives, transports
+from megatron_flux.comm import agreement, transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire import EXACT
@@ -87,7 +87,9 @@ class Measurement:
         except Exception as raised:
             error = raised
         processes = self._processes(call.group)
-        failed = collectives.failures(processes, None if error is None else f"{type(error).__name__}: {error}")
+        failed = agreement.failures(
+            processes, f"trying {name}", None if error is None else f"{type(error).__name__}: {error}"
+        )
         if not failed:
             return way
         words = f"{tuner_calls.words_of(call)} with {name}"
@@ -125,10 +127,11 @@ class Measurement:
         return ways
 
     def _measure(self, call: OperatorCall) -> dict[str, Any]:
-        limit = collectives.first_rank(call.group, tuner_calls.seconds)  # all measure, or none does
+        about = f"tuning {tuner_calls.words_of(call)}"
+        limit = agreement.first_rank(call.group, about, tuner_calls.seconds)  # all measure, or none does
         if limit <= 0:
             by_chunks = call.weight is None or tuner_calls.by_chunks(call.x, call.group)
-            shipped = None if by_chunks else collectives.first_rank(call.group, lambda: tuner_calls.shipped(call))
+            shipped = None if by_chunks else agreement.first_rank(call.group, about, lambda: tuner_calls.shipped(call))
             if shipped is None and call.group.rank() == 0:
                 tuning_cache.say_once(
                     "MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept choice run stock's GEMM and collective"
@@ -138,7 +141,7 @@ class Measurement:
         run, x, group, device = call.run, call.x, call.group, call.x.device
 
         def time_is_left(seconds: float) -> bool:
-            return timing.all_agree(time.monotonic() - began <= seconds, group, device)
+            return timing.all_agree(time.monotonic() - began <= seconds, group)
 
         planned: list[Planned] = []
         choices: dict[str, Choice] = {}  # that a candidate's label stands for; a backend's name for itself
@@ -148,7 +151,7 @@ class Measurement:
             timed = self._ways_by_chunks(call, choices)
         else:
             full = tunes_fully()
-            listed, found = collectives.first_rank(group, lambda: tuner_calls.listed(call, full))
+            listed, found = agreement.first_rank(group, about, lambda: tuner_calls.listed(call, full))
             timed = {"reference": lambda: run(self.reference)}
             if listed == "full" and self._may_pipeline(call) and not capturing(x):
                 way = self._tried(call, "pipelined", lambda: run(self.pipelined))  # allocates its workspace
@@ -168,7 +171,7 @@ class Measurement:
                 if way is not None:
                     timed[name], choices[name] = way, Choice("fused", plan)
         alone = None if call.weight is None else gemm_only(call)
-        if timing.all_agree(alone is not None, group, device) and alone is not None:
+        if timing.all_agree(alone is not None, group) and alone is not None:
             timed["gemm"] = alone
         replayed = 1
         if call.operator == "gemm_all_reduce" and call.async_op:

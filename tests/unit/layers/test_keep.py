@@ -22,7 +22,7 @@ class Ranks:
         self.said: list[Any] = []
         self.theirs: list[Any] = []
 
-    def all(self, mine: Any, _: Any) -> list[Any]:
+    def all(self, mine: Any, *_: Any) -> list[Any]:
         self.said.append(mine)
         return [mine, self.theirs.pop(0) if self.theirs else mine]
 

@@ -6,11 +6,11 @@ import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_flux.comm import links, transports
 from megatron_flux.comm.collectives import Pending
@@ -65,8 +65,9 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedBackend:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda *a, **k: None)
-    monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine})
+    alone = SimpleNamespace(of_all_ranks=lambda mine, about: [mine])
+    monkeypatch.setattr(tuner.agreement, "of_group", lambda group: alone)
+    monkeypatch.setattr(tuner.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     log: list[Any] = []
     made = TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))  # type: ignore[arg-type]
@@ -583,7 +584,9 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
     renewed: list[Any] = []
     monkeypatch.setattr(transports, "renew", renewed.append)
     monkeypatch.setattr(over_host.chunked["chunked"], "gemm_reduce_scatter", lambda call, pieces: 1 / 0)
-    monkeypatch.setattr(tuner.collectives, "failures", lambda group, mine: {} if mine is None else {0: mine, 1: mine})
+    monkeypatch.setattr(
+        tuner.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine, 1: mine}
+    )
     assert call(over_host) == ("reference", None)
     assert renewed == [GROUP]
 

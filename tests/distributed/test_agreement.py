@@ -1,0 +1,165 @@
+"""First calls in which one rank alone fails: every rank gets an OperatorError in seconds, and the next call is right.
+
+On the CPU twin with real processes; allocations fail where those of a GPU would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import agreement, host_memory, shared_memory, slab
+from megatron_flux.errors import OperatorError
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_exceptions import call_of, right
+from tests.distributed.test_fused_twin import twin
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+SECONDS = 10.0
+NO_MEMORY = RuntimeError("CUDA driver error: out of memory")
+
+
+def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def failing(times: int) -> Any:
+    """Rank 1's part of a workspace fails so many times."""
+    real, left = host_memory._sparse, [times if dist.get_rank() == 1 else 0]
+
+    def allocate(nbytes: int) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise NO_MEMORY
+        return real(nbytes)
+
+    return mock.patch.object(host_memory, "_sparse", allocate)
+
+
+def no_memory_on_one_rank(times: int) -> tuple[str, str, float, int]:
+    group, backend = dist.new_group([0, 1]), twin()
+    call = call_of(backend, "gemm_reduce_scatter", group=group)
+    with failing(times), mock.patch.object(torch.cuda, "empty_cache") as emptied:
+        found = attempt(call[0])
+    right(call)  # nobody is left behind
+    return *found, emptied.call_count
+
+
+def test_a_workspace_that_one_rank_has_no_memory_for(world2: WorkerPool) -> None:
+    once, twice = world2.run(no_memory_on_one_rank, 1), world2.run(no_memory_on_one_rank, 2)
+    assert [(kind, emptied) for kind, *_, emptied in once] == [("", 0), ("", 1)]
+    for kind, said, seconds, _ in twice:
+        assert kind == "SharedMemoryError"
+        assert seconds < SECONDS
+        assert "failed (tp rank 1: RuntimeError: CUDA driver error: out of memory): " in said
+        assert "fabric manager" not in said
+
+
+def a_gpu_without_memory() -> str:
+    """The words of the GPU's allocator."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    error = NO_MEMORY if dist.get_rank() == 1 else None
+    made = mock.Mock(side_effect=error)
+    with mock.patch.object(symm_mem, "empty", made), pytest.raises(OperatorError) as caught:
+        shared_memory.symmetric(dist.group.WORLD, 800 << 20, torch.device("cpu"))
+    assert made.call_count == 1 + dist.get_rank(), "the rank without memory tries twice"
+    return str(caught.value)
+
+
+def test_a_gpu_without_memory_is_no_lack_of_peer_access(world2: WorkerPool) -> None:
+    for said in world2.run(a_gpu_without_memory):
+        assert said.startswith("sharing 800 MiB of GPU memory among ranks [0, 1] failed (tp rank 1: RuntimeError: CUDA")
+        assert "leave more of the GPU's memory free" in said
+        assert "fabric manager" not in said
+
+
+def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:
+    """Rank 1 runs out of memory in the middle of its first call, catches that and makes another first call."""
+    group, backend = dist.new_group([0, 1]), twin()
+    first, other = (call_of(backend, operator, group=group) for operator in ("gemm_reduce_scatter", "all_gather_gemm"))
+    module, name = {"before the workspace": (slab, "memory"), "within it": (slab, "assemble")}[moment]
+    if dist.get_rank() == 1:
+        with mock.patch.object(module, name, side_effect=torch.OutOfMemoryError("out of memory")):
+            assert attempt(first[0])[0] == "OutOfMemoryError"
+        found = attempt(other[0])
+    else:
+        found = attempt(first[0])
+    right(first)
+    right(other)
+    return found
+
+
+@pytest.mark.parametrize("moment", ["before the workspace", "within it"])
+def test_first_calls_that_meet_each_other(world2: WorkerPool, moment: str) -> None:
+    for rank, (kind, said, seconds) in enumerate(world2.run(caught_alone, moment)):
+        assert kind == "OperatorError", said
+        assert seconds < SECONDS
+        assert said.startswith(f"rank {rank} (tp rank {rank} of 2): the ranks of this group are at different points")
+        assert "rank 1: comparing calls (all_gather_gemm m=64" in said
+        assert "\n" not in said
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(3)
+    yield pool
+    pool.stop()
+
+
+def ends_in_between() -> tuple[tuple[str, str, float], ...]:
+    group, backend = dist.new_group([0, 1, 2]), twin()
+    call, again = (call_of(backend, "all_gather_gemm", group=group) for _ in range(2))
+    if dist.get_rank() == 1:
+        with mock.patch.object(slab, "assemble", side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+            call[0]()
+    return attempt(call[0]), attempt(again[0])
+
+
+def test_a_peer_that_ends_while_a_workspace_is_made(pool: WorkerPool) -> None:
+    outcomes = pool.outcomes(ends_in_between)
+    assert outcomes[1].error == "the process ended with exit code -9"
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        for kind, said, seconds in outcomes[rank].value:
+            assert kind == "OperatorError", said
+            assert "the processes of peer rank(s) [1] have ended" in said
+            assert seconds < SECONDS
+    assert not list(host_memory.FOLDER.glob("megatron_flux_*"))
+
+
+def one_never_comes() -> tuple[str, str, float]:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    found = attempt(lambda: agreement.of_all_ranks(dist.get_rank(), group, "a first call"))
+    return found if found[0] else attempt(lambda: agreement.of_all_ranks(dist.get_rank(), group, "a second call"))
+
+
+def test_a_peer_that_does_not_come_in_time_is_told_when_it_does(world2: WorkerPool) -> None:
+    (kind, said, _), (late, told, seconds) = world2.run(one_never_comes)
+    assert (kind, late) == ("OperatorError", "OperatorError")
+    assert said == (
+        "rank 0 (tp rank 0 of 2): a first call: no word from peer rank(s) [1] for 2 s, the process group's time-out"
+    )
+    assert told.endswith(f"agree on nothing any more since OperatorError: {said}")
+    assert seconds < SECONDS

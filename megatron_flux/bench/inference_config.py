@@ -72,11 +72,6 @@ class InferenceWorkload(Workload):
     """Tokens of each sequence whose keys and values are in the cache, of a decode step; None: there is no cache."""
 
     @property
-    def sequence_parallel(self) -> bool:
-        """A single token cannot be divided among ranks."""
-        return self.kind == "prefill"
-
-    @property
     def label(self) -> str:
         """For people."""
         behind = "" if self.context_length is None else f" behind {self.context_length}"
@@ -172,6 +167,7 @@ def resolve(options: InferenceOptions, tp: int, device: Literal["cuda", "cpu"]) 
             micro_batch=batch,
             layers=layers,
             context_length=sizes.context if kind == "decode" else None,
+            sequence_parallel=kind == "prefill",  # a single token cannot be divided among ranks
         )
         for kind in kinds
         if kind in ("prefill", "decode")

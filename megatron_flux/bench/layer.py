@@ -5,7 +5,8 @@ Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and 
 
 * ``ms_per_layer``: median over rounds of the slowest rank's milliseconds per step, divided by the layers; ``_low`` and
   ``_high`` are the quartiles.
-* ``speedup_vs_te``: te's median divided by the arm's.
+* ``speedup_vs_te``: te's median divided by the arm's; ``speedup_vs_te_ci95`` its 95 % interval, by bootstrap of rounds
+  (null with few).
 * ``hidden_share``: ``(te - arm) / (te - floor)``, the part of what hiding all communication would save that the arm
   saves. 0 is stock, 1 is the floor; negative is slower than stock. Communication that te hides already counts in
   neither. None without te or floor, or where the floor is not faster than te.

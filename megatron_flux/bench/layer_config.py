@@ -54,6 +54,10 @@ class Workload(Options):
     layers: int
     fp8: Recipe | None = None
     """In which layers run; None: in bf16."""
+    sequence_parallel: bool = True
+    """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
+    frozen: bool = False
+    """Whether no parameter has a gradient, as beside adapters."""
 
     @property
     def shape(self) -> ModelShape:
@@ -66,11 +70,6 @@ class Workload(Options):
         return self.seq * self.micro_batch
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
-        return True
-
-    @property
     def to_fit(self) -> str:
         """What takes less memory."""
         return "fewer --layers"
@@ -78,7 +77,8 @@ class Workload(Options):
     @property
     def label(self) -> str:
         """For people, and for file names."""
-        return f"{self.model}-{self.seq}x{self.micro_batch}{f'-{self.fp8}' if self.fp8 else ''}"
+        how = (self.fp8, "" if self.sequence_parallel else "no-sp", "frozen" if self.frozen else "")
+        return "-".join([f"{self.model}-{self.seq}x{self.micro_batch}", *filter(None, how)])
 
     def memory_gb(self, tp: int, blocks: int) -> float:
         """About how much GPU memory the arms need together, in GB (1e9 bytes).
@@ -88,10 +88,11 @@ class Workload(Options):
         step.
         """
         shape = self.shape
-        weights = (
-            self.layers * shape.layer_weights // tp * (6 + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0))
-        )
+        each = (2 if self.frozen else 6) + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0)
+        weights = self.layers * shape.layer_weights // tp * each
         saved = self.layers * layer_activations(shape, self.tokens, tp)
+        if not self.sequence_parallel:  # what norms are given, and give, is of the whole sequence
+            saved += self.layers * 8 * shape.hidden_size * self.tokens * (tp - 1) / tp
         return (weights + saved + working_memory(shape, self.tokens, tp)) / 1e9
 
 
@@ -139,6 +140,8 @@ class LayerOptions(_Measuring):
     seq: int | None = Field(None, ge=1, description="Tokens per sequence, instead of each model's own.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per step, instead of each model's own.")
     layers: int | None = Field(None, ge=1, description="Layers per step. Default: 4, of llama-405b 2.")
+    sequence_parallel: bool = Field(True, description="Without it every rank has all rows between linears.")
+    frozen: bool = Field(False, description="Give no parameter a gradient, as in a training of adapters.")
     fp8: str | None = Field(
         None,
         description=f"Measure TransformerEngine's layers in FP8 as well, by these recipes, separated by commas: "
@@ -205,10 +208,12 @@ def resolve(options: LayerOptions, tp: int) -> LayerConfig:
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     if tp < 2:
         raise UserError("bench layer needs tensor parallelism: at least 2 processes, each on a GPU of its own")
-    changes = options.model_dump(include={"seq", "micro_batch", "layers"}, exclude_none=True)
+    given = {"seq", "micro_batch", "layers", "sequence_parallel", "frozen"}
+    changes = options.model_dump(include=given, exclude_none=True)
     sizes = [w.model_copy(update=changes) for model in models for w in WORKLOADS if w.model == model]
     for workload in sizes:
-        check_divides(workload.label, workload.shape, tp, **{"tokens a sequence": workload.seq})
+        more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
+        check_divides(workload.label, workload.shape, tp, **more)
     chosen = [workload.model_copy(update={"fp8": recipe}) for workload in sizes for recipe in recipes]
     measuring = options.model_dump(include=set(_Measuring.model_fields))
     measuring |= {"wire": wires.activations, "grad_wire": wires.gradients}

@@ -40,6 +40,7 @@ from megatron_flux.bench.no_communication import FLOORS
 from megatron_flux.bench.process_group import attempt
 from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
+from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.telemetry import breakdown
 from megatron_flux.train.measurements import forget_dummy_gradients
@@ -109,6 +110,10 @@ class WorkloadBench:
             )  # fmt: skip
             rows = [self._row(arm, samples[arm.name], results) for arm in arms]
             self.complete(rows)
+            if "te" in samples:
+                for one in rows:
+                    both = zip(samples["te"]["step_ms"], samples[one["arm"]]["step_ms"], strict=True)
+                    one["speedup_vs_te_ci95"] = speedup_interval([([te], [arm]) for te, arm in both])
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             arms.clear()
@@ -177,11 +182,13 @@ class WorkloadBench:
 
     def _own_weights(self, block: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         """The weights of the first block, ready to be shared."""
+        if self.workload.frozen:
+            return {layer_arms.shared_name(name): p for name, p in block.requires_grad_(False).named_parameters()}
         return layer_arms.prepare_gradients(block)
 
     def _weight_bytes(self) -> int:
         """What all arms hold together."""
-        return sum(p.nbytes + p.main_grad.nbytes for p in self.weights.values())
+        return sum(p.nbytes + (p.main_grad.nbytes if p.requires_grad else 0) for p in self.weights.values())
 
     def _warm_up(self, arm: Arm) -> None:
         """First steps, and what they tell: does flux run in it, and how much memory does one step take."""
@@ -242,11 +249,12 @@ class WorkloadBench:
 
     def _observe(self, arm: Arm) -> Result:
         """Run one step of ``arm`` on zeroed main gradients. A collective call."""
-        for parameter in self.weights.values():
-            parameter.main_grad.zero_()
+        trained = [weight for _, weight in sorted(self.weights.items()) if weight.requires_grad]
+        for weight in trained:
+            weight.main_grad.zero_()
         with arm.active():
             y, dx = arm.step()
-        products = [_product(self.weights[name].main_grad) for name in sorted(self.weights)]
+        products = [_product(weight.main_grad) for weight in trained]
         return [y.float() - self.x.detach().float(), dx.float() - self.dy.float(), *products]
 
     def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
@@ -269,8 +277,9 @@ class WorkloadBench:
         found = {"y": y}
         if gradients:
             dx, *wgrads = gradients
-            # max() would pass over a NaN.
-            found |= {"dx": dx, "wgrad": math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)}
+            found["dx"] = dx
+            if wgrads:  # max() would pass over a NaN
+                found["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
         return found
 
     def _fp8_rounding(self, arms: list[Arm], results: dict[str, Result]) -> dict[str, float] | None:
@@ -301,10 +310,12 @@ class WorkloadBench:
         model_parallel_cuda_manual_seed(1, **options)
 
     def _input(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rank's part of the input, and a gradient of the output small enough for many accumulations."""
-        w, tp = self.workload, self.group.size()
-        generator = torch.Generator(device=self.device).manual_seed(100 + dist.get_rank())
-        shape = (w.seq // tp, w.micro_batch, w.shape.hidden_size)
+        """The rank's part of the input, and a gradient of the output small enough for many accumulations; without
+        sequence parallelism the same on all ranks.
+        """
+        w, parallel = self.workload, self.workload.sequence_parallel
+        generator = torch.Generator(device=self.device).manual_seed(100 + (dist.get_rank() if parallel else 0))
+        shape = (w.seq // self.group.size() if parallel else w.seq, w.micro_batch, w.shape.hidden_size)
         dtype = layer_arms.dtype_of(self.device, w.fp8)
         x = torch.randn(shape, generator=generator, device=self.device, dtype=dtype).requires_grad_()
         dy = torch.randn(shape, generator=generator, device=self.device, dtype=dtype) * 1e-2

@@ -251,7 +251,9 @@ def _conditions(summary: Row) -> str:
 
 
 def _title(row: Row) -> str:
-    return f"{row['model']}, {row['seq']} x {row['micro_batch']}{of_title(row.get('fp8'))}, {row['layers']} layers"
+    how = "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
+    how += ", frozen" if row.get("frozen") else ""
+    return f"{row['model']}, {row['seq']} x {row['micro_batch']}{of_title(row.get('fp8'))}{how}, {row['layers']} layers"
 
 
 def _by_workload(summary: Row) -> list[tuple[str, list[Row]]]:

@@ -104,6 +104,21 @@ def test_every_recipe_has_its_rows(
         assert "fp8" in json.loads(line)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_without_sequence_parallelism(te_world2: WorkerPool, tmp_path: Path, frozen: bool) -> None:
+    how = {"seq": 128, "micro_batch": 2, "layers": 1, "sequence_parallel": False, "frozen": frozen}
+    changes = {
+        "workloads": (Workload(model="swiglu", fp8="current", **how),), "arms": ("te", "flux_te", "floor"),
+        "backend": "auto", "rounds": 6,
+    }  # fmt: skip
+    _, flux, floor = te_world2.run(run, 2, tmp_path, (), (), changes)[0]["rows"]
+    assert flux["agreement"]["ok"], flux
+    assert flux["flux_layers"] == 0
+    low, high = flux["speedup_vs_te_ci95"]
+    assert low <= flux["speedup_vs_te"] <= high
+    assert floor["flux_calls_per_step"] == {"gemm_all_reduce/floor": 4}
+
+
 def check_flux(row: dict[str, Any]) -> None:
     agreement, blocks = row["agreement"], row["fp8"] == "blockwise"
     assert agreement["ok"], row

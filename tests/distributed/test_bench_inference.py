@@ -108,7 +108,9 @@ def rank_cache() -> None:
     from megatron_flux.bench.inference_workload import newest_entries, static_context
 
     behind, batch, device = 7, 3, torch.device("cpu")
-    step = InferenceWorkload(kind="decode", model="tiny", seq=1, micro_batch=batch, layers=2, context_length=behind)
+    step = InferenceWorkload(
+        kind="decode", sequence_parallel=False, model="tiny", seq=1, micro_batch=batch, layers=2, context_length=behind
+    )
     tp, rank, width = dist.get_world_size(), dist.get_rank(), step.shape.hidden_size
     with megatron(tp), gradient_accumulation_fusion(), inference():
         block = layer_arms.build("local", step, tp, device).eval()

@@ -102,6 +102,20 @@ def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> N
     assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen: bool) -> None:
+    how = {"seq": 64, "micro_batch": 2, "layers": 1, "sequence_parallel": False, "frozen": frozen}
+    workloads = (Workload(model="swiglu", **how),)
+    changes = {"workloads": workloads, "arms": ("local", "flux_local", "floor")}
+    for backend, active in (("auto", 0), ("reference", 4)):
+        rows = world2.run(run, 2, tmp_path, {**changes, "backend": backend})[0]["rows"]
+        _, flux, floor = rows
+        assert (flux["sequence_parallel"], flux["frozen"], flux["agreement"]["ok"]) == (False, frozen, True)
+        assert ("wgrad" in flux["agreement"]) is not frozen
+        assert flux["flux_layers"] == active
+        assert floor["flux_calls_per_step"] == {"gemm_all_reduce/floor": 4}
+
+
 @pytest.mark.parametrize("wire", ["fp8", "int8"])
 def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path, wire: str) -> None:
     arms = ("local", "flux_local", f"flux_local_{wire}wire", "busy_floor", "floor")

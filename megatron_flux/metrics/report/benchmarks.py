@@ -120,7 +120,9 @@ def layers_chapter(run: Run, id_: str) -> Chapter:
 
 
 def _workload(row: Row) -> str:
-    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{_fp8(row)}"
+    how = "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
+    how += ", frozen" if row.get("frozen") else ""
+    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{_fp8(row)}{how}"
 
 
 def _fp8(row: Row) -> str:

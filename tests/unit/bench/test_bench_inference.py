@@ -19,7 +19,9 @@ from megatron_flux.bench.layer_arms import Arm
 from megatron_flux.cli.main import app
 from megatron_flux.errors import UserError
 
-DECODE = InferenceWorkload(kind="decode", model="gpt3-175b", seq=1, micro_batch=8, layers=4, context_length=2048)
+DECODE = InferenceWorkload(
+    kind="decode", sequence_parallel=False, model="gpt3-175b", seq=1, micro_batch=8, layers=4, context_length=2048
+)
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -169,7 +169,7 @@ def failure_of(error: ChildFailedError, left: str) -> FluxError:
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that the others followed, and its failure."""
-    return min(error.failures.items(), key=lambda item: (cause_order(item[1].exitcode), item[1].timestamp, item[0]))
+    return min(error.failures.items(), key=lambda item: (cause_order(item[1]), item[1].timestamp, item[0]))
 
 
 def account_of(failure: ProcessFailure) -> str:
@@ -179,15 +179,26 @@ def account_of(failure: ProcessFailure) -> str:
     return f"{said} (exit code {code})"
 
 
-def cause_order(exit_code: int) -> int:
-    """Sorts what can be the cause of other failures before what can be their effect, whatever the clocks say.
+SILENT, WITNESS = 2, 3
+"""Orders of causes: a rank that did not end when it was asked to, and one that only missed another."""
+_MISSED = re.compile(
+    r"timed? ?out|connection (closed|reset|refused)|broken pipe|remote (process|peer)|ncclRemoteError", re.IGNORECASE
+)
 
-    A killed rank makes its peers fail. NCCL's watchdog aborts the peers of a rank that failed, so SIGABRT is no more of
-    a cause than an exception; SIGTERM and SIGINT are how the launcher ends the ranks that were left.
+
+def cause_order(failure: ProcessFailure) -> int:
+    """Sort what can be the cause of other failures before what can be their effect, whatever the clocks say.
+
+    A killed rank makes its peers fail. A rank that timed out, or lost its connection, is a witness of another's
+    failure, and so is one that NCCL's watchdog aborted (SIGABRT); :data:`SILENT` ranks come before them. SIGTERM and
+    SIGINT are how the launcher ends the ranks that were left.
     """
-    if exit_code in (-signal.SIGTERM, -signal.SIGINT):
-        return 2
-    return 0 if exit_code < 0 and exit_code != -signal.SIGABRT else 1
+    code = failure.exitcode
+    if code in (-signal.SIGTERM, -signal.SIGINT):
+        return 4
+    if code < 0:
+        return WITNESS if code == -signal.SIGABRT else 0
+    return WITNESS if _MISSED.search(_message(failure)) else 1
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -13,6 +13,10 @@ It does what ``torch.distributed.run`` does, and four things that a job of many 
 
       0 1763750000.123456 rank 5 on n03 was killed by SIGKILL (exit code -9)
 
+  Ranks that were stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others
+  waited for: their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's
+  processes before it ends them, so the launcher looks every :data:`LOOK_S`.
+
 Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors of torch 2.11.
 """
 
@@ -23,18 +27,25 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_flux.run import launcher, rank, stop
+
+GRACE_S = 15.0
+"""Seconds from SIGTERM until a rank is silent. Less than torch's 30 and Slurm's ``KillWait``, 30 by default."""
+LOOK_S = 5.0
+"""Seconds between two looks at the ranks' processes."""
 
 
 def main(words: list[str]) -> int:
@@ -46,12 +57,13 @@ def main(words: list[str]) -> int:
     rank.introduce_launcher()
     when = None
     asked: list[int] = []
+    silence = _Silence()
     try:
         given = run.parse_args(words)
         others = [name for name in given.signals_to_handle.split(",") if name.strip() != "SIGTERM"]
         if others != given.signals_to_handle.split(","):
             given.signals_to_handle = ",".join(others)
-            stop.Woken([signal.SIGTERM], lambda number: _pass_on(number, asked)).start()
+            stop.Woken([signal.SIGTERM], lambda number: _pass_on(number, asked, silence)).start()
         run.run(given)
         return 0
     except ChildFailedError as error:
@@ -59,7 +71,7 @@ def main(words: list[str]) -> int:
         if asked and failure.exitcode == -signal.SIGTERM:
             return _stopped(signal.SIGTERM)
         said = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
-        code, order = max(failure.exitcode, 1), launcher.cause_order(failure.exitcode)
+        code, order = max(failure.exitcode, 1), launcher.cause_order(failure)
         if Path(failure.error_file).exists():
             # torch keeps whole seconds, in which the other ranks fail too; the file knows better.
             when = os.stat(failure.error_file).st_mtime
@@ -69,7 +81,8 @@ def main(words: list[str]) -> int:
         traceback.print_exc()
         said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
         said += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
-        code, order = 1, launcher.cause_order(1)
+        # A launcher that waited for the others in vain is a witness too.
+        code, order = 1, launcher.WITNESS if isinstance(error, (dist.DistError, RendezvousError)) else 1
     if folder := os.environ.get(stop.FAILURES):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / node_name()).write_text(f"{order} {when or time.time():.6f} {said}\n")
@@ -77,17 +90,74 @@ def main(words: list[str]) -> int:
     return code
 
 
-def _pass_on(number: int, asked: list[int]) -> None:
+def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
     """Hand the first signal to the ranks; where there are none yet, or no longer, it ends this process."""
     ranks = psutil.Process().children()
     if not ranks:  # it may wait for the other nodes where no Python runs
         _stopped(number)
         stop.die()
     if not asked:
+        silence.note(silence.stopped, failed=False)
         for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
+        silence.timer(failed=False).start()
     asked.append(number)
+
+
+class _Silence:
+    """Notes the ranks of this node that give no answer."""
+
+    def __init__(self) -> None:
+        """Begin to look at the ranks' processes, and have torch's launcher note those that it cannot end."""
+        self.stopped: dict[str, str] = {}
+        """The state of each rank that could not run when it was last looked at."""
+        threading.Thread(target=self._look, name="megatron_flux.silence", daemon=True).start()
+        close = PContext.close
+
+        def noting(context: PContext, *args: object, **kwargs: object) -> None:
+            timer = self.timer(failed=True)
+            timer.start()
+            try:
+                close(context, *args, **kwargs)  # type: ignore[arg-type]
+            finally:
+                timer.cancel()
+
+        PContext.close = noting  # type: ignore[method-assign, assignment]
+
+    def timer(self, *, failed: bool) -> threading.Timer:
+        """Return a timer that notes the ranks that are still there in :data:`GRACE_S`."""
+        timer = threading.Timer(GRACE_S, lambda: self.note(_states(), failed=failed))
+        timer.daemon = True
+        return timer
+
+    def note(self, ranks: Mapping[str, str], *, failed: bool) -> None:
+        """Note the ``ranks``; if the run has not ``failed``, here or by another node's note, they may be saving."""
+        folder = Path(os.environ.get(stop.FAILURES) or os.devnull)
+        with contextlib.suppress(OSError):
+            if ranks and folder.is_dir() and (failed or any(folder.iterdir())):
+                said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
+                lines = [f"{launcher.SILENT} {time.time():.6f} {line}\n" for line in said]
+                with (folder / f"{node_name()}.silent").open("a") as file:
+                    file.write("".join(lines))
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            self.stopped = {rank: state for rank, state in _states().items() if state in _CANNOT_RUN}
+
+
+_CANNOT_RUN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
+
+
+def _states() -> dict[str, str]:
+    """Return the state of each rank's process."""
+    found = {}
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, KeyError):
+            if (state := process.status()) != psutil.STATUS_ZOMBIE:
+                found[process.environ()["RANK"]] = state
+    return found
 
 
 def _stopped(number: int) -> int:

@@ -143,3 +143,38 @@ def test_dependencies(good: str) -> None:
 def test_what_is_no_dependency(bad: str) -> None:
     with pytest.raises(UserError, match="allowed are Slurm's forms"):
         validated(Changes, "submit", {"dependency": bad})
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["1 9.0 rank 3 on n01 failed: StorageError: disk full (exit code 1)"], "not retried: no node is to blame"),
+        (["1 9.0 rank 3 on n01 failed: FluxError: diverged (exit code 1)"], "not retried: no node is to blame"),
+        (["3 9.0 rank 0 on n01 failed: timed out (exit code 1)"], "without leaving out a node: rank 0 on n01"),
+        (
+            [
+                "3 8.0 rank 0 on n01 failed: timed out (exit code 1)",
+                "2 9.0 rank 5 on n02 gave no answer",
+                "2 9.5 rank 7 on n03 gave no answer",
+            ],
+            "retry 1 of at most 1, without n02,n03: rank 5 on n02 gave no answer",
+        ),
+        (["1 9.0 rank 3 on n04 failed: RuntimeError: CUDA (exit code 1)"], "without n04: rank 3 on n04"),
+    ],
+)
+def test_the_node_that_is_left_out_is_no_witness(
+    lines: list[str], said: str, stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    noted = "\\n".join(lines)
+    (stubs[0] / "srun").write_text(
+        f"#!/bin/sh\ncd $MEGATRON_FLUX_FAILURES && touch ../../train-0-n01.log\nprintf '{noted}\\n' >note\nexit 1\n"
+    )
+    (stubs[0] / "sinfo").write_text("#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
+    (stubs[0] / "sinfo").chmod(0o755)
+    done = execute(
+        script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK),
+        stubs,
+        tmp_path,
+        SLURM_JOB_PARTITION="p",
+    )
+    assert said in done.stdout, done.stdout + done.stderr

@@ -113,7 +113,7 @@ class Job:
         """
         for process in psutil.process_iter():
             try:
-                mine = any(word.startswith(f"--out={self.root}") for word in process.cmdline())
+                mine = any(word.startswith(f"--out={self.root}/") for word in process.cmdline())
                 if mine and process.environ().get("RANK") == str(rank):
                     return process
             except psutil.Error:
@@ -230,6 +230,23 @@ def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[floa
     return job, first[:STEPS]
 
 
+def stop_a_rank(cluster: Cluster) -> Job:
+    """The other one times out: it is a witness. Their Python is fresh: Slurm ends what is below its own processes."""
+    fresh = f"MEGATRON_FLUX_PYTHON={sys.executable}; export {' '.join(f'{k}={v}' for k, v in UNCOMPILED.items())}"
+    settings = ["steps=1000000", "timeout=20"]
+    job = Job.submitted(cluster, range(10, 13), {**NO_PREFLIGHT, "setup": [fresh]}, mode="flux", settings=settings)
+    cluster.client("scancel", job.collecting)
+    job.until(lambda: job.recorded("flux") >= 3, "some steps")
+    bad = job.hosts()[1]
+    os.kill(job.rank_process(1).pid, signal.SIGSTOP)
+    job.until_restarted(1)
+    said = f"retry 1 of at most 1, without {bad}: rank 1 on {bad} gave no answer, its process: stopped"
+    assert f"megatron-flux: {said}" in job.log()
+    job.until(lambda: cluster.job(job.number)["ExcNodeList"].endswith(f",{bad}"), "the node to be left out")
+    cluster.client("scancel", job.number)
+    return job
+
+
 def miss_the_networks_floor(cluster: Cluster) -> Job:
     """gloo over the loopback reaches no terabytes: what NCCL over TCP is to InfiniBand."""
     floors = {"node_gbps": 1e6, "network_gbps": 2e6, "waived": {"node_bandwidth": 'memory is $(slow) "here"'}}
@@ -275,6 +292,7 @@ def stop_without_requeues(cluster: Cluster) -> Job:
 
 STORIES: list[Callable[[Cluster], Any]] = [
     lose_a_node,  # the longest ones first
+    stop_a_rank,
     kill_a_rank_then_cancel_and_resume,
     compare,
     signal_during_saves,
@@ -315,6 +333,10 @@ def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(uninterr
     assert len(uninterrupted) == STEPS
     # Steps of one sequence each, on this folder's text: a few are far off (11.7 once, and 3.7 five steps later).
     assert median(uninterrupted[-10:]) < uninterrupted[0] - 0.5, "the loss does not fall"
+
+
+def test_a_stopped_rank_is_blamed_and_not_the_one_that_waited_for_it(stories: Stories) -> None:
+    stories[stop_a_rank].result()
 
 
 def test_a_lost_node_is_replaced_and_training_resumes(stories: Stories, uninterrupted: list[float]) -> None:

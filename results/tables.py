@@ -17,11 +17,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import cases
 from megatron_flux.metrics.summary import relative_differences, spread
 from results.ops_tables import beside, named, operators
-from results.readme_tables import SHORT, X, between_marks, percent, table
+from results.readme_tables import SHORT, X, between_marks, chosen, percent, table
 
 HERE = Path(__file__).parent
 

@@ -378,13 +378,6 @@ FAULTS: tuple[Fault, ...] = (
         checks=("late_hopper",),
     ),
     _fault(
-        "Hopper AG+GEMM waits for an earlier push",
-        f"{KERNELS}/hopper/ag_gemm.py",
-        "wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch,",
-        "wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch - 2,",
-        checks=("late_hopper",),
-    ),
-    _fault(
         "Hopper GEMM+RS waits for an earlier tile",
         f"{KERNELS}/hopper/gemm_rs.py",
         "wait_flags(flags + flag_off + tile * TP, TP, epoch,",

@@ -20,7 +20,6 @@ DATA_LOAD = r"\bld\.global\S*\.v[248]|\bcp\.async\.c[ag]\.shared"
 TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared::cta"
 ARRIVED = r"\bcp\.async\.bulk\.wait_group\s+0;"
 STORE = r"\bst\.global"
-WIDE_STORE = r"\bst\.global\S*\.v4"
 PUBLISH = r"\batom\.global\.(?:sys\.relaxed|relaxed\.sys)\.exch"
 PUBLISH_RELEASE = r"\batom\.global\.(?:sys\.release|release\.sys)\.exch"
 BARRIER = r"\b(?:bar\.sync|barrier\.sync(?:\.aligned)?)\s"
@@ -69,12 +68,11 @@ class Paths:
         return False
 
 
-def missing_fences(ptx: str, *, pushes: bool = False, loads: bool = False, stores: bool = False) -> list[str]:
+def missing_fences(ptx: str, *, loads: bool = False, stores: bool = False) -> list[str]:
     """What is missing in a warp-specialised kernel, in words.
 
     Args:
         ptx: the kernel.
-        pushes: it writes to peers from registers.
         loads: it reads by TMA what peers have written.
         stores: it writes to peers by TMA.
     """
@@ -83,11 +81,6 @@ def missing_fences(ptx: str, *, pushes: bool = False, loads: bool = False, store
         missing.append("flags are not read with acquire")
     if loads and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
         missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
-    if pushes:
-        if not paths.count(PUBLISH) or paths.reaches(WIDE_STORE, PUBLISH, SYSTEM_FENCE):
-            missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
-        if paths.reaches(WIDE_STORE, SYSTEM_FENCE, BARRIER):
-            missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
     if stores:
         if not paths.count(PUBLISH) or paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
             missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")

@@ -161,7 +161,7 @@ class PreparedCall:
         out: torch.dtype | None = None,
         own_scales: Sequence[torch.Tensor] = (),
     ) -> None:
-        """By half, None where no call has met it yet; without ``pushes`` the kernel copies. ``shape`` and ``out``: the
+        """By half, None where no call has met it yet. ``shape`` and ``out``: the
         result's, if its dtype is not that of x. ``own_scales``: where x's scales go for the caller.
         """
         if pushes is not None:
@@ -193,15 +193,12 @@ class PreparedAllGatherGemm(PreparedCall):
         side = self._side
         try:
             half, stream = self._work.step()
-            if side is None:
-                self._launches[half](stream, x, weight, y, x, *others)
-            else:
-                push = self._pushes[half]
-                _push(x.data_ptr(), push, side, stream, others[-2].data_ptr() if push.scale_bytes else 0)
-                self._launches[half](stream, x, weight, y, x, *others)
-                if self._own_scales:
-                    self._own_scales[half].copy_(others[-2])
-                driver.wait(stream, side.after)
+            push = self._pushes[half]
+            _push(x.data_ptr(), push, side, stream, others[-2].data_ptr() if push.scale_bytes else 0)
+            self._launches[half](stream, x, weight, y, x, *others)
+            if self._own_scales:
+                self._own_scales[half].copy_(others[-2])
+            driver.wait(stream, side.after)
         except BaseException as error:
             broken_off(self._work, "all_gather_gemm", error)
             raise
@@ -344,8 +341,6 @@ def prepare(call: OperatorCall, work: Slab, config: KernelConfig | None, shape: 
         return PreparedGemmReduceScatter(work, kernels, shape, out=None if call.fp8 is None else call.fp8.out)
     buffers = [work.gather_buffers(half, call.m, call.k, x.dtype)[work.rank] for half in halves]
     gathered = [whole.view(-1, *x.shape[1:]) for whole in buffers]
-    if config is not None and config.comm:
-        return PreparedAllGatherGemm(work, kernels, shape, gathered)
     scales = call.sent_scales
     key = (call.m // work.tp, call.k, x.dtype, edges, None if scales is None else scales.shape)
     pushes = [work.pushes.get((half, *key)) for half in halves]

@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
-from megatron_flux.errors import UserError
 
 LEAST_ASIDE = 4  # SMs that add what all others multiply; fewer have not been tried
 LONG = 4096  # of k, from which on they keep up with promoted FP8 products; at 3584 it is even (results/fp8-scatter)
@@ -41,14 +40,11 @@ class KernelConfig:
     split: bool = True  # plain kernels: store a tile as two halves, which needs half the shared memory
     group: int = 8  # all_gather_gemm: row blocks per raster group
     span: int = 1
-    """all_gather_gemm by copy engine, ``ws``: shards, after the first to come, whose row blocks are done together."""
-    comm: int = 0
-    """all_gather_gemm, ``ws``: more than 0 has every SM push; 0 is the copy engine, as always with plain kernels."""
-    chunks: int = 1  # all_gather_gemm pushed by SMs: chunks of columns of a block, each with its own flag
+    """all_gather_gemm, ``ws``: shards, after the first to come, whose row blocks are done together."""
     early: bool = False
-    """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
+    """all_gather_gemm, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
     late: bool = False
-    """all_gather_gemm by copy engine, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
+    """all_gather_gemm, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
     band: int = 1  # gemm_reduce_scatter: row blocks per destination and step
     reducers: int = 4  # gemm_reduce_scatter, plain: CTAs that only add partials
     ws: bool = False  # the warp-specialised kernels (Hopper only)
@@ -68,14 +64,10 @@ class KernelConfig:
         """As :func:`dataclasses.dataclass` would."""
         return self._hash  # type: ignore[attr-defined]
 
-    def chunk_k(self, k: int) -> int:
-        """Columns of a chunk of an all_gather_gemm: whole k blocks."""
-        return cdiv(cdiv(k, self.chunks), self.bk) * self.bk
-
     def edges(self, k: int) -> Edges:
-        """What of a shard with ``k`` columns goes by itself: nothing where SMs push."""
+        """Return what goes ahead or behind by itself of a shard with ``k`` columns."""
         columns = cdiv(cdiv(k, 4), self.bk) * self.bk
-        if self.comm or columns >= k or not (self.early or self.late):
+        if columns >= k or not (self.early or self.late):
             return WHOLE
         return Edges(self.early, self.late, columns)
 
@@ -84,17 +76,9 @@ class KernelConfig:
         return label_of(asdict(self))
 
 
-_EARLIER = {"skip": 0, "pace": False, "block": 0}
-"""Fields that configurations in older tuning caches have behind ``comm``, with their defaults."""
-
-
 def label_of(kept: Mapping[str, Any]) -> str:
-    """:meth:`KernelConfig.label` of fields by name, as a tuning cache of this version or an older one has them. Raises
-    TypeError: a field that no version so far has had.
-    """
-    base: dict[str, Any] = {}
-    for known in fields(KernelConfig):
-        base |= {known.name: known.default} | (_EARLIER if known.name == "comm" else {})
+    """:meth:`KernelConfig.label` of fields by name. Raises TypeError: there is no such field."""
+    base = {known.name: known.default for known in fields(KernelConfig)}
     if unknown := kept.keys() - base.keys():
         raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
     return " ".join(f"{name}={kept[name]}" for name in base if kept.get(name, base[name]) != base[name]) or "default"
@@ -117,24 +101,11 @@ def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
     return fewest if sms - fewest >= LEAST_ASIDE else sms
 
 
-def within_flags(config: KernelConfig, m: int) -> KernelConfig:
-    """Of an all_gather_gemm with ``m`` gathered rows: no more chunks than there are flags, of which every row of a
-    chunk has its own where SMs push. Raises UserError: there are more rows than flags.
-    """
-    if not config.ws or config.comm == 0 or m * config.chunks <= CALL_FLAGS:
-        return config
-    if m > CALL_FLAGS:
-        raise UserError(
-            f"all_gather_gemm: {m} gathered rows cannot be pushed by SMs, at most {CALL_FLAGS}; shorten the sequence"
-        )
-    return replace(config, chunks=CALL_FLAGS // m)
-
-
 def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
-    """``config`` as FP8 operands can run it: by copy engine, 128 of k at a time (as many bytes as 64 of 16 bits), and
+    """``config`` as FP8 operands can run it: 128 of k at a time (as many bytes as 64 of 16 bits), and
     where sums are ``promoted`` by two teams; in plain kernels, in tiles that leave registers for it.
     """
-    config = replace(config, comm=0, chunks=1, bk=min(2 * config.bk, 128))
+    config = replace(config, bk=min(2 * config.bk, 128))
     if not promoted:
         return config
     if not config.ws:
@@ -176,7 +147,6 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
         if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
             found.insert(1, replace(first, span=2))
-        found.append(replace(first, comm=1, chunks=8))
     elif op == "all_gather_gemm":
         found = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
     elif ws:
@@ -245,5 +215,4 @@ def _flags(op: str, config: KernelConfig, mp: int, n: int, tp: int) -> int:
     """How many flags a call of one of :func:`candidates` needs; :mod:`ops.launch.plain` raises with more."""
     if op == "gemm_reduce_scatter":  # one for each tile
         return rs_tiles(mp, n, config) * tp
-    # One for each row that SMs push, of whose chunks there are as many as there are flags left; else for each piece.
-    return mp * tp if config.ws and config.comm else 2 * tp
+    return 2 * tp  # one for each piece of a shard

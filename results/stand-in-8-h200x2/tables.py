@@ -13,9 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.bench.report import chosen
 from megatron_flux.bench.shapes import Case, cases
-from results.readme_tables import SHORT, X, between_marks, percent, table
+from results.readme_tables import SHORT, X, between_marks, chosen, percent, table
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"

@@ -181,7 +181,6 @@ def more_plans(group):
         KernelConfig(bn=128, band=4),
         KernelConfig(reducers=12, stages=3, split=False),
         KernelConfig(ws=True, stages=3, ring=3, bk=32, spread=90, band=5),
-        KernelConfig(ws=True, comm=1, chunks=3, group=1),
         KernelConfig(ws=True, early=True, late=True, group=3),
     )
 
@@ -216,26 +215,6 @@ def bias(group):
     y = ops.all_gather_gemm(x, w, group, bias=w[:, 0] * 8.125, epilogue_bias=True, backend=NAME)
     assert (y == 4128).all(), f"4112 + 8.125 is {y.unique().tolist()}, not 4128: rounded before it was added"
     return "6 calls each of three shapes"
-
-
-def many_rows(group):
-    """16384 rows in eight chunks would have more flags than a half of a slab: none may reach the other half's data."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "no Hopper"
-    xs, _, w = operands(group, 16384 // group.size(), 512, 1024, torch.bfloat16, False)
-    want, before = gather(xs, group), None
-    backend().config = KernelConfig(ws=True, comm=1, chunks=8)
-    try:
-        for call in range(4):
-            _, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
-            torch.cuda.synchronize()
-            dist.barrier(group=group)
-            assert torch.equal(full, want), f"call {call}: the gathered input differs"
-            assert before is None or torch.equal(before, want), f"call {call} wrote into what the one before gathered"
-            before = full
-    finally:
-        backend().config = None
-    return "4 calls of 16384 rows"
 
 
 def elsewhere(group):
@@ -325,7 +304,6 @@ def graphs(group):
     if torch.cuda.get_device_capability() == (9, 0):
         chosen += [
             KernelConfig(ws=True, early=True, late=True),
-            KernelConfig(ws=True, comm=1, chunks=4),
         ]
     try:
         for plan in chosen:
@@ -731,7 +709,7 @@ def late_hopper(group, wrap=False):
     if torch.cuda.get_device_capability() != (9, 0):
         return "no Hopper"
     sizes = (256, 1024, 512)
-    chosen = [(KernelConfig(ws=True), sizes, False), (KernelConfig(ws=True, comm=1, chunks=2), sizes, False)]
+    chosen = [(KernelConfig(ws=True), sizes, False)]
     if not wrap:
         chosen += [(KernelConfig(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
     return late_calls(group, chosen, wrap)
@@ -893,8 +871,7 @@ def fences(group):
 
     def spying(kernel, *arguments, **constants):
         compiled = by_triton(kernel, *arguments, **constants)
-        name = f"{kernel.fn.__name__}{' pushing' if constants.get('PUSH') or constants.get('COMM') else ''}"
-        seen[name] = compiled.asm["ptx"], constants.get("TMA")
+        seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
         return compiled
 
     hopper = torch.cuda.get_device_capability() == (9, 0)
@@ -905,8 +882,8 @@ def fences(group):
         with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
             backend().config = KernelConfig()
             compare(group, 256, 512, 256)
-            for plan in (KernelConfig(ws=True), KernelConfig(ws=True, comm=1, chunks=2)) if hopper else ():
-                backend().config = plan
+            if hopper:
+                backend().config = KernelConfig(ws=True)
                 compare(group, 256, 1024, 512)
     finally:
         backend().config = None
@@ -914,9 +891,8 @@ def fences(group):
     for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
         ptx, tma = seen[name]
         missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
-    copied, pushed, sums = "hopper_ag_gemm_kernel", "hopper_ag_gemm_kernel pushing", "hopper_gemm_rs_kernel"
-    for name, kind in ((copied, ["loads"]), (pushed, ["loads", "pushes"]), (sums, ["stores"])) if hopper else ():
-        missing[name] = missing_fences(seen[name][0], **dict.fromkeys(kind, True))
+    for name, kind in {"hopper_ag_gemm_kernel": "loads", "hopper_gemm_rs_kernel": "stores"}.items() if hopper else ():
+        missing[name] = missing_fences(seen[name][0], **{kind: True})
     assert not any(missing.values()), missing
     return ", ".join(missing)
 
@@ -941,7 +917,6 @@ CHECKS: dict[str, Check] = {
     "plans": plans,
     "more_plans": more_plans,
     "bias": bias,
-    "many_rows": many_rows,
     "elsewhere": elsewhere,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,

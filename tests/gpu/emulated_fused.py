@@ -24,7 +24,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.checks import OperatorCall
-from megatron_flux.ops.kernel_config import KernelConfig, cdiv
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.gpu.emulated_group import EmulatedGroup
 
 
@@ -63,7 +63,7 @@ class EmulatedFused(FusedBackend):
             )
         words = 1
         if call.operator == "all_gather_gemm" and config is not None:
-            words = _gather_flags(config, call.m // group.size(), call.k)
+            words = _gather_flags(config, call.k)
         key = (group, call.operator == "all_gather", nbytes, words)  # not its name, which a later group may have again
         if key not in self._slabs:
             self._slabs[key] = _make(group, nbytes, words, call.x.device)
@@ -77,13 +77,9 @@ class EmulatedTuned(TunedBackend):
         return group.pair if isinstance(group, EmulatedGroup) else group
 
 
-def _gather_flags(plan: KernelConfig, mp: int, k: int) -> int:
+def _gather_flags(plan: KernelConfig, k: int) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.kernels.hopper.ag_gemm` counts them."""
-    if not plan.ws:
-        return 1
-    if plan.comm == 0:
-        return plan.edges(k).flags
-    return mp * cdiv(k, plan.chunk_k(k))
+    return plan.edges(k).flags if plan.ws else 1
 
 
 def _make(group: EmulatedGroup, stride: int, words: int, device: torch.device) -> slab.Slab:

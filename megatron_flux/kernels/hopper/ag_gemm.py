@@ -7,22 +7,17 @@ Operands
     Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the own shard into the gather
     buffer where the caller wants the gathered input (KEEP). ``mp`` is a multiple of BM.
 
-Who moves the shards
-    * The copy engine (PUSH off), enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at the edges
-      come in two pieces of columns, the first two with EARLY, the last with LATE.
-    * *aux* of every SM (PUSH on), row by row through registers, to all peers in turn: no SM is lost to communication.
-      Blocks of BM rows travel in KCH chunks of columns. Flags: ``[tp, blocks, KCH, BM]``, one for each row, set by
-      rank ``r`` in ``[r]``.
+Flags
+    The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at
+    the edges come in two pieces of columns, the first two with EARLY, the last with LATE. Pushes by the SMs themselves
+    were at most 0.9 % faster than the next plan and up to 10 % slower (results/layer-h200x4-nvlink, layer-h200x4-more).
 
 Schedule
-    The own shard first. By copy engine then the first shard to come, then SPAN shards at a time, as they arrive: their
-    row blocks are done side by side, which reads the weight less often. With PUSH block ``j`` of all peers comes before
-    block ``j+1`` of any. *load* waits for a chunk of columns when it comes to it; the product goes on with what has
-    arrived.
+    The own shard first, then the first shard to come, then SPAN shards at a time, as they arrive: their row blocks are
+    done side by side, which reads the weight less often. *load* waits for a piece of columns when it comes to it; the
+    product goes on with what has arrived.
 
 Hazards
-    * *aux* sends its share of a chunk to all peers and waits until it has arrived. That bounds what is under way:
-      otherwise loads of the product queue behind stores that the link cannot take.
     * A fence between proxies must follow a poll, before TMA reads what the flag announced.
 """
 
@@ -32,13 +27,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megatron_flux.kernels.device import OP_AG, leave, publish, raster
+from megatron_flux.kernels.device import OP_AG, leave, raster
 from megatron_flux.kernels.hopper.pieces import (
     FENCE_PROXY,
-    FENCE_SYSTEM,
     PIECE,
     advance,
-    barrier,
     copy_out,
     each_thread,
     hand_over_tile,
@@ -50,17 +43,11 @@ from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
-def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr):
+def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.constexpr):
     """Tile number to (source rank, row block within the shard, column block); ``own`` row blocks in a shard."""
     src = rank
     if t < own * npn:
         rb, pn = raster(t, own, npn, GROUP)
-    elif PUSH:
-        u = t - own * npn
-        per = (TP - 1) * npn
-        r, pn = raster(u % per, TP - 1, npn, GROUP)
-        src = (rank + 1 + r) % TP
-        rb = u // per
     else:
         u = t - own * npn
         src = (rank + 1 + u // (own * npn)) % TP
@@ -95,7 +82,7 @@ def _piece(
 @gluon.jit
 def _load(
     s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
-    GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr,
+    GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr,
     EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     per_source: gl.constexpr = 2 if EARLY or LATE else 1
@@ -103,23 +90,18 @@ def _load(
     phase = 1
     arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
-        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
         if src == rank:
             slot, phase = load_blocks(
                 s, xd, b, rb * s.BM, pn * s.BN, 0, kt, xs, 0, rb * s.BM, ws, slot, phase
             )  # fmt: skip
         else:
             for kc in range(KCH):
-                if PUSH:
-                    unit = (src * own + rb) * KCH + kc
-                    wait_flags(flags + flag_off + unit * s.BM, s.BM, epoch, err, limit, OP_AG, src, rb * KCH + kc, 50)
+                unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
+                if unit != arrived:
+                    wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
                     each_thread(FENCE_PROXY, epoch)
-                else:
-                    unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
-                    if unit != arrived:
-                        wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
-                        each_thread(FENCE_PROXY, epoch)
-                        arrived = unit
+                    arrived = unit
                 slot, phase = load_blocks(
                     s, a, b, src * mp + rb * s.BM, pn * s.BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), gs,
                     src * kt, rb * s.BM, ws, slot, phase,
@@ -128,13 +110,12 @@ def _load(
 
 @gluon.jit
 def _store(
-    s, c, own, npn, mp, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr,
-    CTAS: gl.constexpr,
+    s, c, own, npn, mp, rank, GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
-        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
         for piece in gl.static_range(s.BN // PIECE):
             mbarrier.wait(s.ready.index(slot), phase)
             copy_out(c, [src * mp + rb * s.BM, pn * s.BN + piece * PIECE], s.pieces.index(slot))
@@ -144,16 +125,16 @@ def _store(
 
 
 @gluon.jit
-def _push(
-    x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank,
-    BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
+def _keep(
+    x, data_table, buf_off, own, mp, k, chunk_k, rank, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
+    """Copy the own shard into the gather buffer."""
     dtype: gl.constexpr = x.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([128 // dtype.primitive_bitwidth], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, WIDTH, layout=layout)
     mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(dtype)) + buf_off, 16)
-    if PUSH or KEEP:
+    if KEEP:
         for unit in range(gl.program_id(0), own * KCH * BM, CTAS):
             row = (unit // (KCH * BM)) * BM + unit % BM
             col = ((unit // BM) % KCH) * chunk_k
@@ -162,25 +143,13 @@ def _push(
             to_row = (rank * mp + row).to(gl.int64) * k
             for at in range(col, end, WIDTH):
                 value = gl.load(from_row + at + lane, mask=at + lane < end)
-                if PUSH:
-                    for step in gl.static_range(1, TP):
-                        theirs = gl.load(data_table + (rank + TP - step) % TP).to(gl.pointer_type(dtype)) + buf_off
-                        theirs = gl.multiple_of(theirs, 16)
-                        gl.store(theirs + to_row + at + lane, value, mask=at + lane < end)
-                if KEEP:
-                    gl.store(mine + to_row + at + lane, value, mask=at + lane < end)
-            if PUSH:
-                barrier()
-                each_thread(FENCE_SYSTEM, epoch)
-                for step in gl.static_range(1, TP):
-                    to = gl.load(flag_table + (rank + TP - step) % TP)
-                    publish(to, flag_off + rank * own * KCH * BM + unit, epoch, "relaxed")
+                gl.store(mine + to_row + at + lane, value, mask=at + lane < end)
 
 
 @gluon.jit
 def _multiply(
-    s, own, npn, kt, bias, xs, ws, n, rank, GROUP: gl.constexpr, TP: gl.constexpr, PUSH: gl.constexpr,
-    SPAN: gl.constexpr, CTAS: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
+    s, own, npn, kt, bias, xs, ws, n, rank, GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr,
+    CTAS: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -192,7 +161,7 @@ def _multiply(
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         col = 0
         if BIAS:
-            _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP, PUSH)
+            _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
             col = pn * s.BN
         acc, slot, phase = product(s, slot, phase, kt, scale, bias, col, n, BIAS, TEAM)
         slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
@@ -200,10 +169,10 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
-    a, xd, b, c, x, bias, xs, gs, ws, data_table, flag_table, flags, ctrl, epochs, err, limit, slot, next_slot,
+    a, xd, b, c, x, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
-    WIDTH: gl.constexpr, PUSH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    WIDTH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
@@ -220,12 +189,11 @@ def hopper_ag_gemm_kernel(
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 0)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 0)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
-                         rank, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS)),
-                (_store, (s, c, own, npn, mp, rank, GROUP, TP, PUSH, SPAN, CTAS)),
-                (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
-                         TP, PUSH, KEEP, CTAS)),
+                         rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
+                (_keep, (x, data_table, buf_off, own, mp, k, chunk_k, rank, BM, KCH, WIDTH, KEEP, CTAS)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -233,13 +201,12 @@ def hopper_ag_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 0)),
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, PUSH, SPAN, CTAS, BIAS, 1)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 0)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 1)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
-                         rank, GROUP, KCH, TP, PUSH, SPAN, EARLY, LATE, CTAS)),
-                (_store, (s, c, own, npn, mp, rank, GROUP, TP, PUSH, SPAN, CTAS)),
-                (_push, (x, data_table, flag_table, buf_off, flag_off, epoch, own, mp, k, chunk_k, rank, BM, KCH, WIDTH,
-                         TP, PUSH, KEEP, CTAS)),
+                         rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
+                (_keep, (x, data_table, buf_off, own, mp, k, chunk_k, rank, BM, KCH, WIDTH, KEEP, CTAS)),
             ],
             [4, 1, 1, 2],
             [224, 64, 64, 64],

@@ -55,7 +55,6 @@ from megatron_flux.ops.kernel_config import (
     fp8_config,
     rs_config,
     rs_tiles,
-    within_flags,
 )
 from megatron_flux.settings import one_queue, sm_margin
 
@@ -189,7 +188,6 @@ class FusedBackend:
         if call.fp8 is not None:
             config = for_fp8(config, promoted=call.fp8.promoted)
         if operator == "all_gather_gemm":
-            config = within_flags(config, m)
             nbytes = x.numel() * x.element_size()
             if (scales := call.sent_scales) is not None:
                 nbytes += scale_bytes(scales.shape)

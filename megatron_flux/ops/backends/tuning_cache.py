@@ -42,7 +42,7 @@ _COUNTS, _TILES = range(1, 1025), (16, 32, 64, 128, 256)
 _ALLOWED: dict[str, Sequence[int]] = {
     **dict.fromkeys(("bm", "bn", "bk"), _TILES),
     **{"block": tuple(1 << bit for bit in range(5, 17)), "warps": (1, 2, 4, 8, 16), "teams": (1, 2)},
-    **{"stages": range(1, 17), "ring": range(1, 17), "comm": range(1025), "spread": range(101), "shots": range(3)},
+    **{"stages": range(1, 17), "ring": range(1, 17), "spread": range(101), "shots": range(3)},
 }
 """Numbers that a plan may have by its field's name; _COUNTS where it is not here. Beyond them kernels do not compile,
 or count to nothing.

@@ -78,12 +78,10 @@ def all_gather_gemm(
     with unbroken(work, "all_gather_gemm"):
         turn = work.begin()
         gathered = work.gather_buffers(turn.half, m, k, x.dtype)[work.rank]
-        finish = None
-        if not (config.ws and config.comm):  # before the kernel: see the copy engine's hazards
-            finish = push(x, work, turn.half, config.edges(k) if config.ws else WHOLE, scales)
+        # Before the kernel: see the copy engine's hazards.
+        finish = push(x, work, turn.half, config.edges(k) if config.ws else WHOLE, scales)
         kernels.all_gather_gemm(SlabCall(made, out, work, turn, config, sms), gathered)
-        if finish is not None:
-            finish()
+        finish()
         work.end()
     if made.fp8 is None:
         return out, gathered

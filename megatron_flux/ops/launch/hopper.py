@@ -38,12 +38,12 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
         arrived[work.rank].copy_(scales.x)
 
     def launch() -> kernel_launch.Launch:
-        pushes, edges = config.comm > 0, config.edges(k)
+        edges = config.edges(k)
         by = (scales.x, scales.x, scales.weight)
         if arrived is not None:
             own, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, arrived))
             by = (own, all_ranks, _scales_of_weight(scales.weight, config.bn))
-        chunk_k = config.chunk_k(k) if pushes else edges.columns or cdiv(k, config.bk) * config.bk
+        chunk_k = edges.columns or cdiv(k, config.bk) * config.bk
         arguments = (
             _descriptor(gathered, config.bm, config.bk),
             _descriptor(x, config.bm, config.bk),
@@ -51,12 +51,12 @@ def all_gather_gemm(call: SlabCall, gathered: torch.Tensor) -> None:
             _descriptor(call.out, config.bm, PIECE),
             x.view(torch.uint8) if made.fp8 else x, x if bias is None else bias,
             *by,
-            work.data_table, work.flag_table, work.flags[work.rank],
+            work.data_table, work.flags[work.rank],
             *work.arguments(turn), turn.half * (work.half_bytes // x.element_size()),
             n, k, mp, chunk_k, work.rank,
         )  # fmt: skip
         constants = call.constants() | {
-            "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "PUSH": pushes, "SPAN": config.span,
+            "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
             "EARLY": edges.early, "LATE": edges.late, "KEEP": made.return_gathered, "STAGES": config.stages,
             "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams,
         }  # fmt: skip

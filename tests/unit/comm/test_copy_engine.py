@@ -86,7 +86,6 @@ def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
     """A shard of one block is not cut."""
     assert KernelConfig(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
     assert KernelConfig(ws=True).edges(k) == Edges()
-    assert KernelConfig(ws=True, early=True, comm=1).edges(k) == Edges()  # SMs have chunks of their own
 
 
 @pytest.mark.parametrize("edges", EDGES.values(), ids=list(EDGES))

@@ -42,7 +42,6 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
         "ag_gemm",
         {"TP": 8, "TRANSPOSED": 1, "KCH": 4, "EARLY": 1, "LATE": 1, "SPAN": 2, "BIAS": 1},
     ),
-    "pushed": ("ag_gemm", {"PUSH": 1, "KCH": 8, "BIAS": 1}),
     "fp8 gathered": ("ag_gemm", {"FP8": 1, "BIAS": 1, "KCH": 4, "EARLY": 1}),
     "fp8 sums": ("gemm_rs", {"FP8": 1}),
     "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1}),
@@ -149,7 +148,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
         constants["WORKERS"] = given.get("WORKERS", 132)
     else:
-        switches = {name: bool(given.get(name, name == "KEEP")) for name in ("PUSH", "EARLY", "LATE", "KEEP", "BIAS")}
+        switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
@@ -271,14 +270,13 @@ def main() -> None:
         ptx, gathers = kernel.asm["ptx"], op == "ag_gemm"
         spilled, waits = assembled(ptx)
         found[name] = {
-            "missing": missing_fences(ptx, loads=gathers, pushes="PUSH" in given, stores=not gathers),
+            "missing": missing_fences(ptx, loads=gathers, stores=not gathers),
             "shared": kernel.metadata.shared,
             "spilled": spilled,
             "waits": waits,
             **arithmetic(ptx),
             "wgmma": ptx.count("wgmma.mma_async"),
             "barriers_before_products": barriers_before_products(ptx),
-            "wide_stores": ptx.count("st.global.v4"),
             "relaunched": relaunched(kernel, operands_of(op, "BIAS" in given, "FP8" in given)),
         }
     print(json.dumps(found))

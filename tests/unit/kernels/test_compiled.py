@@ -48,7 +48,7 @@ def test_plain_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
 
 def test_hopper_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
     missing = {name: found["missing"] for name, found in kernels.items() if name not in PLAIN}
-    assert len(missing) == 12
+    assert len(missing) == 11
     assert missing == {name: [] for name in missing}
 
 
@@ -59,7 +59,6 @@ def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
         assert found["spilled"] <= 32, name  # addresses that the end of a tile needs
         assert found["wgmma"] > 0, name
         assert not found["waits"], f"{name}: ptxas makes products wait for each other"
-    assert kernels["pushed"]["wide_stores"] >= 6  # to three peers, two 16-byte stores of a thread each
 
 
 def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:

@@ -27,34 +27,31 @@ gather_place = plain(hopper_ag_gemm, "_place", raster=raster)
 scatter_place = plain(device, "scatter_place")
 
 
-def gathered_tiles(rank: int, tp: int, own: int, npn: int, group: int, span: int, push: bool) -> list[tuple[int, ...]]:
-    return [gather_place(t, own, npn, rank, group, span, tp, push) for t in range(own * npn * tp)]
+def gathered_tiles(rank: int, tp: int, own: int, npn: int, group: int, span: int) -> list[tuple[int, ...]]:
+    return [gather_place(t, own, npn, rank, group, span, tp) for t in range(own * npn * tp)]
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize(("own", "npn"), [(1, 1), (2, 5), (8, 24), (5, 3)])
 @pytest.mark.parametrize("group", [3, 8, 16])
-@pytest.mark.parametrize(("span", "push"), [(1, False), (2, False), (3, False), (1, True)])
-def test_a_gather_does_every_tile_once_and_its_own_first(
-    tp: int, own: int, npn: int, group: int, span: int, push: bool
-) -> None:
+@pytest.mark.parametrize("span", [1, 2, 3])
+def test_a_gather_does_every_tile_once_and_its_own_first(tp: int, own: int, npn: int, group: int, span: int) -> None:
     for rank in range(tp):
-        tiles = gathered_tiles(rank, tp, own, npn, group, span, push)
+        tiles = gathered_tiles(rank, tp, own, npn, group, span)
         every = Counter((src, rb, pn) for src in range(tp) for rb in range(own) for pn in range(npn))
         assert Counter(tiles) == every
         sources = [src for src, _, _ in tiles]
         assert set(sources[: own * npn]) == {rank}
-        if not push:
-            steps = [(src - rank) % tp for src in sources]
-            assert set(steps[own * npn : 2 * own * npn]) == {1}  # the first to come waits for no other
-            # Shards that come later are never done before those that come a span earlier.
-            places = [0 if step == 0 else 1 if step == 1 else 2 + (step - 2) // span for step in steps]
-            assert places == sorted(places)
+        steps = [(src - rank) % tp for src in sources]
+        assert set(steps[own * npn : 2 * own * npn]) == {1}  # the first to come waits for no other
+        # Shards that come later are never done before those that come a span earlier.
+        places = [0 if step == 0 else 1 if step == 1 else 2 + (step - 2) // span for step in steps]
+        assert places == sorted(places)
 
 
 def test_spans_read_the_weight_less_often() -> None:
     """The first tiles of a span go through its shards before they come to another column."""
-    tiles = gathered_tiles(0, 8, 8, 24, 16, 2, False)[2 * 8 * 24 :]
+    tiles = gathered_tiles(0, 8, 8, 24, 16, 2)[2 * 8 * 24 :]
     assert [(src, rb, pn) for src, rb, pn in tiles[:17]] == [
         *((2, rb, 0) for rb in range(8)),
         *((3, rb, 0) for rb in range(8)),

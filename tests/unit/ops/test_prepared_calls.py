@@ -81,6 +81,8 @@ def kernel(seen: list[tuple[Any, ...]], name: str) -> Any:
 
 PUSHES = [Push([Copy(1000 + half, 0, 64, 1, 64, 2000 + half)], 3000 + half) for half in (0, 1)]
 ON_THE_SIDE = Side(SIDE, BEFORE, AFTER, None)
+_EVENT = SimpleNamespace(cuda_event=AFTER)
+COPIES = SimpleNamespace(stream=SimpleNamespace(cuda_stream=SIDE), before=_EVENT, after=_EVENT)
 
 
 def test_copies_are_enqueued_before_the_kernel(done: list[tuple[Any, ...]]) -> None:
@@ -252,7 +254,7 @@ def no_launch(stream: int, *operands: Any) -> None:
 
 CALLS = {
     "all_gather_gemm": lambda work, run: PreparedAllGatherGemm(
-        work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, None, None
+        work, [run] * 2, (8, 6), [torch.zeros(8, 4)] * 2, PUSHES, ON_THE_SIDE
     ),
     "gemm_reduce_scatter": lambda work, run: PreparedGemmReduceScatter(work, [run] * 2, (4, 6)),
     "all_gather": lambda work, run: PreparedAllGather(
@@ -407,13 +409,13 @@ def test_what_the_ordinary_path_has_launched_is_what_is_prepared(
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(hopper.kernel_launch, "first_or_again", first)
     monkeypatch.setattr(hopper.kernel_launch, "by_triton", lambda kernel, grid, *_, **constants: (kernel, constants))
-    group, config = group_of(2), KernelConfig(ws=True, comm=1 if operator == "all_gather_gemm" else 0)
+    group, config = group_of(2), KernelConfig(ws=True)
     x, weight, gathered = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 4, 64), (32, 64), (512, 64)))
     call = OperatorCall(operator, x, weight, group, bias=torch.zeros(32) if bias else None)
     work: Any = SimpleNamespace(
         tp=2, rank=0, half_bytes=1 << 20, data=[torch.zeros(2 << 20, dtype=torch.uint8)] * 2, kernels={},
         descriptors={}, flags=[None], data_table=None, flag_table=None, arguments=lambda turn: range(7),
-        gather_buffers=lambda *_: [gathered],
+        gather_buffers=lambda *_: [gathered], pushes=SimpleNamespace(get=lambda key: PUSHES[key[0]]), side=COPIES,
     )  # fmt: skip
     made = call._replace(x=x.view(-1, 64))
     for half in (0, 1):

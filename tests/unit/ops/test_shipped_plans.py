@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_flux.comm.slab import CALL_FLAGS
 from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.ops.shipped_plans import Entry, Shape, entries, suggested, suggests_for, unmeasured
 
@@ -55,7 +54,6 @@ def test_near_is_a_matter_of_ratios() -> None:
     [
         (SHAPE._replace(m=4 * 128 * 16), KernelConfig(ws=True, span=2)),  # two shards are more than a raster group
         (SHAPE._replace(k=64), KernelConfig(ws=True, late=True)),  # no quarter of the columns
-        (SHAPE._replace(m=2 * CALL_FLAGS), KernelConfig(ws=True, comm=1)),
         (SHAPE._replace(op="gemm_reduce_scatter", m=512), KernelConfig(ws=True, band=2)),  # a rank has one row block
     ],
 )

@@ -423,14 +423,6 @@ FAULTS: tuple[Fault, ...] = (
         ("fences",),
     ),
     _fault(
-        "Hopper AG+GEMM publishes without a barrier",
-        f"{KERNELS}/hopper/ag_gemm.py",
-        "                barrier()\n                each_thread(FENCE_SYSTEM, epoch)",
-        "                each_thread(FENCE_SYSTEM, epoch)",
-        (FENCES,),
-        ("fences",),
-    ),
-    _fault(
         "Hopper GEMM+RS publishes before its stores have arrived",
         f"{KERNELS}/hopper/gemm_rs.py",
         "        each_thread(STORES_DONE, epoch)\n",

@@ -59,6 +59,18 @@ fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
 
+# The oldest wandb that pyproject.toml allows, beside the newest.
+if [[ -z ${MEGATRON_FLUX_OLDEST_WANDB:-} ]]; then
+    MEGATRON_FLUX_OLDEST_WANDB=$("$PYTHON" -c 'import sys; print(sys.prefix)')/oldest-wandb
+    if [[ ! -d $MEGATRON_FLUX_OLDEST_WANDB ]]; then
+        rm -rf "$MEGATRON_FLUX_OLDEST_WANDB.part"
+        pip_install --no-deps --target "$MEGATRON_FLUX_OLDEST_WANDB.part" wandb==0.30.0 &&
+            mv "$MEGATRON_FLUX_OLDEST_WANDB.part" "$MEGATRON_FLUX_OLDEST_WANDB" ||
+            printf 'note: wandb 0.30.0 could not be fetched\n' >&2
+    fi
+    export MEGATRON_FLUX_OLDEST_WANDB
+fi
+
 wait "$packages"
 trap - EXIT
 "$PYTHON" -m ruff check .

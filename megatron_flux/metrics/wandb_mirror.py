@@ -5,7 +5,15 @@ killed), the first failure is logged once and training goes on without it. Asked
 writes offline files instead, and logs how to upload them.
 
 A run keeps its id in ``wandb.json`` beside its records: a training that resumes there goes on under it. ``iteration``
-is wandb's own step, so iterations that are done again after a requeue are dropped by wandb where it has them already.
+is wandb's own step. Iterations that are done again after a requeue are not sent again: wandb would drop them online,
+and show them twice where both starts were offline.
+
+Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
+WANDB_MODE for ``auto``), but for WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which two arms cannot share.
+
+Beside the fields of the record a run has what Megatron-LM's ``training_log`` and ``evaluate_and_print_results`` send
+under their names, so that dashboards made for it show these runs (``num-zeros`` and ``params-norm``, which it sends on
+request, are not computed).
 
 What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
 the command line, the git state, the console, the code and the package list is switched off; it still records the host's
@@ -19,8 +27,10 @@ runs them in forward; in backward stock hides a part beside the wgrad.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
+import struct
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +45,8 @@ from megatron_flux.metrics.summary import timed
 logger = logging.getLogger("megatron_flux")
 
 ID_FILE = "wandb.json"
+PROJECT = "megatron-flux"
+"""Where neither an option nor wandb's own settings name one."""
 
 # What a table of runs shows of these; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
@@ -65,7 +77,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         per_rank: bool = False,
         **run: Any,
     ) -> None:
-        """Start the run; ``run`` is project, group, job_type, name and tags, as wandb takes them.
+        """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
         online where it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets
@@ -76,16 +88,24 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         """The run's id; None while there is no run."""
         self._run: Any = None
         self._per_rank = per_rank
+        self._written = 0
+        self._sizes = {"batch-size": config.get("global_batch_size"), "world-size": config.get("world_size")}
         if mode != "disabled":
             with self._guarded():
                 self._start(mode, run, config, Path(dir), resuming)
 
     def _start(
-        self, mode: str, options: Mapping[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
+        self, mode: str, options: dict[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
     ) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
+        own = wandb.setup().settings  # of the environment and wandb's files
+        options["project"] = options.get("project") or own.project or PROJECT
+        if mode == "auto" and own.mode in ("offline", "disabled", "dryrun"):
+            mode = "disabled" if own.mode == "disabled" else "offline"
+        if mode == "disabled":
+            return
         # Never asks: a job that waits for an answer never trains.
         if mode != "offline" and not wandb.login(prompt=False, verify=False, timeout=int(TIMEOUT_S)):
             if mode == "online":
@@ -95,6 +115,8 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
             mode = "offline"
         mode = "online" if mode == "auto" else mode
         kept = _kept_id(folder) if resuming else None
+        if kept and mode == "offline":
+            self._written = max(map(_last_step, folder.glob(f"wandb/offline-run-*/run-{kept}.wandb")), default=0)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -111,14 +133,14 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
             mode=mode,
             **options,
             id=kept or uuid.uuid4().hex[:8],
-            resume="allow" if kept else None,
+            resume="allow",  # said of a new run, too: WANDB_RESUME=must would refuse it
             config=encodable(without_secrets(config)),
             dir=str(folder),
             settings=settings,
             # Two arms of a comparison are two runs of one process at the same time.
             reinit="create_new",
         )
-        about = {"id": run.id, "project": options["project"], "mode": mode}
+        about = {"id": run.id, "project": run.project, "mode": mode}
         write_atomically(folder / ID_FILE, dumps(about) + "\n")
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
@@ -140,7 +162,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         about = {name: record[key] for name, key in _CONFIGURATION.items() if record.get(key)}
         if about:
             self._run.config.update(encodable(without_secrets(about)), allow_val_change=True)
-        self._run.log(curves(record, per_rank=self._per_rank), step=record["iteration"])
+        if record["iteration"] > self._written:
+            values = curves(record, per_rank=self._per_rank) | _known({**_of_megatron(record), **self._sizes})
+            self._run.log(values, step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Set what the run's page and tables of runs show as its outcome; unknown values are left out."""
@@ -190,6 +214,16 @@ def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, An
     return _known(values)
 
 
+def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a record under further names that Megatron-LM sends to wandb (core_v0.16.1, training.py)."""
+    loss = record.get("lm loss validation")
+    return {
+        "samples vs steps": record["consumed-samples"],
+        "loss-scale": 1.0,  # bf16 and fp32 are not scaled
+        "lm loss validation ppl": None if loss is None else math.exp(min(20, loss)),
+    }
+
+
 def _kept_id(folder: Path) -> str | None:
     """The id of the run that was mirrored from this folder before."""
     file = folder / ID_FILE
@@ -202,13 +236,38 @@ def _kept_id(folder: Path) -> str | None:
         return None
 
 
+def _last_step(file: Path) -> int:
+    """Return the last step in an offline file, or 0. What a killed process was writing at its end is not there.
+
+    The file is LevelDB's log: blocks of 32 KiB with pieces of records, each behind a checksum, a length and a type.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, last = file.read_bytes(), 7, b"", 0  # behind wandb's own mark
+    while at + 7 <= len(data):
+        if (left := -at % 32768) and left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<4xHB", data, at)
+        piece = data[at + 7 : at + 7 + length]
+        if kind == 0 or len(piece) < length:
+            break
+        at += 7 + length
+        whole = piece if kind in (1, 2) else whole + piece  # the whole of one, the first, a middle or the last piece
+        if kind in (1, 4):
+            record = Record.FromString(whole)
+            last = max(last, record.history.step.num)
+    return last
+
+
 def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
-    """Of a sampled flux record, by operator, in ms per iteration; empty for any other."""
+    """Of a sampled flux record, by operator, in ms per iteration; empty for any other, and where flux's is withheld."""
     serial, gemm = (record.get(f"flux/{part}_time_ms") or {} for part in ("serial", "gemm"))
+    compared = record.get("flux/exposed_communication_ms") or {}  # null on CPUs, whose times say nothing of it
     return {
         operator: serial[operator] - gemm[operator]
         for operator in serial
-        if serial[operator] is not None and gemm.get(operator) is not None
+        if None not in (serial[operator], gemm.get(operator), compared.get(operator))
     }
 
 
@@ -232,7 +291,8 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
             if known := [sample[operator] for sample in samples if sample.get(operator) is not None]:
                 found[f"{arm}_exposed_communication_ms/{operator}"] = statistics.median(known)
         try:
-            parts = read_json_object(folder / arm / "breakdown.json").get("parts", {})
+            found_parts = read_json_object(folder / arm / "breakdown.json")
+            parts = found_parts.get("parts", {}) if found_parts.get("source") != "cpu" else {}
         except UserError:  # missing or damaged
             parts = {}
         found[f"{arm}_exposed_communication_traced_ms"] = parts.get("communication_exposed")

@@ -6,6 +6,7 @@ Saving twice makes new ones: what was changed by hand since is never overwritten
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typing import Any
 from megatron_flux.errors import FluxError, UserError, one_line
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.schema import COUNTED
+from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS
-from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
+from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED, ID_FILE, PROJECT
 
 LOGIN_TIMEOUT_S = 15
 SYNC_TIMEOUT_S = 600.0
@@ -229,7 +231,7 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
     other = next((run for run in runs if run.kind != "training"), None)
     if other is not None:
         raise UserError(f"{other.path} is a benchmark, which wandb has nothing of; name runs of compare or train")
-    projects = {str(run.settings.get("wandb_project")) for run in runs}
+    projects = {_project(run) for run in runs}
     if project is None:
         if len(projects) > 1:
             raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; give one as --project")
@@ -237,3 +239,11 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
     named = [(run.config.get("wandb"), run.name) for run in runs]
     groups = [str(names.get("group", name)) if isinstance(names, dict) else name for names, name in named]
     return project, list(dict.fromkeys(groups))
+
+
+def _project(run: Run) -> str:
+    """The project that a run's arms were mirrored to."""
+    for file in sorted(run.path.glob(f"*/{ID_FILE}")):
+        with contextlib.suppress(UserError, KeyError):
+            return str(read_json_object(file)["project"])
+    return str(run.settings.get("wandb_project") or PROJECT)

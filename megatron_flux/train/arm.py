@@ -241,7 +241,7 @@ class Arm:
         names = run_folder.load_wandb_names(config)
         return WandbMirror(
             config.wandb,
-            {**config.model_dump(mode="json"), **run_folder.run_info(config)},
+            {**run_folder.megatron_arguments(config), **config.model_dump(mode="json"), **run_folder.run_info(config)},
             self.folder,
             resuming=self.trainer.iteration > 0,
             per_rank=config.wandb_ranks,
@@ -249,7 +249,7 @@ class Arm:
             group=names.group,
             job_type=self.name,
             name=f"{names.run}-{self.name}",
-            tags=[config.preset, *config.wandb_tags],
+            tags=[config.preset, *(config.wandb_tags or filter(None, os.environ.get("WANDB_TAGS", "").split(",")))],
         )
 
     def _note_failure(self, error: Exception) -> None:

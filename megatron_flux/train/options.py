@@ -216,10 +216,19 @@ class MetricsOptions(_Options):
     wandb: Literal["disabled", "offline", "online", "auto"] = _option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
-    wandb_project: str = _option("megatron-flux", "wandb project.")
-    wandb_group: str | None = _option(None, "wandb group. Default: of this comparison alone.")
-    wandb_tags: list[str] = _option([], "wandb tag, beside the preset. May be repeated.")
+    wandb_project: str | None = _option(
+        None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux."
+    )
+    wandb_group: str | None = _option(None, "wandb group. Default: WANDB_RUN_GROUP, else of this job or run alone.")
+    wandb_tags: list[str] = _option(
+        [], "wandb tags, beside the preset, by comma. Default: WANDB_TAGS. May be repeated."
+    )
     wandb_ranks: bool = _option(False, "Also send to wandb what is known of every rank.")
+
+    @field_validator("wandb_tags")
+    @classmethod
+    def _by_comma(cls, given: list[str]) -> list[str]:
+        return [tag.strip() for word in given for tag in word.split(",") if tag.strip()]
 
 
 class RunOptions(

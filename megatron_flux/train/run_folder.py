@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import shlex
 import time
@@ -74,7 +75,8 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         "link": environment.link(config.link)["kind"],
         "wire": config.wire,
         "grad_wire": config.grad_wire,
-        "job": environment.job(),
+        "job": (job := environment.job()),
+        "repetition": int(job["array_task"]) if job and "array_task" in job else None,
         "layout": {name: getattr(config, name) for name in layout},
     }
 
@@ -98,22 +100,52 @@ def _wandb_names(config: RunConfig) -> WandbNames:
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
     if names is None:
-        new = _new_name(config.out)
-        names = WandbNames(new, new)
-    if (given := config.wandb_group) is None:
+        names = _new_names(config.out)
+    if (given := config.wandb_group or os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")
 
 
-def _new_name(out: Path) -> str:
-    """By the scheduler's job, or the folder's name, the time and a random part: names occur on other days and disks."""
+def _new_names(out: Path) -> WandbNames:
+    """By the scheduler's job, or the folder's name, the time and a random part: names occur on other days and disks.
+
+    All repetitions of a job are one group.
+    """
     job = environment.job()
     if job is None:
-        return f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        name = f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        return WandbNames(name, name)
+    group = f"{job.get('name', 'job')}-{job.get('array', job['id'])}"
     task = f"_{job['array_task']}" if "array_task" in job else ""
-    name = f"{job.get('name', 'job')}-{job.get('array', job['id'])}{task}"
-    # Scripts of this package call every folder so; several runs in one job have folders of their own names.
-    return name if out.name == "run" else f"{name}-{out.name}"
+    # Scripts of this package call a run's folder so, or rep-N; several runs in one job have folders of their own names.
+    own = "" if out.name == "run" or (task and out.name == f"rep-{job['array_task']}") else f"-{out.name}"
+    return WandbNames(f"{group}{own}", f"{group}{task}{own}")
+
+
+def megatron_arguments(config: RunConfig) -> dict[str, Any]:
+    """What Megatron-LM's argument parser calls this run's settings, where the run's own names differ."""
+    shape, linear = config.shape, config.lr_decay_steps
+    return {
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
+        "data_parallel_size": config.dp,
+        **shape.model_dump(
+            include={"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"}
+        ),
+        "num_query_groups": shape.num_query_groups,
+        "max_position_embeddings": shape.seq_length,
+        "normalization": shape.normalization,
+        "position_embedding_type": shape.position_embedding,
+        "swiglu": shape.activation == "swiglu",
+        "train_iters": config.steps,
+        "lr_decay_style": "constant" if linear is None else "cosine",
+        "lr_decay_iters": linear,
+        "lr_warmup_iters": config.lr_warmup_steps,
+        "bf16": config.precision == "bf16",
+        "hidden_dropout": config.dropout,
+        "attention_dropout": config.dropout,
+        "use_distributed_optimizer": config.distributed_optimizer,
+    }
 
 
 def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:

@@ -132,7 +132,7 @@ def test_both_arms_are_mirrored_and_profiled(command: Run, comparison: tuple[Pat
         assert shown["name"] == f"{names['run']}-{arm}"
         assert "compare/speedup" not in shown["summary"]
         assert shown["summary"]["compare/max_relative_loss_difference"] == 0
-        assert shown["summary"]["compare/baseline_exposed_communication_traced_ms"] > 0
+        assert not [name for name in shown["summary"] if "exposed" in name], "of CPUs"
         assert [r["iteration"] for r in records(out / arm) if r["profiled"]] == [4, 5, 6]
         parts = json.loads((out / arm / "breakdown.json").read_text())["parts"]
         assert parts["gemm"] > 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from wandb.util import get_core_path
 
 from megatron_flux.metrics import wandb_mirror
@@ -19,6 +23,7 @@ from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import full_run
 
+ROOT = Path(__file__).parents[3]
 API_KEY = "0123456789abcdef" * 2 + "cafe4242"
 CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
 
@@ -85,17 +90,20 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
     with mirror("offline", tmp_path) as first:
         for n in range(1, 5):
             first.write(record(n, flux=True))
-    # From a checkpoint of iteration 2: 3 and 4 are done again.
-    with mirror("offline", tmp_path, resuming=True, per_rank=True) as second:
+    wandb.teardown()  # waits for wandb's own process, which writes the files, as the end of the first start does
+    # From a checkpoint of iteration 2: 3 and 4 are done again, and by a third start once more.
+    with mirror("offline", tmp_path, resuming=True) as second:
+        second.write(record(3, flux=True))
+    with mirror("offline", tmp_path, resuming=True, per_rank=True) as third:
         for n in range(3, 6):
-            second.write(sampled_record(n, flux=True))
+            third.write(sampled_record(n, flux=True))
     with mirror("offline", tmp_path / "another", resuming=True) as another:
         pass
-    assert first.id == second.id != another.id
+    assert first.id == second.id == third.id != another.id
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{first.id}.wandb"}
     steps = [[item["history"]["step"]["num"] for item in items(file, "history")] for file in files]
-    assert steps == [[1, 2, 3, 4], [3, 4, 5]]
+    assert steps == [[1, 2, 3, 4], [], [5]], "an iteration that is sent twice is shown twice"
     assert [item["run"].get("resume", False) for file in files for item in items(file, "run")][-1] is True
     last = json.loads(inspect(files[-1], "--summary"))
     assert last["summary"]["flux/e_overlap/all_gather_gemm"] == pytest.approx(0.8)
@@ -105,6 +113,91 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
     # What is no curve is configuration.
     assert last["config"]["run"]["nodes"] == ["node1"]
     assert last["config"]["choices"]
+
+
+def test_the_last_step_of_a_file_that_was_cut_off(tmp_path: Path) -> None:
+    """Records longer than a block of the file's, and an end within one."""
+    with mirror("offline", tmp_path) as written:
+        for n in range(1, 40):
+            written.write(record(n, flux=True, **{f"long{n}": "x" * (997 * n)}))
+    wandb.teardown()  # waits for wandb's own process, which writes the file
+    file = only(tmp_path)
+    assert wandb_mirror._last_step(file) == 39
+    data = file.read_bytes()
+    steps = []
+    for size in range(0, len(data), 5003):
+        file.write_bytes(data[:size])
+        steps.append(wandb_mirror._last_step(file))
+    assert steps == sorted(steps)
+    assert set(steps) >= set(range(15, 39))
+
+
+def only(folder: Path) -> Path:
+    (file,) = folder.rglob("offline-run-*/*.wandb")
+    return file
+
+
+def test_wandbs_own_variables_hold_where_nothing_is_given(tmp_path: Path) -> None:
+    """In processes of their own: wandb reads its environment once."""
+    variables = {"WANDB_RESUME": "must", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NOTES": "said so"}
+    for given in (None, "ours"):
+        folder = tmp_path / str(given)
+        mirrored(folder, os.environ | variables, project=given)
+        (run,) = (item["run"] for item in items(only(folder), "run"))
+        assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
+        assert json.loads((folder / "wandb.json").read_text())["project"] == (given or "theirs")
+    off = tmp_path / "off"
+    mirrored(off, os.environ | {"WANDB_MODE": "disabled"}, mode="auto", id="None")
+    assert not list(off.rglob("*.wandb"))
+
+
+def mirrored(folder: Path, environment: dict[str, str], *, mode: str = "offline", id: str = "", **run: Any) -> None:
+    """Three records mirrored by a process with this environment; it prints its id, which is ``id`` where given."""
+    code = f"""
+import wandb
+from megatron_flux.metrics.wandb_mirror import WandbMirror
+from tests.unit.metrics.metrics_records import sampled_record
+with WandbMirror({mode!r}, {{"global_batch_size": 8, "world_size": 2}}, {str(folder)!r}, **{run!r}) as mirror:
+    for n in (1, 2, 3):
+        mirror.write(sampled_record(n, flux=True))
+print(wandb.__version__, mirror.id)
+wandb.teardown()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "wandb is off" not in done.stderr, done.stderr
+    assert id in done.stdout
+    assert id or "None" not in done.stdout, done.stderr
+
+
+@pytest.mark.skipif("MEGATRON_FLUX_OLDEST_WANDB" not in os.environ, reason="needs MEGATRON_FLUX_OLDEST_WANDB")
+def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
+    """As pip installs it, ahead of the newest on the path."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
+    path = os.pathsep.join([os.environ["MEGATRON_FLUX_OLDEST_WANDB"], str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    mirrored(tmp_path, environment, project="p", group="g", job_type="flux", name="n", tags=["t"], id=f"{oldest}.0 ")
+    file = only(tmp_path)
+    assert [item["history"]["step"]["num"] for item in items(file, "history")] == [1, 2, 3]
+    shown = json.loads(inspect(file, "--summary"))["summary"]
+    assert shown["lm loss"] == pytest.approx(4.7)
+
+
+def test_megatron_lms_names(tmp_path: Path) -> None:
+    """Those of training_log and evaluate_and_print_results that a record has no field for."""
+    mirrored(tmp_path, dict(os.environ), project="p")
+    shown = json.loads(inspect(only(tmp_path), "--summary"))["summary"]
+    last = sampled_record(3, flux=True)
+    assert shown["samples vs steps"] == last["consumed-samples"]
+    assert (shown["batch-size"], shown["world-size"], shown["loss-scale"]) == (8, 2, 1)
+    assert shown["lm loss validation ppl"] == pytest.approx(math.exp(last["lm loss validation"]))
+
+
+def test_a_cpu_has_no_exposed_communication() -> None:
+    withheld = {"flux/exposed_communication_ms": dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"))}
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True))
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True, **withheld)) == {}
 
 
 def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
@@ -166,6 +259,7 @@ def fake_wandb(**functions: Any) -> types.ModuleType:
     module = types.ModuleType("wandb")
     module.Settings = lambda **settings: settings
     module.login = lambda **_: True
+    module.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(project=None, mode="online"))
     vars(module).update(functions)
     return module
 
@@ -173,7 +267,7 @@ def fake_wandb(**functions: Any) -> types.ModuleType:
 class Run:
     """A wandb run that fails from the second record on."""
 
-    url = dir = ""
+    url = dir = project = ""
     id = "fake"
 
     def __init__(self) -> None:
@@ -225,6 +319,8 @@ def test_failure_while_logging_is_said_once(
     assert [values["iteration"] for values in run.logged] == [1, 2]
     # What is not known is left out: wandb would draw a null as a gap, or as zero.
     assert set(record(1)) - set(run.logged[0]) == {"mfu", "flux/fallbacks", "schema"}
+    # Megatron-LM's other names; batch-size and world-size are not in this configuration.
+    assert set(run.logged[0]) - set(record(1)) == {"samples vs steps", "loss-scale"}
     assert len(warnings(caplog)) == 1
     assert "service died" in warnings(caplog)[0]
 

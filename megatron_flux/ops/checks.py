@@ -91,6 +91,8 @@ def check_operands(call: OperatorCall, bias: torch.Tensor | None) -> None:
             f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
+    if call.k == 0:
+        raise UserError(f"{operator}: x {tuple(x.shape)} has no columns, so k is 0; it must be at least 1")
     k, form = (weight.shape[0], "[k, n]") if call.transposed else (weight.shape[1], "[n, k]")
     if call.k != k:
         raise UserError(
@@ -125,6 +127,16 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
     return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
+
+
+def without_rows(call: OperatorCall) -> bool:
+    """Return True if no rank has rows. Collective the first time that this rank has none. Raises UserError: only some
+    have none.
+    """
+    if call.m:
+        return False
+    compare_calls(call)
+    return True
 
 
 def compare_calls(call: OperatorCall) -> None:

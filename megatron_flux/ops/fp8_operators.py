@@ -19,7 +19,7 @@ from megatron_flux.ops import fast_path
 from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
 from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall, aligned
+from megatron_flux.ops.checks import OperatorCall, aligned, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 
 _PAIRS = {"tensor": "tensor", "1x128": "128x128"}
@@ -54,7 +54,7 @@ def all_gather_gemm(
     )
     _check(call, pair, bias if inside is None else inside)
     sent = x.data.numel() + (4 * x.scale_inv.numel() if pair.blocks else 0)
-    if tp == 1 or call.m == 0:
+    if tp == 1 or without_rows(call):
         y, gathered = fp8_gemm(pair, inside), x if tp == 1 else x.repeated(tp)
         stats.count(call.operator, "none", 0)
     else:
@@ -79,7 +79,7 @@ def gemm_and_sum(
     else:
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
         _check(call, pair, bias)
-        if tp == 1 or call.m == 0:
+        if tp == 1 or without_rows(call):
             pending = Pending(fp8_gemm(pair))
             stats.count(operator, "none", 0)
         else:

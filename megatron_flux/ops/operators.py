@@ -4,7 +4,7 @@ Leading dimensions: ``x`` may be ``[s, b, k]`` as in Megatron. It is read as a m
 blocks of the first dimension, and results get their leading dimensions back with the first one multiplied
 (all_gather) or divided (reduce_scatter) by ``tp``.
 
-With ``tp`` = 1, and of no rows, operators are the GEMM alone.
+With ``tp`` = 1, and of no rows, operators are the GEMM alone. That no rank has rows is compared over the group, once.
 
 The operators are not differentiable: their results never require a gradient, whatever the operands do. A gradient
 through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has the autograd.
@@ -26,7 +26,7 @@ from megatron_flux.ops import fast_path, fp8_operators
 from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands, matrix
+from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands, matrix, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -137,7 +137,7 @@ def all_gather_gemm(
     check_operands(call, bias if inside is None else inside)
     tp = group.size()
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
-    if tp == 1 or call.m == 0:
+    if tp == 1 or without_rows(call):
         gathered = matrix(x)
         y = gemm(gathered, weight, transposed=transposed, bias=inside)
         stats.count("all_gather_gemm", "none", received)
@@ -215,7 +215,7 @@ def gemm_reduce_scatter(
     check_operands(call, bias)
     tp, n = group.size(), call.n
     lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
-    if tp == 1 or call.m == 0:
+    if tp == 1 or without_rows(call):
         pending = Pending(gemm(matrix(x), weight, transposed=transposed))
         stats.count("gemm_reduce_scatter", "none", received)
     else:
@@ -294,7 +294,7 @@ def gemm_all_reduce(
     check_operands(call, bias)
     tp, shape = group.size(), (*x.shape[:-1], call.n)
     received = 2 * (tp - 1) * call.m * call.n * x.element_size() // tp
-    if tp == 1 or call.m == 0:
+    if tp == 1 or without_rows(call):
         pending = Pending(gemm(matrix(x), weight, transposed=transposed))
         stats.count("gemm_all_reduce", "none", 0)
     else:
@@ -329,18 +329,18 @@ def all_gather(
     if found is not None:
         stats.count("all_gather", found.backend, found.nbytes)
         return found.call(x)
-    if x.dim() < 2 or x.dtype not in DTYPES:
+    if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:
         raise UserError(
-            f"all_gather: x must have at least 2 dimensions and be one of {[str(d) for d in DTYPES]}, got "
+            f"all_gather: x must have at least 2 dimensions, one column, and be one of {[str(d) for d in DTYPES]}, got "
             f"{tuple(x.shape)} {x.dtype}"
         )
     tp = group.size()
     if tp == 1:
         return Pending(x)
     shape, received = (x.shape[0] * tp, *x.shape[1:]), (tp - 1) * x.numel() * x.element_size()
-    if received == 0:
-        return Pending(x.new_empty(shape))
     call = OperatorCall("all_gather", x, None, group, return_gathered=own_rows, wire=wire)
+    if without_rows(call):
+        return Pending(x.new_empty(shape))
     pending = run(call, backend, key, shape, received)
     return pending.map(lambda t: _shaped(t, *shape))
 

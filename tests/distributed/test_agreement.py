@@ -10,7 +10,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,11 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import ops
 from megatron_flux.comm import agreement, host_memory, shared_memory, slab
-from megatron_flux.errors import OperatorError
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_exceptions import call_of, right
-from tests.distributed.test_fused_twin import twin
+from tests.distributed.test_fused_twin import TINY, twin
 
 pytestmark = [
     pytest.mark.distributed,
@@ -126,7 +131,8 @@ def pool() -> Iterator[WorkerPool]:
     pool.stop()
 
 
-def ends_in_between() -> tuple[tuple[str, str, float], ...]:
+def ends_in_between(folder: Path) -> tuple[tuple[str, str, float], ...]:
+    host_memory.FOLDER = folder
     group, backend = dist.new_group([0, 1, 2]), twin()
     call, again = (call_of(backend, "all_gather_gemm", group=group) for _ in range(2))
     if dist.get_rank() == 1:
@@ -135,8 +141,8 @@ def ends_in_between() -> tuple[tuple[str, str, float], ...]:
     return attempt(call[0]), attempt(again[0])
 
 
-def test_a_peer_that_ends_while_a_workspace_is_made(pool: WorkerPool) -> None:
-    outcomes = pool.outcomes(ends_in_between)
+def test_a_peer_that_ends_while_a_workspace_is_made(pool: WorkerPool, tmp_path: Path) -> None:
+    outcomes = pool.outcomes(ends_in_between, tmp_path)
     assert outcomes[1].error == "the process ended with exit code -9"
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
@@ -144,7 +150,7 @@ def test_a_peer_that_ends_while_a_workspace_is_made(pool: WorkerPool) -> None:
             assert kind == "OperatorError", said
             assert "the processes of peer rank(s) [1] have ended" in said
             assert seconds < SECONDS
-    assert not list(host_memory.FOLDER.glob("megatron_flux_*"))
+    assert not list(tmp_path.iterdir())
 
 
 def one_never_comes() -> tuple[str, str, float]:
@@ -163,3 +169,53 @@ def test_a_peer_that_does_not_come_in_time_is_told_when_it_does(world2: WorkerPo
     )
     assert told.endswith(f"agree on nothing any more since OperatorError: {said}")
     assert seconds < SECONDS
+
+
+def no_rows_on_one_rank(operator: str, backend: str) -> str:
+    group = dist.new_group([0, 1])
+    rows = 4 * dist.get_rank()
+    x, w = torch.ones(rows, 32, dtype=torch.float16), torch.ones(32, 32, dtype=torch.float16)
+    with registered(twin()) if backend == "twin" else nullcontext():
+        began = time.monotonic()
+        with pytest.raises(UserError) as caught:
+            make(operator, x, w, group, backend)
+        assert time.monotonic() - began < SECONDS
+        for _ in range(2):
+            assert not make(operator, x[:0], w, group, backend).numel()  # on all ranks, once compared and once not
+        make(operator, torch.ones(4, 32, dtype=torch.float16), w, group, backend)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["twin", "chunked"])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather"])
+def test_rows_on_some_ranks_only(world2: WorkerPool, operator: str, backend: str) -> None:
+    rows = 8 if "gather" in operator else 4
+    for said in world2.run(no_rows_on_one_rank, operator, backend):
+        assert f"tp rank 0: {operator} m=0 " in said
+        assert f"tp rank 1: {operator} m={rows} " in said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather"])
+def test_no_columns(world2: WorkerPool, operator: str) -> None:
+    assert world2.run(no_columns, operator) == ["UserError"] * 2
+
+
+def no_columns(operator: str) -> str:
+    return attempt(lambda: make(operator, torch.ones(4, 0), torch.ones(32, 0), dist.group.WORLD, "auto"))[0]
+
+
+def make(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, backend: str) -> torch.Tensor:
+    if operator == "all_gather":
+        return ops.all_gather(x, group, backend=backend).wait()
+    return getattr(ops, operator)(x, w, group, backend=backend)
+
+
+@contextmanager
+def registered(backend: Any) -> Iterator[None]:
+    backend.config = KernelConfig(**TINY)
+    registry._backends["twin"] = backend
+    try:
+        yield
+    finally:
+        del registry._backends["twin"]

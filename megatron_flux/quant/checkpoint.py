@@ -6,14 +6,15 @@ of the fold gains down projections without activation order; tensor parallelism 
 
 Files are safetensors, by Llama's names (``*.gate_proj``, ``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or
 GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``). A folder from somebody else is not trusted: the safetensors library
-checks every file's header against its size, names in an index never leave the folder, pickles are not opened, and
-everything is checked before anything is written. The result is made in a folder beside the target and takes its name
-when it is whole. In memory is one MLP at a time.
+checks every file's header against its size, neither names in an index nor links leave the folder, pickles are not
+opened, and everything is checked before anything is written. The result is made in a folder beside the target and takes
+its name when it is whole. In memory is one MLP at a time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -77,6 +78,7 @@ def read(folder: Path) -> Found:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name a GPTQ checkpoint's")
+    _refuse_links(folder)
     bits, zero_offset = _quantization(folder)
     tensors, files = {}, {}
     for name in _files(folder):
@@ -197,6 +199,20 @@ def _check(before: MLP, after: MLP, at: str) -> float:
 # --- reading
 
 
+def _refuse_links(folder: Path) -> None:
+    """Refuse what is no file, and links out of the folder, which would be read and copied. Hugging Face's cache keeps a
+    snapshot's files in ``blobs``, two folders above.
+    """
+    allowed = folder.resolve(), folder.resolve().parents[1] / "blobs" if len(folder.resolve().parents) > 1 else folder
+    for at, subfolders, names in os.walk(folder):
+        for path in (Path(at, name) for name in (*subfolders, *names)):
+            real = path.resolve()
+            if path.is_symlink() and (real.is_dir() or not any(map(real.is_relative_to, allowed))):
+                raise UserError(f"{path} is a link to {real}; put a copy of what you trust in its place")
+            if not (real.is_file() or real.is_dir()):
+                raise UserError(f"{path} is neither a file nor a folder; remove it")
+
+
 def _json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MOST_JSON:
         raise UserError(f"{path} has {path.stat().st_size} bytes; a file of settings has at most {MOST_JSON}")
@@ -210,26 +226,35 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _quantization(folder: Path) -> tuple[int, int]:
-    """Bits, and what zero points are stored less."""
+    """Return the bits, and what zero points are stored less."""
+    said: dict[str, dict[str, Any]] = {}
     for name in CONFIGS:
-        if not (folder / name).is_file():
-            continue
-        config = _json(folder / name)
-        config = config.get("quantization_config") if name == "config.json" else config
-        if not isinstance(config, dict):
-            continue
-        method = config.get("quant_method", "gptq")
-        layout = config.get("checkpoint_format", "gptq")
-        if method != "gptq" or layout not in ("gptq", "gptq_v2"):
-            raise UserError(
-                f"{folder / name}: quant_method {method!r}, checkpoint_format {layout!r}; fold reads gptq, in format "
-                "gptq or gptq_v2"
-            )
-        bits = config.get("bits")
-        if bits not in BITS or not isinstance(bits, int):
-            raise UserError(f"{folder / name}: bits {bits!r}; can be one of {', '.join(map(str, BITS))}")
-        return bits, 1 if layout == "gptq" else 0
-    raise UserError(f"{folder} is no GPTQ checkpoint: neither {CONFIGS[0]} nor config.json says how it was quantised")
+        if (folder / name).is_file():
+            config = _json(folder / name)
+            config = config.get("quantization_config") if name == "config.json" else config
+            if isinstance(config, dict):
+                said[name] = config
+    if not said:
+        raise UserError(
+            f"{folder} is no GPTQ checkpoint: neither {CONFIGS[0]} nor config.json says how it was quantised"
+        )
+    found: dict[str, Any] = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": None}
+    for key in found:
+        values = {name: config[key] for name, config in said.items() if key in config}
+        (first, *others) = values.values() or [found[key]]
+        if any(other != first for other in others):
+            differs = " and ".join(f"{key} {value!r} in {name}" for name, value in values.items())
+            raise UserError(f"{folder} has {differs}; weights can be right by one of them alone: correct the other")
+        found[key] = first
+    method, layout, bits = found.values()
+    where = " and ".join(str(folder / name) for name in said)
+    if method != "gptq" or layout not in ("gptq", "gptq_v2"):
+        raise UserError(
+            f"{where}: quant_method {method!r}, checkpoint_format {layout!r}; fold reads gptq in format gptq or gptq_v2"
+        )
+    if bits not in BITS or not isinstance(bits, int):
+        raise UserError(f"{where}: bits {bits!r}; can be one of {', '.join(map(str, BITS))}")
+    return bits, 1 if layout == "gptq" else 0
 
 
 def _files(folder: Path) -> list[str]:

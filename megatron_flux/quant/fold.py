@@ -79,12 +79,15 @@ def why_not(mlp: MLP, tp: int | None = None) -> str | None:
 
 
 def divides(mlp: MLP, tp: int) -> bool:
-    """Whether each of ``tp`` ranks gets whole groups of FC2, and whole numbers of packed zero points of FC1."""
+    """Whether each of ``tp`` ranks gets whole groups of FC2, and whole numbers of packed zero points of FC1. A single
+    group (group_size -1) is every rank's.
+    """
     size, per = mlp.second.group_size, 32 // mlp.first[0].bits
     if size is None or mlp.second.k % tp:
         return False
     part = mlp.second.k // tp
-    return part % size == 0 and part % per == 0 and part % (32 // mlp.second.bits) == 0
+    whole = mlp.second.groups == 1 or part % size == 0
+    return whole and part % per == 0 and part % (32 // mlp.second.bits) == 0
 
 
 def tensor_parallel_sizes(mlp: MLP, most: int = 64) -> list[int]:
@@ -177,7 +180,8 @@ def rows(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
     """Rank ``rank``'s inputs of a linear whose groups are whole on every rank; the bias stays on rank 0."""
     part, per = linear.k // tp, 32 // linear.bits
     size = linear.k // linear.groups
-    inputs, groups = slice(rank * part, (rank + 1) * part), slice(rank * part // size, (rank + 1) * part // size)
+    inputs = slice(rank * part, (rank + 1) * part)
+    groups = slice(inputs.start // size, -(-inputs.stop // size))
     return replace(
         linear,
         qweight=linear.qweight[inputs.start // per : inputs.stop // per].contiguous(),

@@ -99,13 +99,27 @@ def test_folded_twice_is_folded_once(tmp_path: Path) -> None:
 
 
 def test_links_of_a_cache_become_files_and_what_they_point_to_stays(tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", tensors())
-    real = (folder / "model.safetensors").rename(tmp_path / "blob")
-    (folder / "model.safetensors").symlink_to(real)
+    (tmp_path / "model/snapshots").mkdir(parents=True)
+    (tmp_path / "model/blobs").mkdir()
+    folder = write(tmp_path / "model/snapshots/revision", tensors())
+    real = (folder / "model.safetensors").rename(tmp_path / "model/blobs/0123")
+    (folder / "model.safetensors").symlink_to(Path("../../blobs/0123"))
     before = real.read_bytes()
     checkpoint.run(checkpoint.read(folder), tmp_path / "out")
     assert real.read_bytes() == before
     assert not (tmp_path / "out/model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/etc/passwd", "/etc", "."])
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, target: str) -> None:
+    folder = write(tmp_path / "in", tensors(1))
+    (folder / "quantize_config.json").symlink_to(target)
+    with pytest.raises(UserError, match=r"quantize_config\.json is a link to /.*; put a copy"):
+        checkpoint.read(folder)
+    (folder / "quantize_config.json").unlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UserError, match="pipe is neither a file nor a folder"):
+        checkpoint.read(folder)
 
 
 def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -238,6 +252,18 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         checkpoint.read(write(tmp_path / "in", tensors(1), **config))
+
+
+@pytest.mark.parametrize("field", ["bits", "checkpoint_format", "quant_method"])
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, field: str) -> None:
+    folder = write(tmp_path / "in", tensors(1), checkpoint_format="gptq")
+    settings = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_size": -1}
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    assert checkpoint.read(folder).zero_offset == 1
+    other = {"bits": 8, "checkpoint_format": "gptq_v2", "quant_method": "awq"}[field]
+    (folder / "quantize_config.json").write_text(json.dumps(settings | {field: other}))
+    with pytest.raises(UserError, match=f"{field} '?{other}'? in quantize_config.json and {field} .* in config.json"):
+        checkpoint.read(folder)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,14 @@ def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias:
         assert near(sum(parts), expected)
 
 
+def test_one_group_is_every_rank_s() -> None:
+    made = replace(mlp(), second=linear(FFN, HIDDEN, bias=True, seed=3, name="down", group=FFN))  # group_size -1
+    x = torch.randn(5, HIDDEN)
+    assert tensor_parallel_sizes(made) == [1, 2, 4, 8, 16]
+    for tp in (1, 2, 4, 8, 16):
+        assert near(sum(forward(shard(made, rank, tp), x) for rank in range(tp)), forward(made, x))
+
+
 @pytest.mark.parametrize("already", [False, True])
 @pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
 def test_a_rank_s_part_is_that_of_the_folded_whole_to_the_bit(gated: bool, bias: bool, already: bool) -> None:

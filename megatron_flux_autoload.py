@@ -2,13 +2,27 @@
 
 A module of its own, because this runs in every process that imports torch: without the variable it reads the
 environment, and that is all. torch skips it where TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+
+And the entry point of the command ``megatron-flux``, whose imports take seconds.
 """
 
 import os
+import signal
 
 OFF = ("", "0", "false", "off", "no")
 ON = ("1", "true", "on", "yes")
 """What MEGATRON_FLUX may say, in any case of letters; anything else is refused by the script's own parser."""
+
+
+def main() -> None:
+    """Run ``megatron-flux``; until it is imported, Ctrl-C ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from megatron_flux.cli.main import main as command
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    command()
 
 
 def load() -> None:

@@ -11,8 +11,11 @@ from typing import Any
 
 import yaml
 
+# libyaml, where PyYAML has it, refuses deep nesting at once; PyYAML's own parser takes half a minute.
+_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-class _Loader(yaml.SafeLoader):
+
+class _Loader(_Safe):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - typed so by yaml
 
 
@@ -27,4 +30,7 @@ for _tag, _pattern, _first in (
 
 def load(text: str) -> Any:
     """Read one document; yaml.YAMLError where it is none."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None

@@ -71,8 +71,8 @@ def timeout_s() -> float | None:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UserError(f"MEGATRON_FLUX_TIMEOUT_S must be a number of seconds greater than 0, not {given!r}")
+    if not 1e-3 <= seconds <= 1e9:  # in nanoseconds a kernel can compare with both
+        raise UserError(f"MEGATRON_FLUX_TIMEOUT_S must be a number of seconds from 0.001 to 1e9, not {given!r}")
     return seconds
 
 

@@ -91,7 +91,8 @@ complete_venv() {
 
 # --no-compile: most modules are never imported, and Python compiles the others when they are; torch's, compile_torch.
 pip_install() {
-    "$PYTHON" -m pip install --no-compile --disable-pip-version-check "$@"
+    "$PYTHON" -m pip install --no-compile --disable-pip-version-check --retries 2 --timeout 15 "$@" ||
+        fail "pip could not install $*; where it reached no index, set one that answers, or a proxy: pip config --help"
 }
 
 # Only what the indexes themselves say of torch for this Python.

@@ -7,6 +7,7 @@
 #
 # --active uses the active environment instead of .venv. What the options are:
 # .venv/bin/megatron-flux compare --help
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh SCRIPT
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment ""
 

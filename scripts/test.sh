@@ -5,6 +5,7 @@
 #   ./scripts/test.sh [--active] [options and tests for pytest]
 #
 # --active uses the active environment instead of .venv.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh SCRIPT
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 unset PYTHONDONTWRITEBYTECODE # packages are installed without bytecode: every process would compile torch anew
 

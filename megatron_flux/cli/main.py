@@ -7,6 +7,7 @@ an interrupt and a broken pipe with nothing, bad words on the command line with 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -136,8 +137,11 @@ app.add_typer(quant, name="quant")
 
 def main() -> None:
     """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
+    _have_streams()
 
     def unpacked() -> None:
+        if sys.getfilesystemencoding() == "ascii":
+            raise UserError("this Python reads files and their names as ASCII, which torch cannot; set PYTHONUTF8=1")
         command = typer.main.get_command(app)
         try:
             with command.make_context("megatron-flux", sys.argv[1:]) as context:
@@ -162,6 +166,37 @@ def main() -> None:
     except BaseException as error:
         sys.exit(_explained(error, is_read=_flushed()))
     sys.exit(0)  # which torch's recorder has swallowed
+
+
+class _Lenient:
+    """Standard error on a disk that may be full: what is said there ends nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def _have_streams() -> None:
+    """Give the process standard streams where it was started without (``>&-``): files would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - as long as the process
+    sys.stderr = _Lenient(sys.stderr)
 
 
 def _in_one_line(error: Any) -> BaseException:

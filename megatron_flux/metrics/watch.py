@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report.run import Run
-from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.report.run import Run, json_or_problem
 from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, Record, fallbacks_of, median_of, summarize, timed
 from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
 
@@ -86,21 +86,24 @@ class Watched:
         self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
         self.config: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
+        self.problems: list[str] = []
+        """Files beside the records that are damaged."""
         self.end: tuple[str, str] | None = None
         """How the run ended, in words and in the colour they have; None while it goes on, as far as its files say."""
         self._begun = 0.0
         self._verdict, self._computed, self._took = "", (-1, False), (0.0, 0.0)
 
     def look(self) -> bool:
-        """Read what is new; False while there is no run yet, UserError where a file cannot be read."""
+        """Read what is new; False while there is no run yet."""
         if (begun := self.begun) > self._begun:  # for the first time, or anew
-            self.config, self._begun = read_json_object(self.path / "config.json"), begun
+            self.problems.clear()
+            self.config, self._begun = json_or_problem(self.path / "config.json", self.problems), begun
             asked = self.config.get("config")
             self.settings = asked if isinstance(asked, dict) else {}
         for tail in self.tails.values():
             tail.poll()
         self.end = self._end()
-        return bool(self.config) or any(tail.records for tail in self.tails.values())
+        return self._begun > 0 or any(tail.records for tail in self.tails.values())
 
     @property
     def steps(self) -> int | None:
@@ -129,19 +132,20 @@ class Watched:
         return config.stat().st_mtime if config.exists() else 0.0
 
     def _end(self) -> tuple[str, str] | None:
-        started = self.config.get("started")
-        since = datetime.fromisoformat(started).timestamp() if started else 0.0
+        since = 0.0
+        with suppress(TypeError, ValueError):
+            since = datetime.fromisoformat(self.config.get("started")).timestamp()
         written = [self.tails[arm].records[-1].get("timestamp") or since for arm, n in self.last.items() if n]
         # A run that goes back finds later records of the one before, until its model is built.
         if self.steps is not None and min(self.last.values()) >= self.steps and max(written) >= since:
             return ended("finished"), "green"
         if (file := self.path / "ended.json").exists():
-            state = str(read_json_object(file).get("state"))
+            state = str(json_or_problem(file, self.problems).get("state", "unknown"))
             at = ", ".join(f"{arm} after step {iteration}" for arm, iteration in self.last.items())
             return f"{ended(state)}, {at}", "yellow"
         notes = [note for arm in ARMS for note in (self.path / arm).glob("failure-rank*.json")]
         if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
-            first = read_json_object(min(failed, key=lambda note: note.stat().st_mtime))
+            first = json_or_problem(min(failed, key=lambda note: note.stat().st_mtime), self.problems)
             where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
             return f"ended by an error, {where}", "red"
         return None
@@ -211,6 +215,7 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
         lines.append((verdict, "bold"))
     for reason, calls in fallbacks_of(watched.tails["flux"].records).items():
         lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
+    lines += [(problem, "red") for problem in dict.fromkeys(watched.problems)]
     # The last line of a running job may be half written: only whole lines can be damaged.
     lines += [
         (f"{arm}/metrics.jsonl: {found}", "red")

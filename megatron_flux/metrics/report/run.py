@@ -121,7 +121,7 @@ def _load(path: Path) -> Run:
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
     name = path.resolve().name
     problems: list[str] = []
-    config, stored = (_json(path / file, problems) for file in ("config.json", "summary.json"))
+    config, stored = (json_or_problem(path / file, problems) for file in ("config.json", "summary.json"))
     kind = _bench_kind(path / "summary.json", stored)
     if kind is not None:
         return Run(path, name, kind, stored, config, problems=problems)
@@ -170,7 +170,7 @@ def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
     return kind
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
     """The object in a file; empty, with the reason among ``problems``, when it is damaged, and silently if missing."""
     if not path.exists():
         return {}
@@ -182,7 +182,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
-    found = _json(path, problems)
+    found = json_or_problem(path, problems)
     parts = found.get("parts")
     if found and not (isinstance(parts, dict) and all(isinstance(ms, int | float) for ms in parts.values())):
         problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")

@@ -103,6 +103,16 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[1]", '{"started": 5, "config": 7}'])
+def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str) -> None:
+    run = one_arm(tmp_path / "run", "flux", steps=17)
+    for name in ("config.json", "ended.json"):
+        (run / name).write_text(content)
+    text = " ".join(shown(run, width=200).split())
+    assert "flux 18" in text
+    assert ("config.json " in text) == ("started" not in content)
+
+
 def test_a_run_that_begins_again_in_the_folder(tmp_path: Path) -> None:
     run = one_arm(tmp_path / "run", "flux", steps=18)
     watched = Watched(run)

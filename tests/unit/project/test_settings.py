@@ -59,6 +59,8 @@ def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
         ("MEGATRON_FLUX_TIMEOUT_S", "0", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "nan", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "inf", settings.timeout_s),
+        ("MEGATRON_FLUX_TIMEOUT_S", "1e300", settings.timeout_s),
+        ("MEGATRON_FLUX_TIMEOUT_S", "1e-12", settings.timeout_s),
     ],
 )
 def test_bad_values(name: str, value: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,9 @@ case "$*" in
     "-m pip index versions torch"*) echo "Available versions: 2.14.0, $(cat offered), 2.12.0" && echo "$*" >>asked ;;
     "-m pip install "*)
         words="$*"
-        echo "${words#-m pip install --no-compile --disable-pip-version-check }" >>asked
+        echo "${words#-m pip install --no-compile --disable-pip-version-check --retries 2 --timeout 15 }" >>asked
         mkdir -p .venv/packages/half-1.dist-info
+        [ ! -e no-index ] || exit 1
         [ ! -e hang-in-pip ] || exec sleep 60
         touch .venv/packages/half-1.dist-info/INSTALLER
         case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
@@ -82,6 +83,16 @@ def run(checkout: Path, *arguments: str, script: str = "quickstart.sh") -> tuple
     process = start(checkout, *arguments, script=script)
     said, _ = process.communicate(timeout=60)
     return process.returncode, said
+
+
+def test_started_by_sh_where_no_index_answers(checkout: Path) -> None:
+    (checkout / "no-index").touch()
+    done = subprocess.run(["sh", "scripts/quickstart.sh"], cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: pip could not install torch==2.13.0; where it reached no index"
+    )
+    assert "ran:" not in done.stdout
 
 
 def asked(checkout: Path) -> list[str]:

@@ -37,6 +37,7 @@ class Fault:
 FP8 = "tests/distributed/test_fp8_ops.py"
 PROGRAM = "tests/unit/comm/test_host_program.py"
 P2P = "tests/unit/comm/test_p2p_program.py"
+RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PREPARED = "tests/unit/ops/test_prepared_all_reduce.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
@@ -149,6 +150,48 @@ FAULTS: tuple[Fault, ...] = (
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}\n",
         "    ms = {name: torch.tensor(bursts) for name, bursts in found.items()}\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+    ),
+    _fault(
+        "step time of rank 0",
+        "megatron_flux/train/measurements.py",
+        "seconds=max(columns[0])",
+        "seconds=columns[0][0]",
+        (RECORD,),
+    ),
+    _fault(
+        "tokens of a micro-batch",
+        "megatron_flux/train/arm.py",
+        "self.config.tokens_per_step / result",
+        "self.config.tokens_per_step / self.config.micro_batches / result",
+        (RECORD,),
+    ),
+    _fault(
+        "a resumed run is warm",
+        "megatron_flux/train/arm.py",
+        "self._warm_after = begin + ",
+        "self._warm_after = ",
+        (RECORD,),
+    ),
+    _fault(
+        "fallbacks of the last start alone",
+        "megatron_flux/metrics/summary.py",
+        "            total.update(last)\n        last = now",
+        "            pass\n        last = now",
+        ("tests/unit/metrics/test_summary.py::test_fallbacks_of_all_starts_are_counted",),
+    ),
+    _fault(
+        "a key without the SM margin",
+        f"{OPS}/backends/tuning_cache.py",
+        "margin={sm_margin()}",
+        "margin=",
+        ("tests/unit/ops/test_plan.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
+    ),
+    _fault(
+        "a key without torch's version",
+        f"{OPS}/backends/tuning_cache.py",
+        "torch {torch.__version__} ",
+        "torch ",
+        ("tests/unit/ops/test_plan.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
     ),
     _fault(
         "90 % interval for 95 %",

@@ -245,3 +245,19 @@ def test_a_figure_is_what_the_ranks_have_seen(starts: list[Truth], field: str) -
     assert checked
     slowest = {max(range(TP * DP), key=lambda rank: truth.ranks[rank]["seconds"]) for truth in starts}
     assert slowest != {0}, "rank 0 was the slowest in all steps: nothing was tested"
+
+
+def test_memory_is_that_of_the_rank_with_the_most() -> None:
+    """CPUs know none, so the records above have none."""
+    from megatron_flux.train.arm import _memory
+
+    ranks: dict[str, list[float | None]] = {
+        "peak_memory_bytes": [30, 50, 40],
+        "allocated_peak_bytes": [29, 41, 12],
+        "workspace_bytes": [1, 9, 28],
+        "kept_bytes": [7, 3, 8],
+    }
+    names = ("peak-memory-bytes", "flux/allocated_peak_bytes", "flux/workspace_bytes", "flux/kept_bytes")
+    assert _memory(ranks) == dict(zip(names, (50, 41, 9, 3), strict=True))
+    ranks |= {"peak_memory_bytes": [None] * 3, "allocated_peak_bytes": [None] * 3}
+    assert _memory(ranks) == dict(zip(names, (None, None, 28, 8), strict=True))

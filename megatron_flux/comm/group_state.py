@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.comm.call_table import CallTable
 from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Slab, size_class
 from megatron_flux.errors import UserError
 
@@ -66,8 +67,10 @@ class GroupState:
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
         self.kernels: dict[Any, Any] = {}  # launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`
-        self.compared: set[tuple[object, ...]] = set()
-        """Calls that all ranks are known to make alike; see :func:`megatron_flux.ops.checks.compare_calls`."""
+        self.compared: dict[tuple[object, ...], int] = {}
+        """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
+        :func:`megatron_flux.ops.checks.compare_calls`."""
+        self.table: CallTable | None = None
         self.gathers_begun = 0
         """Number of ``all_gather`` calls so far: the result of one is valid until the next begins."""
         self.column: weakref.ref[Any] | None = None
@@ -107,8 +110,11 @@ class GroupState:
                 "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
         more = {"empty": EMPTY} if purpose == ALL_REDUCE else {}
+        if self.table is not None:  # a call that was broken off on some ranks is counted on some
+            self.table.clear()
         # Ends with a barrier: nobody uses the old one any more.
         made = slabs.make(self.group, size, device, captured, **more)
+        made.table = self.table
         if found is not None:
             self._retire(found)
         self.slabs[purpose, captured] = made
@@ -135,7 +141,13 @@ class GroupState:
         for slab in self.slabs.values():
             self._retire(slab)
         self.slabs.clear()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Compare all calls anew: a call has failed on all ranks, which may have counted it on some of them only."""
+        self.compared.clear()
         self.prepared.clear()
+        self.table = None
 
     def slab_bytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for the group."""

@@ -147,7 +147,7 @@ def _files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *
 
 
 def _free_dropped(device: torch.device) -> None:
-    if _dropped:
+    if _dropped and device.type == "cuda":
         torch.cuda.synchronize(device)
         while _dropped:
             for mapping in _dropped.pop():

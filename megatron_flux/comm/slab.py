@@ -77,6 +77,7 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import host_memory, shared_memory
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.agreement import together
+from megatron_flux.comm.call_table import LAST, CallTable
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import OperatorError, UserError
 
@@ -124,6 +125,7 @@ class Slab:
     epochs: torch.Tensor  # int32 ``[2]``
     alarm: watch.Alarm
     keep: Any = None
+    table: CallTable | None = None  # where calls are entered
     calls: int = 0  # so far; of a captured slab since the last one that was entered
     in_graphs: bool = False  # whether a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
@@ -187,6 +189,8 @@ class Slab:
     def _turn(self, *, enter: bool) -> Turn:
         half = self.calls & 1
         self.calls += 1
+        if self.table is not None:
+            self.table.enter()
         return Turn(half, enter)
 
     def check(self) -> None:
@@ -208,6 +212,14 @@ class Slab:
             self._follow()
         half = self.calls & 1
         self.calls += 1
+        if (table := self.table) is not None:  # CallTable.enter, without the time of a call
+            number = table.number = (table.number + 1) & 0xFFFFFFFF
+            slot, word = number & LAST, number << 32 | table.spec
+            table.own[slot] = word
+            for row in table.beside:
+                seen = row[slot]
+                if seen != word and seen >> 32 == number:
+                    raise table.different(row)
         return half, raw
 
     def end(self) -> None:

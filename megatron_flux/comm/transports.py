@@ -46,6 +46,7 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> Transport:
 def renew(group: dist.ProcessGroup) -> None:
     """Have the next call make a new transport: the way on after a call has raised on every rank of ``group``."""
     state_of(group).transports.clear()
+    state_of(group).forget_calls()
 
 
 def shared_bytes() -> int:

@@ -1,8 +1,8 @@
 """A call of an operator, and what is checked of it: its operands, and that all ranks make it.
 
 Ranks that call an operator with different shapes get an error instead of a hang: every new ``(operator, shapes,
-dtype)`` of a group is compared over the group once. A rank that repeats an old call while a peer starts a new one is
-not caught here; the bounded waits of the kernels catch it.
+dtype)`` of a group is compared over the group once. Where a rank repeats another call than its peer, that is seen as
+the call begins (:mod:`megatron_flux.comm.call_table`); between hosts the bounded waits see some of it.
 
 Kernels differ in what they send, so which one runs may depend on shapes, and not on where one rank's tensor happens to
 begin: operands that lie where a kernel cannot address them are copied.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm import call_table
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
@@ -144,8 +145,10 @@ def compare_calls(call: OperatorCall) -> None:
     they are not (all ranks raise), or the first call of its kind is being captured in a CUDA graph.
     """
     kind, group = (call.operator, call.m, call.n, call.k, call.kind, call.transposed), call.group
-    compared = state_of(group).compared
-    if kind in compared:
+    state = state_of(group)
+    if (spec := state.compared.get(kind)) is not None:
+        if state.table is not None:
+            state.table.spec = spec
         return
     of = call.x.dtype if call.fp8 is None else call.fp8.kind.words()
     words = "{} m={} n={} k={} dtype={} transposed={}".format(*kind[:4], of, kind[5])
@@ -155,4 +158,8 @@ def compare_calls(call: OperatorCall) -> None:
     if any(other != calls[0] for other in calls):
         lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
         raise UserError(f"the ranks of the group make different calls: {lines}")
-    compared.add(kind)
+    if not state.compared:
+        state.table = call_table.made(group)
+    state.compared[kind] = 0
+    if state.table is not None:
+        state.table.spec = state.compared[kind] = state.table.spec_of(words)

@@ -56,6 +56,7 @@ class Entry:
     call: Any  # makes it: :data:`Prepared`, or None
     backend: str
     nbytes: int  # what this rank receives
+    spec: int = 0  # what it is in :class:`megatron_flux.comm.call_table.CallTable`
     attempts: int = 0
 
 
@@ -122,6 +123,8 @@ def find(
     for by in scales:
         if by.data_ptr() % ALIGNMENT:
             return None
+    if state.table is not None:
+        state.table.spec = found.spec
     return found
 
 
@@ -135,6 +138,8 @@ def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple
     if found.attempts < _ATTEMPTS and not complete:
         found.attempts += 1
         found.call = chosen.prepare(call, shape)
+        table = state_of(call.group).table
+        found.spec = 0 if table is None else table.spec
 
 
 class Side(NamedTuple):

@@ -148,7 +148,7 @@ def rank_world_made_again(folder: Path) -> None:
     assert state() is None, "something holds the state of a group that is gone"
     assert memory() is None, "or its memory"
     fresh = group_state.state_of(second)
-    assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, set(), 0)
+    assert (fresh.slabs, fresh.link, fresh.compared, fresh.gathers_begun) == ({}, None, {}, 0)
     assert agreement.failures(second, "a try", "mine" if rank else None) == {0: "mine"}, (
         "an answer that the first group left"
     )

@@ -181,6 +181,8 @@ class ChunkedBackend:
         y, own = empty(mp, n), empty(mp, n)
         partial = None if wire == wires.EXACT else empty(max(b - a for a, b in itertools.pairwise(rows)), n)
         with unbroken(transport, call.operator):
+            if (table := state_of(group).table) is not None:
+                table.enter()
             exchange = transport.exchange(call.operator, theirs, cuts)
             for peer, piece in exchange.steps:
                 first, last = rows[piece], rows[piece + 1]
@@ -242,6 +244,8 @@ class _Gathered:
             for piece in range(len(self._rows) - 1):
                 part = self._call.x[self._rows[piece] : self._rows[piece + 1]]
                 wires.encode(self._wire, part, self._mine[self._cuts[piece] : self._cuts[piece + 1]], self._known)
+        if (table := state_of(self._call.group).table) is not None:
+            table.enter()
         self.flight = self.transport.gather(self._call.operator, self._mine, self.arrived, self._cuts)
 
     def decoded(self, peer: int, piece: int) -> slice:

@@ -1,0 +1,82 @@
+"""Notice that ranks of one host make different calls, although each has made both before.
+
+Such calls may be of equal size: no wait would see it, and results would be wrong without a word. Every rank writes the
+number of its call and a hash of what it is into a row of shared memory, when it takes the call's turn, and looks at
+what the ranks before and behind it have written for the same number: of two neighbours the later one sees that they
+differ, before it has sent anything. It raises, and its peer's wait ends in a time-out.
+
+Contract: a call is entered where its turn begins, behind which nothing may fail without ending the slab or transport:
+so all ranks count alike, whatever fails before. :attr:`CallTable.spec` is what the next call is. Nothing is seen of
+replays of CUDA graphs, between hosts, and where there is no shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import host_memory
+from megatron_flux.errors import OperatorError, UserError
+
+LAST = 1023
+"""Calls that a row holds, less one: ranks that are further apart are not compared."""
+_ROW = 8 * (LAST + 1)
+
+
+def made(group: dist.ProcessGroup) -> CallTable | None:
+    """The table of ``group``; None where it can have none. Collective."""
+    try:
+        return CallTable(group) if isinstance(group, dist.ProcessGroup) else None  # not an emulated one
+    except UserError:
+        return None
+
+
+class CallTable:
+    """See the module; one per group. :meth:`megatron_flux.comm.slab.Slab.step` does what :meth:`enter` does itself."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Collective. Raises UserError: the ranks have no host in common, or no shared memory."""
+        self._regions = host_memory.make(group, _ROW, torch.device("cpu"))
+        memory = [(ctypes.c_uint64 * (LAST + 1)).from_address(at) for at in self._regions.host]
+        rows = [memoryview(row).cast("B").cast("Q") for row in memory]
+        self._ranks, self._rank, tp = dist.get_process_group_ranks(group), group.rank(), group.size()
+        self.own = rows[self._rank]
+        self._neighbours = sorted({(self._rank - 1) % tp, (self._rank + 1) % tp} - {self._rank})
+        self.beside = [rows[rank] for rank in self._neighbours]
+        self._words: dict[int, str] = {}
+        self.number = self.spec = 0
+
+    def spec_of(self, words: str) -> int:
+        """A hash of 32 bits that stands for ``words``."""
+        spec = zlib.crc32(words.encode())
+        self._words[spec] = words
+        return spec
+
+    def clear(self) -> None:
+        """Count from the beginning; all ranks do so before a barrier."""
+        self.own[:] = memoryview(bytes(_ROW)).cast("Q")
+        self.number = 0
+
+    def enter(self) -> None:
+        """Begin the next call. Raises OperatorError: a neighbour's of the same number is another."""
+        number = self.number = (self.number + 1) & 0xFFFFFFFF
+        slot, word = number & LAST, number << 32 | self.spec
+        self.own[slot] = word
+        for row in self.beside:
+            seen = row[slot]
+            if seen != word and seen >> 32 == number:
+                raise self.different(row)
+
+    def different(self, row: memoryview) -> OperatorError:
+        """The error of a neighbour's call, in its ``row``, that is another than this rank's of the same number."""
+        rank = self._neighbours[next(i for i, one in enumerate(self.beside) if one is row)]
+        other = self._words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
+        here = self._words.get(self.spec, "a call")
+        return OperatorError(
+            f"rank {self._ranks[self._rank]} (tp rank {self._rank} of {len(self._ranks)}) makes {here}, and peer rank "
+            f"{self._ranks[rank]} (tp rank {rank}) {other}, as the group's call {self.number}: all ranks must make the "
+            "same calls in the same order; mend the program and start the job again from its last checkpoint"
+        )

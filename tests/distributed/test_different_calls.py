@@ -1,0 +1,96 @@
+"""Ranks that make different calls of equal size, each made by both before: no wait sees that, so the host does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm.group_state import drop_slabs, state_of
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.checks import OperatorCall
+from tests.distributed import test_chunked
+from tests.distributed.pool import WorkerPool
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+WAYS = ("fused", "one queue", "two lanes", "peers' memory", "send and receive")
+
+
+def backend(way: str) -> Any:
+    from tests.distributed.test_fused_twin import PLANS, twin
+
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "2"
+    drop_slabs()
+    if way == "fused":
+        found = twin()
+        found.config = next(iter(PLANS.values()))
+        return found
+    test_chunked.use(way, dist.group.WORLD)
+    return get_backend("chunked")
+
+
+def call(by: Any, m: int, k: int) -> Any:
+    x, w = torch.ones(m, k, dtype=torch.float16), torch.ones(32, k, dtype=torch.float16)
+    return OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(by)
+
+
+def rank_differs(way: str) -> str:
+    by, rank = backend(way), dist.get_rank()
+    for _ in range(2):
+        call(by, 16, 32)
+        call(by, 32, 16)
+    dist.barrier()
+    time.sleep(0.5 * rank)
+    try:
+        y, _ = call(by, *((16, 32), (32, 16))[rank])
+    except OperatorError as error:
+        with pytest.raises(OperatorError) as again:
+            call(by, 16, 32)
+        raise AssertionError(f"{error} THEN {again.value}") from None
+    return f"numbers: {y.flatten()[:3]}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_make_different_calls_of_equal_size(world2: WorkerPool, way: str) -> None:
+    first, second = world2.outcomes(rank_differs, way)
+    assert second.value is None, second.value
+    said = (
+        "rank 1 (tp rank 1 of 2) makes all_gather_gemm m=64 n=32 k=16 dtype=torch.float16 transposed=False, and peer "
+        "rank 0 (tp rank 0) all_gather_gemm m=32 n=32 k=32 dtype=torch.float16 transposed=False, as the group's call "
+    )
+    assert said in (second.error or ""), second.error
+    assert "THEN rank 1 (tp rank 1 of 2): a call of all_gather_gemm was broken off here" in (second.error or "")
+    assert first.value is None, first.value
+
+
+def rank_alone_has_no_memory(way: str) -> None:
+    by, group = backend(way), dist.group.WORLD
+    call(by, 16, 32)
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory, for a test"))
+    if dist.get_rank() == 0:
+        with mock.patch.object(torch.Tensor, "new_empty", no_memory), mock.patch.object(torch, "empty", no_memory):
+            for _ in range(3):
+                with pytest.raises(torch.OutOfMemoryError):
+                    call(by, 16, 32)
+    for _ in range(3):
+        call(by, 16, 32)
+    numbers = [None, None]
+    dist.all_gather_object(numbers, state_of(group).table.number)  # type: ignore[union-attr]
+    assert numbers[0] == numbers[1]
+    state_of(group).transports.clear()
+    drop_slabs()
+
+
+@pytest.mark.parametrize("way", ["fused", "one queue"])
+def test_a_call_that_is_made_again_is_counted_once(world2: WorkerPool, way: str) -> None:
+    world2.run(rank_alone_has_no_memory, way)

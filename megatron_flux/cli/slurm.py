@@ -130,6 +130,7 @@ def submit(
     from megatron_flux.slurm import submit as submission
     from megatron_flux.slurm.profile import validated
 
+    submission.check_paths(_resolved(options)[0])
     script, collecting = scripts(options)
     runs = runs.absolute()
     exported = submission.environment(runs)

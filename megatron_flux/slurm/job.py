@@ -33,7 +33,7 @@ from megatron_flux.slurm.profile import (
     Name,
     Profile,
     Text,
-    Value,
+    Training,
     Wire,
     seconds,
     validated,
@@ -65,8 +65,8 @@ class Job(FromYaml):
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
-    training: dict[Name, Value] = Field({})  # options of `megatron-flux train`, by their names with underscores
-    compare: dict[Name, Value] = Field({})  # what is different in a comparison
+    training: Training = Field({})  # options of `megatron-flux train`, by their names with underscores
+    compare: Training = Field({})  # what is different in a comparison
 
 
 @dataclass(frozen=True, kw_only=True)

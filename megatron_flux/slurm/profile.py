@@ -115,10 +115,23 @@ def _no_secret(name: str) -> str:
     return name
 
 
+def _no_variable(value: str) -> str:
+    if found := re.search(r"\$\{?[A-Za-z_]\w*\}?", value):
+        raise ValueError(f"{found[0]} is not expanded here, only in set-up lines; write the value in full")
+    return value
+
+
+def _no_variables(options: dict[str, Any]) -> dict[str, Any]:
+    for value in options.values():
+        for word in value if isinstance(value, list) else [value]:
+            _no_variable(str(word))
+    return options
+
+
 _BY_SCRIPT = {
     "srun": (
         "nodes ntasks ntasks-per-node cpus-per-task cpu-bind kill-on-bad-exit wait output error input multi-prog pty "
-        "jobid container-image container-name container-mounts container-workdir test-only"
+        "jobid container-image container-name container-env container-mounts container-workdir test-only"
     ),
     "sbatch": (
         "job-name nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gres mem exclusive partition account qos "
@@ -143,8 +156,10 @@ def _option_of(command: str) -> AfterValidator:
 
 
 Text = Annotated[str, AfterValidator(_printable)]  # a variable's value, a description: quoted wherever it goes
+Word = Annotated[Text, AfterValidator(_no_variable)]  # quoted, where a shell would expand variables
 Value = bool | int | float | Text | list[Text]  # of an option of `megatron-flux train` or `compare`
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")]  # of files too
+Training = Annotated[dict[Name, Value], AfterValidator(_no_variables)]
 SlurmWord = Annotated[
     str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:/@=+-]{0,255}", "letters, digits and . , : / @ = + - _")
 ]
@@ -158,11 +173,11 @@ Duration = Annotated[
 Memory = Annotated[str, matching(r"\d{1,9}[KMGT]?", "0 (all of a node), or a number with K, M, G or T")]
 Module = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+/@:=-]{0,255}", "letters, digits and . _ + / @ : = -")]
 # A path, an image, a mount: a word of a command of its own.
-Place = Annotated[Text, matching(r"[^-~].*", "paths and images in full, which begin neither with - nor with ~")]
+Place = Annotated[Word, matching(r"[^-~].*", "paths and images in full, which begin neither with - nor with ~")]
 Variable = Annotated[
     str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first"), AfterValidator(_no_secret)
 ]
-SrunOption = Annotated[Text, _option_of("srun")]  # a shell word, quoted
+SrunOption = Annotated[Word, _option_of("srun")]  # a shell word, quoted
 SbatchOption = Annotated[  # a line of #SBATCH
     str,
     matching(r"--[A-Za-z0-9_.,:/@=+&|*()\[\]-]{1,256}", "letters, digits and . , : / @ = + & | * ( ) [ ] - _"),
@@ -288,12 +303,12 @@ class Profile(FromYaml):
     """
     venv: Place | None = None  # a virtual environment to activate; relative to the folder of submission
     container: Container | None = None
-    environment: dict[Variable, Text] = Field({})
+    environment: dict[Variable, Word] = Field({})
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """torch.distributed.run's binding of ranks to the CPUs beside their GPUs; needs numactl on the nodes."""
     tune: bool = True  # fill the tuner's cache on the first node before flux trains
     preflight: Preflight = Preflight()
-    training: dict[Name, Value] = Field({})
+    training: Training = Field({})
     """Options of ``megatron-flux train`` for all jobs on this cluster, by their names with underscores."""
 
     @property

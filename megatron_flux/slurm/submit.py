@@ -6,6 +6,7 @@ by itself from the newest checkpoint that it finds there, as it does when Slurm 
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,27 @@ def _beside(number: str) -> Iterator[None]:
         yield
     except (FluxError, OSError) as error:
         raise FluxError(f"job {number} is submitted, but not all beside it: {error}") from None
+
+
+def check_paths(resolved: Resolved) -> None:
+    """Refuse paths of the profile and of the training data that are missing where their folder is there to be seen.
+
+    Compute nodes may see other file systems: a path whose folder is missing too is left to them.
+
+    Raises:
+        UserError: a path is missing.
+    """
+    profile = resolved.profile
+    places = [("venv", profile.venv)] if profile.venv is not None else []
+    if profile.container is None:
+        places += [("data", str(path)) for path in resolved.run.data if not os.path.exists(f"{path}.bin")]
+    else:
+        places += [("mount", mount.partition(":")[0]) for mount in profile.container.mounts]
+        # Others are names in a registry.
+        places += [("image", image) for image in [profile.container.image] if image.startswith("/")]
+    for name, place in places:
+        if not os.path.exists(place) and os.path.isdir(Path(place).absolute().parent):
+            raise UserError(f"{name} {Path(place).absolute()} is missing; give a path that is there")
 
 
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:

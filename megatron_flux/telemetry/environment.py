@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import os
 import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ def versions() -> dict[str, str | None]:
     ``apex`` is judged by its kernel module: the distribution of that name on PyPI is another project.
     """
     found: dict[str, str | None] = {"megatron-flux": __version__, "python": platform.python_version()}
+    found["megatron-flux sources"] = source_hash()
     found |= {package: _installed(package) for package in _PACKAGES}
     found["triton"] = found["triton"] or _installed("pytorch-triton")  # its name beside torch's nightly builds
     found["apex wgrad kernel"] = "present" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else None
@@ -47,6 +51,15 @@ def versions() -> dict[str, str | None]:
     found["cuda"] = torch.version.cuda if gpus else None
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if gpus else None
     return found
+
+
+@functools.cache
+def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
+    """Hash the package's Python files: two checkouts of one version may differ."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _installed(package: str) -> str | None:

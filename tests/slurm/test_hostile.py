@@ -199,6 +199,8 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
             ("gpu", "name"),
         }
         wanted.add(("preflight", "floors", "waived", "xid"))
+        if value == "$IFS":  # nothing would expand it
+            wanted -= {("environment", "SITE_VARIABLE"), ("training", "data", 0)}
         assert wanted <= set(accepted)
     assert all("\n" not in refusal for refusal in refusals)
     # All that was accepted, in one script that runs.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, queue
+from megatron_flux.slurm import job, queue, submit
 from megatron_flux.slurm.profile import Profile, validated
 from megatron_flux.slurm.submit import Changes
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
@@ -102,6 +102,7 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     for words in before:
         assert "--container-image=registry#image:1" in words
         assert "--container-name=megatron-flux-7" in words
+        assert "--container-env=SITE_VARIABLE" in words, "the image's own value would win"
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
     collector = job.collect_script(profile(container=container), "a test")
     assert "--container-name" not in collector
@@ -178,3 +179,31 @@ def test_the_node_that_is_left_out_is_no_witness(
         SLURM_JOB_PARTITION="p",
     )
     assert said in done.stdout, done.stdout + done.stderr
+
+
+def test_variables_that_nothing_would_expand_are_refused() -> None:
+    for changes in ({"venv": "$HOME/venv"}, {"environment": {"A": "x/${USER}"}}, {"training": {"data": ["$DATA/x"]}}):
+        with pytest.raises(UserError, match="is not expanded here, only in set-up lines; write the value in full"):
+            profile(**changes)
+    profile(setup=["export A=$HOME"])
+
+
+def test_paths_that_can_be_seen_to_be_missing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pair.bin").touch()
+    (tmp_path / "there").mkdir()
+
+    def check(container: dict[str, Any] | None = None, data: str | None = None, venv: str | None = None) -> None:
+        cluster = profile(container=container, venv=venv)
+        settings = {"data": [data]} if data else {}
+        work = validated(job.Job, "job", WORK)
+        submit.check_paths(job.resolve(work, cluster, "flux", settings))
+
+    check(data=f"{tmp_path}/pair")
+    check(data="/scratch-of-nodes/data", venv=f"{tmp_path}/there")
+    check({"image": "registry#image", "mounts": [f"{tmp_path}/there:/x"]}, data=f"{tmp_path}/in-the-image")
+    for given in ({"data": f"{tmp_path}/gone"}, {"venv": f"{tmp_path}/gone"}):
+        with pytest.raises(UserError, match=f"{tmp_path}/gone is missing; give a path that is there"):
+            check(**given)
+    for container in ({"image": f"{tmp_path}/gone"}, {"image": "x", "mounts": [f"{tmp_path}/gone:/y"]}):
+        with pytest.raises(UserError, match=f"{tmp_path}/gone is missing"):
+            check(container)

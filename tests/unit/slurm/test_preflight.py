@@ -10,6 +10,7 @@ import pytest
 
 from megatron_flux.comm.host_ring import Layout
 from megatron_flux.slurm.preflight import rules
+from megatron_flux.telemetry import environment
 
 EXPECTED = rules.Expected(
     folder=Path("x"), device="cuda", processes=8, link="nvlink", gpu_name="H100", gpu_memory_gib=80, needs_numactl=True
@@ -143,3 +144,13 @@ def test_shared_memory_is_counted_for_all_groups_of_a_node() -> None:
             said = f"n03: /dev/shm has 63 MiB left of 64, the link through host memory needs {need >> 20} MiB; look for"
             assert lines[0].startswith(said)
     assert rules.node_findings(report(), expected) == []
+
+
+def test_other_sources_of_the_same_version_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    found = environment.versions()["megatron-flux sources"]
+    assert found == environment.source_hash()
+    other = environment.source_hash(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    environment.source_hash.cache_clear()
+    assert environment.source_hash(tmp_path) not in (other, found)

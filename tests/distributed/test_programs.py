@@ -1,0 +1,55 @@
+"""Random programs of calls (:mod:`tests.programs`) on the CPU twin and over every link, with real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from megatron_flux.ops.kernel_config import KernelConfig
+from tests import programs
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_fused_twin import TINY, twin
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+COUNT = int(os.environ.get("RANDOM_PROGRAMS", "12"))
+ANY = [torch.float32, torch.float16]
+BACKENDS = {
+    "twin": [torch.float16],
+    "reference": ANY,
+    "chunked over host": ANY,
+    "chunked over p2p": ANY,
+    "chunked over send_recv": ANY,
+}
+
+
+def rank_runs(program: list[programs.Step]) -> list[list[str]]:
+    from megatron_flux.ops.backends import registry
+
+    if "twin" not in registry._backends:
+        registry._backends["twin"] = twin()
+        registry._backends["twin"].config = KernelConfig(**TINY)
+    try:
+        return programs.run(program)
+    finally:
+        del registry._backends["twin"]
+
+
+def test_random_programs(world2: WorkerPool) -> None:
+    @settings(
+        max_examples=COUNT, deadline=None, database=None, derandomize=COUNT == 12, print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(programs.programs(BACKENDS))
+    def holds(program: list[programs.Step]) -> None:
+        programs.same_everywhere(program, world2.run(rank_runs, program))
+
+    holds()

@@ -190,6 +190,8 @@ def _failing(fault: tuple[str, str] | None, group: dist.ProcessGroup) -> Iterato
 
     def once(real: Any) -> Any:
         def allocate(*arguments: Any, **options: Any) -> Any:
+            if arguments[1:] == (0,):  # Triton's interpreter makes such ones within a call
+                return real(*arguments, **options)
             left[0] -= 1
             if left[0] >= 0:
                 raise torch.OutOfMemoryError("CUDA out of memory")

@@ -10,8 +10,7 @@ import os
 import signal
 
 OFF = ("", "0", "false", "off", "no")
-ON = ("1", "true", "on", "yes")
-"""What MEGATRON_FLUX may say, in any case of letters; anything else is refused by the script's own parser."""
+"""As :data:`megatron_flux.settings.OFF`, which is not imported here: that would import torch, in a circle."""
 
 
 def main() -> None:

@@ -28,8 +28,9 @@ import torch
 from platformdirs import user_cache_dir
 
 from megatron_flux.errors import UserError
-from megatron_flux_autoload import OFF, ON
 
+OFF, ON = ("", "0", "false", "off", "no"), ("1", "true", "on", "yes")
+"""What MEGATRON_FLUX may say, in any case of letters."""
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
 LINKS = ("none", "host", "p2p", "nvlink")
 """What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""

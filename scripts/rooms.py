@@ -9,6 +9,7 @@ Rules
     * every folder opens with a docstring.
 
 ``megatron_flux/__init__.py``, the public face, is a room of its own above patch/: what is below must not import it.
+``megatron_flux_autoload.py``, which torch and the command import, is the top: nothing may import it.
 That Python runs the ``__init__`` of every folder on the way to a module is not counted as an import.
 """
 
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "megatron_flux"
+AUTOLOAD = "megatron_flux_autoload"
 FACE, ROOT = "public face", "root modules"
 ROOMS = (
+    AUTOLOAD,
     *("cli", "slurm", "bench", "quant", "train", "run", "megatron_lm", "telemetry", "metrics"),
     *(FACE, "patch", "layers", "ops", "comm", "kernels", ROOT),
 )
@@ -48,7 +51,7 @@ class Package:
         """
         self.texts: dict[str, str] = {}
         folders = []
-        for path in sorted((root / PACKAGE).rglob("*.py")):
+        for path in sorted([*(root / PACKAGE).rglob("*.py"), *root.glob(f"{AUTOLOAD}.py")]):
             parts = path.relative_to(root).with_suffix("").parts
             folder = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if folder else parts)
@@ -103,7 +106,7 @@ def room_of(module: str) -> str:
     """The room of a module of the package."""
     parts = module.split(".")
     if len(parts) == 1:
-        return FACE
+        return AUTOLOAD if module == AUTOLOAD else FACE
     return parts[1] if parts[1] in ROOMS else ROOT
 
 
@@ -121,13 +124,13 @@ def _reached(direct: dict[str, set[str]], start: str) -> set[str]:
 def main() -> None:
     """Print the order and what breaks it."""
     package = Package(Path(__file__).parents[1])
-    print(f"{'room':<14}{'files':>5}{'lines':>7}   imports")
+    print(f"{'room':<22}{'files':>5}{'lines':>7}   imports")
     for room in ROOMS:
         names = [name for name in package.texts if room_of(name) == room]
         below = {room_of(edge.imported) for edge in package.imports if room_of(edge.importer) == room} - {room}
         shown = ", ".join(other for other in ROOMS if other in below)
-        print(f"{room:<14}{len(names):>5}{package.lines(names):>7}   {shown}")
-    print(f"{'all':<14}{len(package.texts):>5}{package.lines():>7}")
+        print(f"{room:<22}{len(names):>5}{package.lines(names):>7}   {shown}")
+    print(f"{'all':<22}{len(package.texts):>5}{package.lines():>7}")
     for title, found in (
         ("upward imports", package.upward()),
         ("circles", package.circles()),

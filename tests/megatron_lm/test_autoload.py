@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_flux_autoload
+from megatron_flux import settings
 from megatron_flux.megatron_lm import hooks
 from tests.distributed import te_stand_in
 from tests.megatron_lm.conftest import Run
@@ -78,6 +79,7 @@ def test_what_the_variable_switches(monkeypatch: pytest.MonkeyPatch, value: str 
         monkeypatch.setenv("MEGATRON_FLUX", value)
     megatron_flux_autoload.load()
     assert len(registered) == waits
+    assert megatron_flux_autoload.OFF == settings.OFF
 
 
 def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, installed: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.rooms import FACE, PACKAGE, ROOMS, ROOT, Package, room_of
+from scripts.rooms import AUTOLOAD, FACE, PACKAGE, ROOMS, ROOT, Package, room_of
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -74,6 +74,13 @@ def test_the_public_face_is_above_the_patch_and_root_modules_are_below_all(tmp_p
         tmp_path, nvml="import megatron_flux.kernels.launch", kernels__launch=root, layers__row=face, train__a=face
     )
     assert [line.split(" (")[1] for line in package.upward()] == [f"layers -> {FACE})", f"{ROOT} -> kernels)"]
+
+
+def test_nothing_imports_what_torch_calls(tmp_path: Path) -> None:
+    (tmp_path / f"{AUTOLOAD}.py").write_text("def load():\n    from megatron_flux import settings\n")
+    package = made(tmp_path, settings="from megatron_flux_autoload import OFF")
+    assert package.upward() == [f"megatron_flux.settings:1 imports {AUTOLOAD} ({ROOT} -> {AUTOLOAD})"]
+    assert package.circles() == [f"megatron_flux.settings <-> {AUTOLOAD}"]
 
 
 def test_circles_are_found_within_a_room_and_through_others(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def fold(
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise UserError("quant fold reads safetensors files; pip install 'megatron-flux[quant]'") from None
+        raise UserError("quant fold reads safetensors files: pip install safetensors") from None
     from megatron_flux.quant import checkpoint as module
 
     found = module.read(checkpoint)

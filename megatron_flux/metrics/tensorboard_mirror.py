@@ -21,8 +21,7 @@ logger = logging.getLogger("megatron_flux")
 def check_installed() -> None:
     """A UserError where the package is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        needs = "--tensorboard-dir needs tensorboard, which is not installed"
-        raise UserError(f"{needs}; pip install 'megatron-flux[tensorboard]', or leave it out")
+        raise UserError("--tensorboard-dir needs tensorboard: pip install tensorboard, or leave it out")
 
 
 class TensorBoardMirror(AbstractContextManager["TensorBoardMirror"]):

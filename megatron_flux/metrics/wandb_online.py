@@ -188,8 +188,7 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        needs = "report wandb needs wandb-workspaces"
-        raise UserError(f"{needs} ({error}); `pip install 'megatron-flux[report]'`") from None
+        raise UserError(f"report wandb needs wandb-workspaces ({error}): pip install wandb-workspaces") from None
     wandb = _require_login("report wandb")
     name = f"megatron-flux {', '.join(groups)}"
     # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.

@@ -26,7 +26,7 @@ from megatron_flux.ops import backend_names
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import REPLACED, SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, TE_REPLACED, shown
 from megatron_flux.telemetry import link_report
-from megatron_flux.version import __version__
+from megatron_flux.version import COMMIT, __version__
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
@@ -42,8 +42,8 @@ def versions() -> dict[str, str | None]:
 
     ``apex`` is judged by its kernel module: the distribution of that name on PyPI is another project.
     """
-    found: dict[str, str | None] = {"megatron-flux": __version__, "python": platform.python_version()}
-    found["megatron-flux sources"] = source_hash()
+    found: dict[str, str | None] = {"megatron-flux": __version__, "megatron-flux commit": COMMIT}
+    found |= {"megatron-flux sources": source_hash(), "python": platform.python_version()}
     found |= {package: _installed(package) for package in _PACKAGES}
     found["triton"] = found["triton"] or _installed("pytorch-triton")  # its name beside torch's nightly builds
     found["apex wgrad kernel"] = "present" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else None

@@ -34,8 +34,7 @@ class Tokenizer(NamedTuple):
 def load(kind: Kind, model: Path) -> Tokenizer:
     """The tokenizer in ``model``; a UserError where its package is missing, it cannot be read, or ends no document."""
     if importlib.util.find_spec(package := _PACKAGES[kind]) is None:
-        needs = f"--tokenizer-type {kind} needs {package}, which is not installed"
-        raise UserError(f"{needs}; pip install 'megatron-flux[tokenizers]', or {package} alone")
+        raise UserError(f"--tokenizer-type {kind} needs {package}: pip install {package}")
     path = _checked(kind, model)
     fast = {"use_fast": True} if kind == "HuggingFaceTokenizer" else {}
     try:

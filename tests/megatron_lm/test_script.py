@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flux.version import __version__
 from tests.megatron_lm.conftest import LAYOUT, ROOT, SCRIPT, Result, Run
 from tests.unit.megatron_lm.test_patch_sets import git_apply, patch_set
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-ON = "> megatron-flux 0.1.0 is on: backend auto"
+ON = f"> megatron-flux {__version__} is on: backend auto"
 SAID = (
     "> megatron-flux: 2 layers of rank 0 run flux; calls so far: 2 all_gather_gemm, 2 gemm_reduce_scatter, 5 stock "
     "(operators: reference: no GPU)"

@@ -166,7 +166,7 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
     try:
         import kaleido
     except ImportError:
-        raise UserError(f"PNG figures need kaleido; `pip install 'megatron-flux[report]'`, or {instead}") from None
+        raise UserError(f"PNG figures need kaleido: pip install kaleido, or {instead}") from None
     import plotly.graph_objects as go
     from choreographer.errors import ChromeNotFoundError
 

@@ -1,0 +1,78 @@
+"""The version and the commit: from git, through a wheel, and in a checkout that has moved on since it was installed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flux import version
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*words: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def copied(to: Path) -> Path:
+    for name in ("megatron_flux", "megatron_flux_autoload.py", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            to.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+@pytest.mark.slow
+def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    run("git", "clone", "--quiet", "--no-checkout", ROOT, source, cwd=tmp_path)
+    head = run("git", "rev-parse", "HEAD", cwd=source)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, copied(source), cwd=empty)
+    (wheel,) = tmp_path.glob("*.whl")
+    pip = ("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+    run(sys.executable, "-m", *pip, cwd=empty)
+    asked = "import megatron_flux as f, megatron_flux.version as v; print(f.__file__, v.__version__, v.COMMIT)"
+    file, found, commit = run(sys.executable, "-c", asked, cwd=empty, PYTHONPATH=str(site)).split()
+    assert file == str(site / "megatron_flux" / "__init__.py")
+    assert re.match(r"0\.2\.0\.dev\d+\+g", found)
+    assert len(commit) >= 7
+    assert head.startswith(commit)
+    words = ("train", "--preset", "tiny", "--nproc", "1", "--tp", "1", "--steps", "1", "--dry-run")
+    assert commit in run(sys.executable, site / "bin" / "megatron-flux", *words, cwd=empty, PYTHONPATH=str(site))
+    assert run(sys.executable, site / "bin" / "megatron-flux", "slurm", "list", cwd=empty, PYTHONPATH=str(site))
+
+
+def test_a_copy_without_git_is_the_next_version(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools_scm")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert run(sys.executable, "-m", "setuptools_scm", cwd=tmp_path) == "0.2.0.dev0"
+    assert version.commit(tmp_path) is None
+
+
+def test_the_commit_is_that_of_the_checkout_now(tmp_path: Path) -> None:
+    repository, tree = tmp_path / "repository", tmp_path / "tree"
+    git = ("git", "-c", "user.name=n", "-c", "user.email=e@example.com", "-C", repository)
+    run("git", "init", "--quiet", repository, cwd=tmp_path)
+    assert version.commit(repository) is None
+    for how in ("loose", "packed", "detached"):
+        run(*git, "commit", "--quiet", "--allow-empty", "-m", how, cwd=tmp_path)
+        if how == "packed":
+            run(*git, "pack-refs", "--all", cwd=tmp_path)
+            run(*git, "worktree", "add", "--quiet", "-b", "other", tree, cwd=tmp_path)
+        elif how == "detached":
+            run(*git, "checkout", "--quiet", "--detach", cwd=tmp_path)
+        assert version.commit(repository) == run(*git, "rev-parse", "HEAD", cwd=tmp_path)
+    assert version.commit(tree) == run("git", "rev-parse", "HEAD", cwd=tree)
+    assert version.commit(tree) != version.commit(repository)

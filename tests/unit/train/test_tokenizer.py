@@ -84,7 +84,7 @@ def test_what_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     with pytest.raises(UserError, match="--tokenizer-model without --tokenizer-type; give both"):
         resolved(tmp_path / "text", kind=None)
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    needs = r"SentencePieceTokenizer needs sentencepiece, which is not installed; pip install"
+    needs = "SentencePieceTokenizer needs sentencepiece: pip install sentencepiece"
     with pytest.raises(UserError, match=needs):
         resolved(tmp_path / "text")
     monkeypatch.undo()

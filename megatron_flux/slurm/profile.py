@@ -291,6 +291,7 @@ class Profile(FromYaml):
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """So long before the time limit a job is asked to save and stop."""
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
+    """Requeues in a row that save nothing new; 0: none at all."""
 
     sbatch_options: tuple[SbatchOption, ...] = ()
     """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it."""

@@ -85,7 +85,15 @@ def environment() -> dict[str, str]:
 
 def run_checks(size: int, *arguments: str, **variables: str) -> dict[str, str]:
     """What every check said, by name."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(HERE / "checks.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        str(HERE / "checks.py"),
+    ]
     env = {**environment(), **variables}
     done = subprocess.run([*command, *arguments], env=env, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

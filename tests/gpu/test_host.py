@@ -43,7 +43,7 @@ os._exit(0)
 def test_checks(way: str, queues: str) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     script = [str(HERE / "checks_host.py"), "--way", way]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *script]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *script]
     env = {**environment(), "CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60"}
     env["MEGATRON_FLUX_TUNE_SECONDS"] = "10"  # a check measures, whatever all tests are told
     done = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True)

@@ -101,12 +101,3 @@ def test_names_for_nsys(tmp_path: Path) -> None:
     run("train", "--nproc", "2", "--steps", "4", "--nvtx", "--profile-steps", "3-4", *SMALL, "--out", tmp_path / "run")
     assert not (tmp_path / "run" / "flux" / "trace").exists()
     assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4
-
-
-def test_the_cost_of_recording_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run("bench", "metrics", "--nproc", "2", "--pairs", "6", "--block-steps", "10", *SMALL, "--out", out)
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["cost_percent_ci95"] is not None
-    assert summary["bare_ms"] > 0
-    assert len((out / "blocks.jsonl").read_text().splitlines()) == 12

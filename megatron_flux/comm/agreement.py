@@ -96,7 +96,10 @@ class Agreements:
         try:
             self._store.set(self._key(self._me), pickle.dumps(_Word(about, self._process, mine)))
             self._wait(about)
-            words: list[_Word] = [pickle.loads(self._store.get(self._key(rank))) for rank in self._ranks]  # noqa: S301 - peers' own
+            keys = [self._key(rank) for rank in self._ranks]
+            # One request for all: the ranks of a large job would wait for each other's at the one server.
+            said = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            words: list[_Word] = [pickle.loads(word) for word in said]  # noqa: S301 - peers' own
         except BaseException as error:
             failed = isinstance(error, (RuntimeError, ValueError))
             with contextlib.suppress(RuntimeError, ValueError):

@@ -23,11 +23,11 @@ from megatron_flux.bench.layer_config import LAYER_MODELS
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
-from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import get_backend, select
 from megatron_flux.ops.backends.tuner_calls import kind_of
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.gemm import gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CALLS, REPLAYS, ROUNDS = 12, 4, 9
@@ -121,9 +121,7 @@ def _case(
     if auto:
         calls["auto"] = made("auto")
         with captured_calls():
-            backend: Any = select("auto", x, weights[0], group)
-            if hasattr(backend, "decide"):  # for this m itself, whatever was measured of others
-                backend.decide(call)
+            select("auto", x, weights[0], group).decide(call)  # for this m itself, whatever was measured of others
     for label, config in arms(call).items():
         if config.fits(call.m, call.n, group.size(), x.element_size()):
             calls[label] = lambda w, config=config: call._replace(weight=w).run(fused, config=config)

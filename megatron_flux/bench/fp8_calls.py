@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.bench.shapes import Case
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.fp8_gemm import cublas_takes, fp8_gemm
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, Fp8Pair, random_pair
+from megatron_flux.ops.gemm import cublas_takes, fp8_gemm
 
 
 def pair_of(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Fp8Pair:

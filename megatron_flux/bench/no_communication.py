@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
-from megatron_flux.ops.backends.reference import ReferenceBackend, gemm, partial
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
+from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 class NoCommunication(ReferenceBackend):
-    """A :class:`megatron_flux.ops.backends.registry.Backend` whose collectives take no time."""
+    """A :class:`megatron_flux.ops.backends.base.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False

@@ -154,7 +154,7 @@ def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
     """
     scales, by = None, "reference"
     if rows.in_blocks:
-        if backend != "auto" and getattr(get_backend(backend), "gathers_stay", False):
+        if backend != "auto" and get_backend(backend).gathers_stay:
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)
     data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend, own_rows=False)

@@ -251,4 +251,4 @@ def _sent(backend: registry.Backend, wire: str, by_chunks: bool) -> str:
     """What the backend's gathers travel as."""
     if isinstance(backend, TunedBackend):
         return EXACT if not by_chunks or wire == EXACT else f"{wire} or not"
-    return getattr(backend, "wire", EXACT)
+    return backend.wire

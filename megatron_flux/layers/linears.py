@@ -41,7 +41,7 @@ from megatron_flux.layers.backward import (
     weight_gradient,
 )
 from megatron_flux.layers.prefetch import ColumnState
-from megatron_flux.ops.backends.reference import gemm
+from megatron_flux.ops.gemm import gemm
 
 
 class Norm(Protocol):

@@ -34,6 +34,7 @@ then ``fast_path`` (calls made before); ``cuda_graphs``, ``call_events`` (counts
 themselves.
 """
 
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.registry import backend_names, register_backend
 from megatron_flux.ops.call_events import OpStats, stats
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -46,6 +47,7 @@ from megatron_flux.ops.operators import (
 )
 
 __all__ = [
+    "Backend",
     "Fp8Operand",
     "OpStats",
     "all_gather",

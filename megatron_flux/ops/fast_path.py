@@ -37,10 +37,10 @@ from megatron_flux.comm.group_state import GroupState, state_of
 from megatron_flux.comm.slab import MOST_CALLS, CopyStream, Slab, broken_off, waited_elsewhere
 from megatron_flux.ops import call_events
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
+from megatron_flux.ops.gemm import gemm
 from megatron_flux.ops.kernel_config import KernelConfig
 
 if TYPE_CHECKING:
@@ -131,13 +131,13 @@ def find(
 def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple[int, ...], nbytes: int) -> None:
     """Have the backend that has just made a call, whose result has ``shape``, prepare it for the next time."""
     # What graphs and their warm-ups run is never prepared: it must not use up the attempts of eager calls.
-    if key is None or not hasattr(chosen, "prepare") or not call.x.is_contiguous() or capturing_on_gpu():
+    if key is None or not call.x.is_contiguous() or capturing_on_gpu():
         return
     found = state_of(call.group).prepared.setdefault(key, Entry(None, chosen.name, nbytes))
     complete = found.call is not None and found.call.complete
     if found.attempts < _ATTEMPTS and not complete:
         found.attempts += 1
-        found.call = chosen.prepare(call, shape)
+        found.call, found.backend = chosen.prepare(call, shape), chosen.name
         table = state_of(call.group).table
         found.spec = 0 if table is None else table.spec
 

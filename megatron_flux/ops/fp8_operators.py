@@ -16,11 +16,11 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import fast_path
-from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
 from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import OperatorCall, aligned, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
+from megatron_flux.ops.gemm import fp8_gemm
 
 _PAIRS = {"tensor": "tensor", "1x128": "128x128"}
 _RESULTS = (torch.bfloat16, torch.float16)

@@ -23,11 +23,11 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import fast_path, fp8_operators
-from megatron_flux.ops.backends.reference import gemm
 from megatron_flux.ops.backends.registry import run
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands, matrix, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
+from megatron_flux.ops.gemm import gemm
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 

@@ -38,12 +38,13 @@ from megatron_flux import nvml
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.backends.reference import ReferenceBackend, gemm_only
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call_events import Call, CallTimer, GradientReduction, Times
 from megatron_flux.ops.checks import GATHERING, OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
+from megatron_flux.ops.gemm import gemm_only
 
 FIELDS = (
     "flux/operator_time_ms",

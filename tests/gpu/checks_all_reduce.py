@@ -35,6 +35,7 @@ from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
 from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -247,16 +248,13 @@ def others_between(group):
     return f"{6 * len(ALL)} turns"
 
 
-class OneWay:
+class OneWay(Backend):
     """Every call in the same way, prepared as the fused backend prepares it."""
 
-    automatic, needs_cuda, name = False, True, "one way"
+    needs_cuda, name = True, "one way"
 
     def __init__(self, config):
         self.config, self.fused, self.ordinary = config, get_backend("fused"), 0
-
-    def why_not(self, *_):
-        return None
 
     def gemm_all_reduce(self, call):
         self.ordinary += 1

@@ -1,4 +1,4 @@
-"""Backends that are torch's own: ``reference`` and ``pipelined``; and the GEMM of either alone.
+"""Backends that are torch's own: ``reference`` and ``pipelined``.
 
 ``reference`` is torch's collective and torch's matmul, one after the other: what stock Megatron does, on any transport
 torch.distributed knows (NCCL, gloo), for any dtype both support. It is the baseline that every other backend is
@@ -15,7 +15,6 @@ Source: torch/distributed/_symmetric_memory/__init__.py of torch 2.11.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +23,10 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.fp8_gemm import fp8_gemm
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
-
-
-def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``. ``bias`` ``[n]`` is
-    added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
-    """
-    wt = weight if transposed else weight.t()
-    return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
+from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
@@ -46,20 +38,15 @@ def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
     return Fp8Operand(data, x.dtype, scales, x.scaling, group.size())
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Collective, then matmul; matmul, then collective."""
 
     name = "reference"
     automatic = True
-    needs_cuda = False
     gathers_stay = True
 
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Nothing is refused."""
-        return None
-
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         if call.fp8 is not None:
             operand = gathered_operand(call.fp8.x, call.group)
             return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
@@ -67,50 +54,24 @@ class ReferenceBackend:
         return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         return collectives.reduce_scatter(partial(call), call.group, async_op=call.async_op)
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         return collectives.all_reduce(partial(call), call.group, async_op=call.async_op)
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         return collectives.all_gather(call.x, call.group, async_op=True)
 
 
-def partial(call: OperatorCall) -> torch.Tensor:
-    """The product of a rank alone ``[m, n]``, before any sum over ranks."""
-    return gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
-
-
-def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
-    """The GEMM of ``call`` alone, for measuring: of this rank's rows, repeated to the gathered size; None where memory
-    is short.
-    """
-    x, tp = call.x, call.group.size()
-    if call.fp8 is not None:
-        pair, bias = call.fp8, call.bias
-        if call.operator == "all_gather_gemm":
-            try:
-                pair = pair._replace(x=pair.x.repeated(tp))
-            except torch.OutOfMemoryError:
-                return None
-        return lambda: fp8_gemm(pair, bias)
-    if call.operator == "all_gather_gemm":
-        try:
-            x = x.repeat(tp, 1)
-        except torch.OutOfMemoryError:
-            return None
-    return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)
-
-
-class PipelinedBackend:
+class PipelinedBackend(Backend):
     """See the module."""
 
     name = "pipelined"
     needs_cuda = True
-    automatic = False  # ``auto`` does not choose it; the tuner does where it is the fastest
+    operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet; collective on a group's first call."""
@@ -122,20 +83,20 @@ class PipelinedBackend:
         return f"no peer access within the group: {link.reason}" if link.kind in ("none", "host") else None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`; but the bias is added to the rounded result."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`; but the bias is added to the rounded result."""
         operators = _operators()
         b = call.weight if call.transposed else call.weight.t()
         gathered, (y,) = operators.fused_all_gather_matmul(call.x, [b], 0, call.group.group_name)
         return y if call.bias is None else y.add_(call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Always finished."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`. Always finished."""
         operators = _operators()
         b = call.weight if call.transposed else call.weight.t()
         return Pending(operators.fused_matmul_reduce_scatter(call.x, b, "sum", 0, call.group.group_name))
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`: torch's collective."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`: torch's collective."""
         _not_captured()
         return collectives.all_gather(call.x, call.group, async_op=True)
 

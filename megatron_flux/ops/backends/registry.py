@@ -1,19 +1,19 @@
-"""What a backend is, which ones exist, which one runs a call, and running it."""
+"""Which backends exist, which one runs a call, and running it."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events, fast_path
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
@@ -24,38 +24,6 @@ from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.settings import NO_GPU, WIRES
 
 logger = logging.getLogger("megatron_flux")
-
-
-class Backend(Protocol):
-    """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
-    are those of :mod:`megatron_flux.ops`.
-
-    It may have more:
-
-    * ``gathers_stay``: whether what its all_gather hands out is never overwritten by a later one, False without it;
-    * ``gemm_all_reduce(call)``: ``[m, n]``, finished on return unless ``async_op``. Without it ``reference`` runs;
-    * ``untested(x, group)``: None, or why it has not been tried on operands that :meth:`why_not` lets pass. There
-      ``auto`` passes it over, and asked for by name it warns;
-    * ``prepare(call, shape)``: a :class:`~megatron_flux.ops.fast_path.PreparedCall` like the call just made, whose
-      result has ``shape``; None where it must be decided anew every time. ``x`` has its leading dimensions there.
-    """
-
-    name: str
-    automatic: bool  # ``auto`` may choose it. Otherwise it runs only when it is asked for by name.
-    needs_cuda: bool
-    """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
-
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """None if this backend can take these operands, else the reason; ``weight`` is None for a plain all_gather."""
-
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """``([m, n], gathered x [m, k])``."""
-
-    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """``[m/tp, n]``, finished on return unless ``async_op``."""
-
-    def all_gather(self, call: OperatorCall) -> Pending:
-        """``[m, k]``; without ``return_gathered`` it may lack the rank's own rows, and then says so."""
 
 
 _backends: dict[str, Backend] = {}
@@ -117,7 +85,7 @@ def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.
 
 def able(backend: Backend, operator: str) -> Backend:
     """``backend``, or ``reference`` where it does not have ``operator``: that is counted."""
-    if hasattr(backend, operator):
+    if operator in backend.operators:
         return backend
     stats.degraded[f"reference instead of {backend.name}: it has no {operator}"] += 1
     return _reference
@@ -136,9 +104,7 @@ def run(call: OperatorCall, name: str, key: Hashable | None, shape: tuple[int, .
     chosen = able(select(name, x, call.weight, call.group), call.operator)
     result = call_events.run(call._replace(x=x), chosen)
     fast_path.remember(key, chosen, call, shape, nbytes)
-    if hasattr(chosen, "bytes_received"):
-        nbytes = chosen.bytes_received(call, nbytes)
-    stats.count(call.operator, chosen.name, nbytes)
+    stats.count(call.operator, chosen.name, chosen.bytes_received(call, nbytes))
     return result
 
 
@@ -151,7 +117,7 @@ def resolve(
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing
             if not backend.automatic:
                 continue
-            reason = backend.why_not(x, weight, group) or _untested(backend, x, group)
+            reason = backend.why_not(x, weight, group) or backend.untested(x, group)
             if reason is None:
                 return backend, reasons
             reasons.append(f"{backend.name}: {reason}")
@@ -159,7 +125,7 @@ def resolve(
     reason = backend.why_not(x, weight, group)
     if reason is not None:
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
-    reason = _untested(backend, x, group)
+    reason = backend.untested(x, group)
     if reason is not None and group.rank() == 0:
         _warn_once(name, reason)
     return backend, []
@@ -168,10 +134,6 @@ def resolve(
 @functools.cache
 def _warn_once(name: str, reason: str) -> None:
     logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
-
-
-def _untested(backend: Any, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-    return backend.untested(x, group) if hasattr(backend, "untested") else None
 
 
 _reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()

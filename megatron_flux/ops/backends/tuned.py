@@ -50,6 +50,7 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
@@ -112,7 +113,7 @@ def _first_that_runs(call: OperatorCall, answers: Iterable[dict[str, Any]]) -> d
     return found and {name: found.get(name) for name in ("backend", "plan", "pieces")} | {"ms": {}}
 
 
-class TunedBackend(Measurement):
+class TunedBackend(Measurement, Backend):
     """See the module."""
 
     name = "tuned"
@@ -153,7 +154,7 @@ class TunedBackend(Measurement):
         return None if self.chunked and tuner_calls.by_chunks(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         name, config, pieces = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
@@ -170,7 +171,7 @@ class TunedBackend(Measurement):
     gemm_reduce_scatter = all_gather_gemm
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`. Where links go by chunks it is ``reference``."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`. Where links go by chunks it is ``reference``."""
         if tuner_calls.by_chunks(call.x, call.group):
             stats.degraded["reference instead of tuned: gemm_all_reduce needs peers' memory"] += 1
             return call.run(self.reference)
@@ -199,7 +200,7 @@ class TunedBackend(Measurement):
             self._choice(call, itself=True)
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> fast_path.Prepared | None:
-        """See :class:`~megatron_flux.ops.backends.registry.Backend`."""
+        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
         if call.weight is None:
             return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)

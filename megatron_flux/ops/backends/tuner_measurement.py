@@ -24,12 +24,13 @@ from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend, gemm_only
+from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.backends.tuning_cache import plan_of
 from megatron_flux.ops.backends.wrapped_calls import CALLS, Planned, beside_wgrad, in_graphs
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.gemm import gemm_only
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.settings import tunes_fully
 

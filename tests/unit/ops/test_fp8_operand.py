@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends import fp8_gemm
-from megatron_flux.ops.backends.reference import gemm_only
+from megatron_flux.ops import gemm as gemms
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
+from megatron_flux.ops.gemm import gemm_only
 from tests.unit.groups import group_of
 
 E4M3 = torch.float8_e4m3fn
@@ -60,9 +60,9 @@ def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, 
     def multiplied(a: torch.Tensor, b: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **_: Any) -> None:
         given.extend((a, b) if scaling == "tensor" else (a, b, scale_a, scale_b))
 
-    monkeypatch.setattr(fp8_gemm, "cublas_takes", lambda *_: True)
+    monkeypatch.setattr(gemms, "cublas_takes", lambda *_: True)
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
-    fp8_gemm.fp8_gemm(Fp8Pair(displaced(x), displaced(weight)))
+    gemms.fp8_gemm(Fp8Pair(displaced(x), displaced(weight)))
     assert [tensor.data_ptr() % 16 for tensor in given] == [0] * len(given)
     assert torch.equal(given[0].float(), x.numbers.float())
     assert torch.equal(given[1].t().float(), weight.numbers.float())

@@ -19,6 +19,7 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import fused, registry, tuner_calls
+from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.tuner_measurement import Choice
 from megatron_flux.ops.backends.wrapped_calls import Planned
@@ -129,16 +130,13 @@ def gpu_slab() -> Slab:
     return Slab(2, 0, 4 << 20, False, data, [], device, empty, empty, empty, alarm)
 
 
-class OneWay:
+class OneWay(Backend):
     """A backend that runs every gemm_all_reduce in one way."""
 
-    automatic, needs_cuda = False, True
+    needs_cuda = True
 
     def __init__(self, config: AllReduceConfig) -> None:
         self.name, self.fused, self.config, self.ordinary = "one way", FusedBackend(), config, 0
-
-    def why_not(self, *_: Any) -> None:
-        return None
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
         self.ordinary += 1

@@ -20,6 +20,7 @@ from megatron_flux.comm.slab import MOST_CALLS, CopyStream, Turn
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import (
@@ -367,7 +368,7 @@ def test_backends_are_not_asked_for_ever() -> None:
     for _ in range(20):
         remembered(backend, x, key, group)
     assert len(asked) == 8
-    remembered(SimpleNamespace(name="reference"), x, fast_path.key_of("all_gather", x, None, None, "a"), group)
+    remembered(ReferenceBackend(), x, fast_path.key_of("all_gather", x, None, None, "a"), group)
     assert fast_path.key_of("all_gather", torch.zeros(2, 2), None, None, "auto") is None  # CPU
 
 
@@ -377,10 +378,10 @@ def test_warm_ups_of_graphs_leave_eager_calls_their_turn() -> None:
     call, x, group = SimpleNamespace(usable=lambda: True, complete=True), Operand(), group_of(2)
     key = fast_path.key_of("all_gather_gemm", x, x, None, "auto")
     with captured_calls():
-        remembered(SimpleNamespace(name="reference"), x, key, group)
+        remembered(ReferenceBackend(), x, key, group)
         for _ in range(9):
             remembered(SimpleNamespace(name="tuned", prepare=lambda *given: None), x, key, group)
-    remembered(SimpleNamespace(name="reference"), x, key, group)  # of a weight with gaps, say
+    remembered(ReferenceBackend(), x, key, group)  # of a weight with gaps, say
     remembered(SimpleNamespace(name="tuned", prepare=lambda *given: call), x, key, group)
     found = fast_path.find(state_of(group), key, x, x)
     assert found is not None

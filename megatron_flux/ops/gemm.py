@@ -1,4 +1,4 @@
-"""Products of FP8 operands by torch: cuBLASLt's where it takes them, else of dequantised numbers.
+"""GEMMs by torch, of one rank alone: of FP8 operands cuBLASLt's where it takes them, else of dequantised numbers.
 
 cuBLASLt reads the scales of a weight's blocks in rows of whole fours, as TransformerEngine lays them out. torch 2.11
 asks for strides without that padding, and passes on the address alone; later releases ask for the true ones. Which of
@@ -8,16 +8,51 @@ both this torch wants is tried once, with a product that shows whether the numbe
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import aligned
+from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
+
+
+def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``. ``bias`` ``[n]`` is
+    added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
+    """
+    wt = weight if transposed else weight.t()
+    return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
+
+
+def partial(call: OperatorCall) -> torch.Tensor:
+    """The product of a rank alone ``[m, n]``, before any sum over ranks."""
+    return gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
+
+
+def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
+    """The GEMM of ``call`` alone, for measuring: of this rank's rows, repeated to the gathered size; None where memory
+    is short.
+    """
+    x, tp = call.x, call.group.size()
+    if call.fp8 is not None:
+        pair, bias = call.fp8, call.bias
+        if call.operator == "all_gather_gemm":
+            try:
+                pair = pair._replace(x=pair.x.repeated(tp))
+            except torch.OutOfMemoryError:
+                return None
+        return lambda: fp8_gemm(pair, bias)
+    if call.operator == "all_gather_gemm":
+        try:
+            x = x.repeat(tp, 1)
+        except torch.OutOfMemoryError:
+            return None
+    return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)
 
 
 def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,8 @@ Contract: compare by identity, in every call. An object is the release's own if 
 or of the release, and its name is that of its place. So it does not matter what was there when ``patch()`` ran, and an
 object that is put back counts again. ``==`` would not do: proxies (``wrapt``) are equal to what they wrap.
 
-Cost: about 10 ns for each object that is compared (10 to 24 a call).
+Cost: 0.4 us a call of a column or TransformerEngine layer (10 objects), 0.7 us of a row layer (24), on the host of an
+H100 (results/exchanged-h100x2).
 """
 
 from __future__ import annotations

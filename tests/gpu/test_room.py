@@ -1,0 +1,72 @@
+"""Workspaces where a GPU has little memory left: real allocations on two GPUs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import ops
+from megatron_flux.errors import OperatorError
+from tests.distributed.pool import WorkerPool
+
+LEFT = 300 << 20  # bytes that are left free
+ROWS, K, N = 8192, 8192, 256  # a workspace of 512 MiB at tp = 2
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(-1, 2, (ROWS, K), device="cuda").bfloat16()
+    return x, torch.randint(-1, 2, (N, K), device="cuda").bfloat16()
+
+
+def fill(result: int) -> torch.Tensor:
+    """Take all but LEFT bytes of the GPU, and ``result`` bytes more, by torch's allocator."""
+    torch.cuda.empty_cache()
+    return torch.empty(torch.cuda.mem_get_info()[0] - LEFT - result, dtype=torch.uint8, device="cuda")
+
+
+def exact(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    y = ops.all_gather_gemm(x, w, group, backend="fused")
+    whole = torch.empty(2 * ROWS, K, dtype=x.dtype, device="cuda")
+    dist.all_gather_into_tensor(whole, x, group=group)
+    return torch.equal(y, whole @ w.t())
+
+
+def rank_cached() -> bool:
+    """The workspace does not fit beside torch's cache, which holds nothing that is used."""
+    group, (x, w) = dist.new_group([0, 1]), operands()
+    hold = fill(0)
+    del hold
+    return exact(x, w, group)
+
+
+def rank_full(full: int) -> tuple[str, float, bool]:
+    """One rank alone has no room. Returns what it is told, after how many seconds, and whether the call then runs."""
+    group, (x, w) = dist.new_group([0, 1]), operands()
+    dist.barrier(group=group)
+    hold = fill(4 * ROWS * N) if dist.get_rank() == full else None
+    began = time.monotonic()
+    with pytest.raises(OperatorError) as told:
+        ops.all_gather_gemm(x, w, group, backend="fused")
+    took = time.monotonic() - began
+    del hold
+    torch.cuda.empty_cache()
+    return str(told.value), took, exact(x, w, group)
+
+
+@pytest.mark.gpus(2)
+def test_torchs_cache_is_given_back(nccl2: WorkerPool) -> None:
+    assert nccl2.run(rank_cached) == [True, True]
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_rank_without_room_is_named_and_may_try_again(nccl2: WorkerPool, full: int) -> None:
+    for said, seconds, ran in nccl2.run(rank_full, full):
+        assert "out of memory" in said
+        assert f"tp rank {full}:" in said
+        assert "fabric" not in said
+        assert seconds < 20
+        assert ran

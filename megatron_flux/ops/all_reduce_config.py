@@ -105,4 +105,5 @@ def candidates(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False)
     if m >= LEAST_ROWS_COMPOSED:
         found = [*found, composed, replace(composed, nccl=True)]
     fitting = [config for config in found if config.fits(m, n, tp, size)]
-    return fitting or [composed if composed.fits(m, n, tp, size) else AllReduceConfig()]
+    one_shot = AllReduceConfig()
+    return fitting or [composed if composed.fits(m, n, tp, size) and not one_shot.fits(m, n, tp, size) else one_shot]

@@ -81,8 +81,9 @@ def main(words: list[str]) -> int:
         traceback.print_exc()
         said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
         said += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
-        # A launcher that waited for the others in vain is a witness too.
-        code, order = 1, launcher.WITNESS if isinstance(error, (dist.DistError, RendezvousError)) else 1
+        # A launcher that waited for the others in vain is a witness too; one whose port is taken is not.
+        waited = isinstance(error, (dist.DistError, RendezvousError)) and "EADDRINUSE" not in str(error)
+        code, order = 1, launcher.WITNESS if waited else 1
     if folder := os.environ.get(stop.FAILURES):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / node_name()).write_text(f"{order} {when or time.time():.6f} {said}\n")

@@ -199,13 +199,16 @@ def test_bad_nodes_are_left_out_by_all_repetitions(
         ("1", {"srun_options": ["--mpi=nonsense"]}, "preflight on any node: srun: error: .*mpi/nonsense"),
         ("0", {"srun_options": ["--nonsense"]}, "train on any node: srun: unrecognized option '--nonsense'"),
         ("1", {"setup": ["PATH=$PWD/bin"]}, "preflight on any node: .*srun: not found"),
-        ("1", {"container": {"runtime": "apptainer", "image": "/none.sif"}}, "all 2 nodes: .* apptainer: not found"),
+        ("1", {"container": {"runtime": "apptainer", "image": "own.sif"}}, "all 2 nodes: .* apptainer: not found"),
     ],
 )
 def test_what_keeps_srun_from_starting_is_said(
     preflight: str, changes: dict, said: str, at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", preflight)
+    if "container" in changes:
+        Path("own.sif").touch()
+        changes = {"container": changes["container"] | {"image": str(Path("own.sif").absolute())}}
     Path("bin").mkdir()
     for file in Path("/usr/bin").iterdir():
         if file.name != "srun":

@@ -274,6 +274,7 @@ def test_a_job_of_before_has_no_script_to_resume(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_job_that_never_began_says_why(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()  # what is missing altogether is refused at once
     said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", "flux", "--venv", str(tmp_path / "gone"))
     number = said.split()[1].strip(":")
     at_the_cluster.wait_for_job(number, ("FAILED",))

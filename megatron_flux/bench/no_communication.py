@@ -33,7 +33,7 @@ from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 class NoCommunication(ReferenceBackend):
-    """A :class:`megatron_flux.ops.backends.base.Backend` whose collectives take no time."""
+    """A :class:`megatron_flux.ops.checks.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.call_table import CallTable
-from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Slab, size_class
+from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Cache, Slab, size_class
 from megatron_flux.errors import UserError
 
 ALL_REDUCE = "all_reduce"
@@ -66,7 +66,9 @@ class GroupState:
         self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
-        self.kernels: dict[Any, Any] = {}  # launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`
+        self.kernels: Cache[Any, Any] = (
+            Cache()
+        )  # launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`
         self.compared: dict[tuple[object, ...], int] = {}
         """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
         :func:`megatron_flux.ops.checks.compare_calls`."""
@@ -79,7 +81,7 @@ class GroupState:
         self.kept: Any = None  # the ledger of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
         """Answers of :func:`megatron_flux.ops.backends.registry.select`, and of :mod:`megatron_flux.layers.keep`."""
-        self.prepared: dict[Hashable, Any] = {}
+        self.prepared: Cache[Hashable, Any] = Cache()
         """Calls of :mod:`megatron_flux.ops.fast_path`; they hold slabs, and go when a slab does."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By tuner, what it has decided for this group."""

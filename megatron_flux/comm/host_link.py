@@ -46,10 +46,8 @@ from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_ring import Layout, usual
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
+from megatron_flux.comm.slab import Cache
 from megatron_flux.errors import OperatorError
-
-_MOST_PROGRAMS = 512
-"""Some 20 KB each."""
 
 
 class HostLink:
@@ -75,7 +73,7 @@ class HostLink:
         regions = host_memory.make(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
         self._at = regions.lanes
-        self._programs: dict[tuple[str, tuple[int, ...]], Program] = {}
+        self._programs: Cache[tuple[str, tuple[int, ...]], Program] = Cache()
         self._last: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self._lanes: list[Lane] = []
@@ -174,8 +172,6 @@ class HostLink:
         key = (kind, tuple(cuts))
         found = self._programs.get(key)
         if found is None:
-            if len(self._programs) >= _MOST_PROGRAMS:  # a training whose shapes never come again
-                self._programs.clear()
             found = self._programs[key] = self._make(*key)
         return found
 

@@ -68,7 +68,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,26 @@ MOST_CALLS = 1 << 30
 MIB = 1 << 20
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
+
+
+_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+MOST_ENTRIES = 512
+
+
+class Cache(dict[_Key, _Value]):
+    """Drop the oldest of more than :data:`MOST_ENTRIES` entries, as a training needs whose shapes never come again.
+
+    Looking up costs what it costs in a dict. Only for what depends on no peer: ranks drop different entries, so what
+    they decided together (:attr:`~megatron_flux.comm.group_state.GroupState.compared`, the tuner's choices) is not
+    kept here: one that asked anew would wait for peers that do not. Who still uses an entry holds it.
+    """
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        """Keep ``value`` under ``key``."""
+        if len(self) >= MOST_ENTRIES and key not in self:
+            oldest, *_ = self  # not by an iterator: another thread may add an entry
+            self.pop(oldest, None)
+        super().__setitem__(key, value)
 
 
 class CopyStream(NamedTuple):
@@ -130,11 +150,11 @@ class Slab:
     in_graphs: bool = False  # whether a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
     side: CopyStream | None = None
-    buffers: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)  # gather buffers of all ranks
-    pushes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    buffers: Cache[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=Cache)  # gather buffers of all ranks
+    pushes: Cache[tuple[Any, ...], Any] = field(default_factory=Cache)
     """What a transport moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
-    descriptors: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of the slab's memory, for TMA
-    kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
+    descriptors: Cache[tuple[Any, ...], Any] = field(default_factory=Cache)  # of the slab's memory, for TMA
+    kernels: Cache[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=Cache)
     """Kernels that have been launched on this slab; False where Triton has to launch one every time. The keys of all
     four determine everything but the operands' addresses."""
     _stream: torch.cuda.Stream | None = None

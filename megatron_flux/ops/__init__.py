@@ -34,9 +34,9 @@ then ``fast_path`` (calls made before); ``cuda_graphs``, ``call_events`` (counts
 themselves.
 """
 
-from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.registry import backend_names, register_backend
 from megatron_flux.ops.call_events import OpStats, stats
+from megatron_flux.ops.checks import Backend
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.operators import (
     all_gather,

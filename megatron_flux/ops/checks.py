@@ -1,4 +1,4 @@
-"""A call of an operator, and what is checked of it: its operands, and that all ranks make it.
+"""A call of an operator, what a backend is that makes it, and what is checked: operands, and that all ranks make it.
 
 Ranks that call an operator with different shapes get an error instead of a hang: every new ``(operator, shapes,
 dtype)`` of a group is compared over the group once. Where a rank repeats another call than its peer, that is seen as
@@ -10,6 +10,7 @@ begin: operands that lie where a kernel cannot address them are copied.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ import torch.distributed as dist
 
 from megatron_flux.comm import call_table
 from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops.fp8_operand import Fp8Pair
+from megatron_flux.settings import WIRES
 
 ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 
@@ -79,6 +82,65 @@ class OperatorCall(NamedTuple):
     def run(self, backend: Any, **options: Any) -> Any:
         """Make the call on ``backend``; ``options``: what only this backend takes."""
         return getattr(backend, self.operator)(self, **options)
+
+
+class Backend:
+    """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
+    are those of :mod:`megatron_flux.ops`.
+    """
+
+    name: str
+    automatic = False
+    """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
+    needs_cuda = False
+    """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
+    gathers_stay = False
+    """What its all_gather hands out is never overwritten by a later one."""
+    wire = WIRES[0]
+    """How its gathers send the numbers."""
+    operators: Collection[str] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
+    """Those it has; ``reference`` runs the others."""
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
+        """Return None if this backend can take these operands, else the reason; ``weight`` is None for an
+        all_gather.
+        """
+        return None
+
+    def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """Return None, or why it has not been tried on operands that :meth:`why_not` lets pass. There ``auto`` passes
+        it over, and asked for by name it warns.
+        """
+        return None
+
+    def all_gather_gemm(self, call: OperatorCall) -> Any:
+        """Return ``([m, n], gathered x [m, k])``."""
+        raise NotImplementedError
+
+    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
+        """Return ``[m/tp, n]``, finished unless ``async_op``."""
+        raise NotImplementedError
+
+    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
+        """Return ``[m, n]``, finished unless ``async_op``."""
+        raise NotImplementedError
+
+    def all_gather(self, call: OperatorCall) -> Pending:
+        """Return ``[m, k]``; without ``return_gathered`` it may lack the rank's own rows, and then says so."""
+        raise NotImplementedError
+
+    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
+        """Return a :class:`~megatron_flux.ops.fast_path.PreparedCall` like the call just made, whose result has
+        ``shape``; None where it must be decided anew every time. ``x`` has its leading dimensions there.
+        """
+        return None
+
+    def bytes_received(self, call: OperatorCall, exact: int) -> int:
+        """Return what a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
+        return exact
+
+    def decide(self, call: OperatorCall) -> None:
+        """Do for such a call what its first one would do before it runs. Collective."""
 
 
 def check_operands(call: OperatorCall, bias: torch.Tensor | None) -> None:

@@ -133,7 +133,10 @@ def remember(key: Hashable | None, chosen: Any, call: OperatorCall, shape: tuple
     # What graphs and their warm-ups run is never prepared: it must not use up the attempts of eager calls.
     if key is None or not call.x.is_contiguous() or capturing_on_gpu():
         return
-    found = state_of(call.group).prepared.setdefault(key, Entry(None, chosen.name, nbytes))
+    prepared = state_of(call.group).prepared
+    found = prepared.get(key)
+    if found is None:
+        found = prepared[key] = Entry(None, chosen.name, nbytes)
     complete = found.call is not None and found.call.complete
     if found.attempts < _ATTEMPTS and not complete:
         found.attempts += 1

@@ -50,7 +50,6 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
-from megatron_flux.ops.backends.base import Backend
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
@@ -58,7 +57,7 @@ from megatron_flux.ops.backends.tuner_calls import link_name
 from megatron_flux.ops.backends.tuner_measurement import UNMEASURED, Choice, Measurement
 from megatron_flux.ops.backends.tuning_cache import describe, plan_of
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.checks import Backend, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Kind
 from megatron_flux.ops.kernel_config import KernelConfig, fits
@@ -154,7 +153,7 @@ class TunedBackend(Measurement, Backend):
         return None if self.chunked and tuner_calls.by_chunks(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        """See :class:`~megatron_flux.ops.checks.Backend`."""
         name, config, pieces = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
@@ -171,7 +170,7 @@ class TunedBackend(Measurement, Backend):
     gemm_reduce_scatter = all_gather_gemm
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`. Where links go by chunks it is ``reference``."""
+        """See :class:`~megatron_flux.ops.checks.Backend`. Where links go by chunks it is ``reference``."""
         if tuner_calls.by_chunks(call.x, call.group):
             stats.degraded["reference instead of tuned: gemm_all_reduce needs peers' memory"] += 1
             return call.run(self.reference)
@@ -200,7 +199,7 @@ class TunedBackend(Measurement, Backend):
             self._choice(call, itself=True)
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> fast_path.Prepared | None:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        """See :class:`~megatron_flux.ops.checks.Backend`."""
         if call.weight is None:
             return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)

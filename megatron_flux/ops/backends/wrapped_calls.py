@@ -41,7 +41,7 @@ class Planned:
     name = "fused"
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
-        """See :class:`~megatron_flux.ops.backends.base.Backend`."""
+        """See :class:`~megatron_flux.ops.checks.Backend`."""
         return self.backend.prepare(call, shape, self.config)
 
     def way(self, call: OperatorCall, first: Way) -> Way:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.slab import MIB, Slab
+from megatron_flux.comm.slab import MIB, MOST_ENTRIES, Cache, Slab
 
 CPU = torch.device("cpu")
 
@@ -100,3 +100,20 @@ def test_a_larger_call_replaces_the_slab_and_what_was_prepared_on_it(made: list[
     assert state.slab("gather", MIB, CPU, False) is other
     assert state.kept_slabs == ([small] if in_graphs else []), "graphs hold its addresses"
     assert small.closed is not in_graphs, "its waits are watched as long as they may come"
+
+
+def test_shapes_that_never_come_again_take_no_more_memory() -> None:
+    """Of what a rank makes again by itself the oldest goes; an earlier call's views stay those of the slab."""
+    device: Any = torch.zeros(2, dtype=torch.int64)
+    data, empty = [torch.zeros(2 << 20, dtype=torch.uint8)] * 2, torch.empty(0)
+    work, state = Slab(2, 0, 1 << 20, False, data, [], device, *[empty] * 3, None), state_of(Group("tp"))  # type: ignore[arg-type]
+    (first, _) = work.gather_buffers(0, 1, 8, torch.float32)
+    for m in range(2, 2 * MOST_ENTRIES):
+        work.gather_buffers(m % 2, m, 8, torch.float32)
+        state.prepared[m] = m
+    assert len(work.buffers) == len(state.prepared) == MOST_ENTRIES
+    assert (0, 1, 8, torch.float32) not in work.buffers
+    assert list(state.prepared) == list(range(MOST_ENTRIES, 2 * MOST_ENTRIES))
+    assert work.gather_buffers(0, 1, 8, torch.float32)[0].data_ptr() == first.data_ptr()
+    known = (work.buffers, work.pushes, work.descriptors, work.kernels, state.prepared, state.kernels)
+    assert all(isinstance(one, Cache) for one in known)

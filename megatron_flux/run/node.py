@@ -9,9 +9,10 @@ It does what ``torch.distributed.run`` does, and four things that a job of many 
   one of them fails, kills them after half a minute, and leaves at a second SIGTERM, which Slurm may send. Here Slurm's
   own SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
 * ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line that
-  sorts before the lines of whatever failed in its wake, on this node or another::
+  sorts before the lines of whatever failed in its wake, on this node or another: by the kind of cause, then by the
+  number of notes that were there before, since nodes' clocks may differ::
 
-      0 1763750000.123456 rank 5 on n03 was killed by SIGKILL (exit code -9)
+      0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)
 
   Ranks that were stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others
   waited for: their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's
@@ -55,7 +56,6 @@ def main(words: list[str]) -> int:
     if "SLURM_NODEID" in os.environ:
         os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])
     rank.introduce_launcher()
-    when = None
     asked: list[int] = []
     silence = _Silence()
     try:
@@ -72,9 +72,6 @@ def main(words: list[str]) -> int:
             return _stopped(signal.SIGTERM)
         said = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
         code, order = max(failure.exitcode, 1), launcher.cause_order(failure)
-        if Path(failure.error_file).exists():
-            # torch keeps whole seconds, in which the other ranks fail too; the file knows better.
-            when = os.stat(failure.error_file).st_mtime
     except SignalException as error:
         return _stopped(error.sigval)
     except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
@@ -85,8 +82,8 @@ def main(words: list[str]) -> int:
         waited = isinstance(error, (dist.DistError, RendezvousError)) and "EADDRINUSE" not in str(error)
         code, order = 1, launcher.WITNESS if waited else 1
     if folder := os.environ.get(stop.FAILURES):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / node_name()).write_text(f"{order} {when or time.time():.6f} {said}\n")
+        before = _take_place(Path(folder)) if silence.before is None else silence.before
+        (Path(folder) / node_name()).write_text(f"{order} {before} {said}\n")
     print(f"megatron-flux: error: {said}", file=sys.stderr)
     return code
 
@@ -113,10 +110,17 @@ class _Silence:
         """Begin to look at the ranks' processes, and have torch's launcher note those that it cannot end."""
         self.stopped: dict[str, str] = {}
         """The state of each rank that could not run when it was last looked at."""
+        self.before: int | None = None
+        """How many notes there were when the first rank of this node failed: to end the others takes its time."""
         threading.Thread(target=self._look, name="megatron_flux.silence", daemon=True).start()
         close = PContext.close
 
         def noting(context: PContext, *args: object, **kwargs: object) -> None:
+            ended = {handler.proc.poll() for handler in getattr(context, "subprocess_handlers", {}).values()}
+            failed = self.before is None and ended - {None, 0, -signal.SIGTERM}
+            if (folder := os.environ.get(stop.FAILURES)) and failed:
+                with contextlib.suppress(OSError):
+                    self.before = _take_place(Path(folder))
             timer = self.timer(failed=True)
             timer.start()
             try:
@@ -136,9 +140,10 @@ class _Silence:
         """Note the ``ranks``; if the run has not ``failed``, here or by another node's note, they may be saving."""
         folder = Path(os.environ.get(stop.FAILURES) or os.devnull)
         with contextlib.suppress(OSError):
-            if ranks and folder.is_dir() and (failed or any(folder.iterdir())):
+            notes = len(list(folder.iterdir())) if ranks and folder.is_dir() else 0
+            if ranks and folder.is_dir() and (failed or notes):
                 said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
-                lines = [f"{launcher.SILENT} {time.time():.6f} {line}\n" for line in said]
+                lines = [f"{launcher.SILENT} {notes} {line}\n" for line in said]
                 with (folder / f"{node_name()}.silent").open("a") as file:
                     file.write("".join(lines))
 
@@ -146,6 +151,14 @@ class _Silence:
         while True:
             time.sleep(LOOK_S)
             self.stopped = {rank: state for rank, state in _states().items() if state in _CANNOT_RUN}
+
+
+def _take_place(folder: Path) -> int:
+    """Begin this node's note; how many there were before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = len(list(folder.iterdir()))
+    (folder / node_name()).touch()
+    return before
 
 
 _CANNOT_RUN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,7 +71,7 @@ def main(words: Sequence[str]) -> None:
     """Write the verdict."""
     prefix, processes, nodes = Path(words[0]), int(words[1]), words[2:]
     lines = [
-        f"{launcher.SILENT} {time.time():.6f} rank {rank} on {nodes[rank // processes]} did not enter {what}\n"
+        f"{launcher.SILENT} 0 rank {rank} on {nodes[rank // processes]} did not enter {what}\n"
         for rank, what in missing(read(prefix), processes * len(nodes)).items()
     ]
     if lines:

@@ -196,7 +196,8 @@ def seconds(duration: str) -> int | None:
 
 
 Rule = Literal[
-    "node_bandwidth", "network_bandwidth", "peer_access", "shared_memory", "pcie", "memory_rows", "xid", "infiniband"
+    *("node_bandwidth", "network_bandwidth", "peer_access", "shared_memory", "pcie", "memory_rows", "xid"),
+    *("infiniband", "clock"),
 ]
 LinkKind = Literal["nvlink", "p2p", "host", "none"]  # see megatron_flux.comm.links
 Wire = Literal["exact", "fp8", "int8"]  # see megatron_flux.kernels.wire

@@ -42,6 +42,7 @@ from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
 _TAIL = 1 << 18  # bytes of a growing file that are read from its end
+_FAILURE = re.compile(r"(\d+) (\d+(?:\.\d+)?) (.+)")  # megatron_flux.run.node
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
@@ -135,17 +136,19 @@ def cause(repetition: Repetition) -> list[str]:
         return []
     said = text(logs / "error")
     if not said:
-        failures = sorted(line for file in logs.glob("failures/*/*") for line in text(file).splitlines())
-        said = failures[0].split(" ", 2)[-1] if failures else ""
-    notes = []  # of the ranks of this start: the first one counts
+        lines = [line for file in logs.glob("failures/*/*") for line in text(file).splitlines()]
+        failures = [(int(one[1]), float(one[2]), one[3]) for one in map(_FAILURE.fullmatch, lines) if one]
+        said = min(failures)[-1] if failures else ""
+    notes = []  # of the ranks of this start: that of the cause, else the first by the file system's clock
     for file in repetition.run.glob("*/failure-rank*.json"):
         # What is half a file, or of another program, says nothing.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             one = strict_json.loads(file.read_text())
             where = f"rank {one['rank']} on {one['host']}, {file.parent.name} step {one['iteration']}"
-            if (moment := float(one["timestamp"])) >= began:
-                notes.append((moment, " ".join(f"{where}: {one['error']}".split())))
-    lines = ([f"cause: {said}"] if said else []) + [note for _, note in sorted(notes)[:1]]
+            if (moment := file.stat().st_mtime) >= began:
+                other = not said.startswith(f"rank {one['rank']} ")
+                notes.append((other, moment, " ".join(f"{where}: {one['error']}".split())))
+    lines = ([f"cause: {said}"] if said else []) + [note for *_, note in sorted(notes)[:1]]
     if not said and (log := text(logs / "log")) and (last := _last_line(Path(log))):
         lines.append(f"last line of {log}: {last}")
     return lines or [f"no cause is on record; see {logs}"]

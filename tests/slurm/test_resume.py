@@ -42,7 +42,7 @@ if [[ $when != never && $repetition == "${SLURM_ARRAY_TASK_ID:-0}" ]]; then
     [[ $SLURM_NODEID == 1 ]] || exec sleep 60
     sleep 0.5
     [[ ! -e $SLURM_SUBMIT_DIR/hangs ]] || echo dump >"${TORCH_FR_DUMP_TEMP_FILE}1"
-    echo "0 1.5 rank 1 on $SLURMD_NODENAME $said" >"$MEGATRON_FLUX_FAILURES/$SLURMD_NODENAME"
+    echo "0 0 rank 1 on $SLURMD_NODENAME $said" >"$MEGATRON_FLUX_FAILURES/$SLURMD_NODENAME"
     exit 1
 fi
 state=finished

@@ -47,8 +47,11 @@ def repetition(tmp_path: Path) -> status.Repetition:
 
 
 def note(repetition: status.Repetition, rank: int, timestamp: float, error: str) -> None:
-    said = {"rank": rank, "host": f"n0{rank}", "iteration": 3, "timestamp": timestamp, "error": error}
-    (repetition.run / "flux" / f"failure-rank0000{rank}.json").write_text(json.dumps(said))
+    """By the file system's clock at ``timestamp``; the node's own is wrong."""
+    said = {"rank": rank, "host": f"n0{rank}", "iteration": 3, "timestamp": timestamp - 3600 * rank, "error": error}
+    file = repetition.run / "flux" / f"failure-rank0000{rank}.json"
+    file.write_text(json.dumps(said))
+    os.utime(file, (timestamp, timestamp))
 
 
 def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: status.Repetition) -> None:
@@ -56,12 +59,14 @@ def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: st
     note(repetition, 0, now + 9, "RuntimeError: connection lost")
     note(repetition, 1, now + 8, "RuntimeError: out of\nmemory")
     note(repetition, 2, now - 3600, "RuntimeError: of an earlier start")
+    note(repetition, 4, now + 7, "RuntimeError: of a rank that is not blamed")
     (repetition.run / "flux" / "failure-rank00003.json").write_text("{")
     noted = "rank 1 on n01, flux step 3: RuntimeError: out of memory"
-    # The job has not said it yet: what the nodes' launchers left, by cause and time.
+    # The job has not said it yet: what the nodes' launchers left, by cause and order.
     failures = repetition.logs / "failures" / "train"
-    (failures / "n00").write_text("1 100.5 rank 0 on n00 failed\n")
-    (failures / "n01").write_text("0 200.5 rank 1 on n01 was killed by SIGKILL (exit code -9)\n")
+    (failures / "n00").write_text("1 0 rank 0 on n00 failed\n")
+    (failures / "n01").write_text("0 9 rank 1 on n01 was killed by SIGKILL (exit code -9)\n")
+    (failures / "n02").write_text("0 10 rank 2 on n02 was killed by SIGKILL (exit code -9)\n")
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)", noted]
     (repetition.logs / "error").write_text("rank 1 on n01 was killed; logs in /x\n")
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x", noted]

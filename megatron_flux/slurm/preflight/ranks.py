@@ -44,6 +44,7 @@ def main() -> None:
     report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if local == 0 else None
     reports = [one for one in _from_all(report) if one is not None]
     hosts: list[str] = _from_all(node_name())[::per_node]
+    met = dict(zip(hosts, _meet()[::per_node], strict=True))
 
     node, _ = dist.new_subgroups(per_node, timeout=timeout)
     of_ranks = _from_all({what: _gbps(what, node, device) for what in COLLECTIVES} if per_node > 1 else {})
@@ -54,7 +55,7 @@ def main() -> None:
         nodes = {host: of_ranks[i * per_node : (i + 1) * per_node] for i, host in enumerate(hosts)}
         within = {what: {host: min(one[what] for one in nodes[host]) for host in hosts} for what in of_ranks[0]}
         problems = rules.differences(reports, expected)
-        problems += _decide(expected, {"within": within, "between": between, "all": everywhere})
+        problems += _decide(expected, {"within": within, "between": between, "all": everywhere, "met": met})
     dist.barrier()
     dist.destroy_process_group()
     if problems:
@@ -67,7 +68,8 @@ def _decide(expected: rules.Expected, found: dict[str, Any]) -> list[str]:
     problems, within, between = [], found["within"], found["between"]
     if within and expected.device == "cuda":
         problems = rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
-    findings = rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
+    findings = rules.clocks(found["met"])
+    findings += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
     more, notes = rules.judge(findings, expected.floors)
     lines = [f"all_reduce of {dist.get_world_size()} ranks {found['all']:.2f} GB/s (bus)"]
     named = {what: {" with ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
@@ -87,6 +89,15 @@ def _from_all(mine: Any) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def _meet() -> list[tuple[float, float]]:
+    """Every rank's Unix times before and after a moment that all share: an exchange ends nowhere before it has begun
+    everywhere. Collective.
+    """
+    before = time.time()
+    _from_all(None)
+    return _from_all((before, time.time()))
 
 
 def neighbours(count: int) -> list[list[tuple[int, int]]]:

@@ -38,6 +38,7 @@ HARDWARE_XIDS = {
 }
 """Of the kernel's log, these speak of the machine; others (such as 13, 31, 43) mostly of a program that ran there."""
 
+_CLOCK_S = 1.0  # seconds between two nodes' clocks; NTP keeps them within milliseconds
 _OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
 _NETWORK = (
     "NCCL may have fallen back to TCP: run with NCCL_DEBUG=INFO and look for NET/Socket, at NCCL_IB_HCA, "
@@ -250,6 +251,22 @@ def differences(reports: Sequence[Mapping[str, Any]], expected: Expected) -> lis
         speeds = {r["node"]: statistics.median(gpu["gemm_tflops"] for gpu in r["gpus"]) for r in reports if r["gpus"]}
         problems += slow(speeds, "TFLOP/s per GPU", expected)
     return problems
+
+
+def clocks(met: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Nodes whose clocks are off; ``met``: by node, its Unix times before and after a moment that all nodes share.
+
+    Two clocks differ at least by the gap between their times. The one in the middle is held to be right.
+    """
+    middle = sorted(met, key=lambda node: sum(met[node]))[(len(met) - 1) // 2]
+    begin, end = met[middle]
+    findings: list[Finding] = []
+    for node, (before, after) in met.items():
+        if (gap := max(before - end, begin - after)) > _CLOCK_S:
+            way = "ahead of" if before > end else "behind"
+            line = f"{node}: its clock is {gap:.1f} s {way} that of {middle}, {_CLOCK_S:g} s is allowed"
+            findings.append(("clock", f"{line}; look at `chronyc tracking` or `timedatectl`"))
+    return findings
 
 
 def within_nodes(gbps: Mapping[str, Mapping[str, float]], floors: Floors) -> list[Finding]:

@@ -217,8 +217,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a row layer without gradients leaves a pair behind",
         "megatron_flux/layers/linears.py",
-        "        prefetch.take(group)\n        return _row_forward(",
-        "        return _row_forward(",
+        "        state_of(group).column = None\n        operand, multiplied, _ =",
+        "        operand, multiplied, _ =",
         ("tests/distributed/test_whole_sequence.py::test_no_pairs_with_layers_that_gather",),
     ),
     _fault(
@@ -553,8 +553,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "forward's sums are split and dgrad's are not",
         f"{TE_FP8}.py",
-        "self.split = forward, dgrad",
-        "self.split = dgrad, forward",
+        '"split_accumulator": split} for split in splits',
+        '"split_accumulator": split} for split in reversed(splits)',
         (f"{TE_LAYERS_FP8}::test_what_is_multiplied_is_stocks_to_the_bit",),
     ),
     _fault(
@@ -573,7 +573,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "NCCL gathers scales beside a kernel that waits for its peers",
-        "megatron_flux/layers/fp8_linears.py",
+        "megatron_flux/layers/linears.py",
         "linear.settle()",
         "pass",
         (f"{TE_LAYERS_FP8}::test_nccl_never_waits_for_sms_beside_fused_kernels",),

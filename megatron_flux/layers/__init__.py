@@ -30,10 +30,11 @@ the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthi
 Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Over slow links it is saved all the same,
 within a budget (``keep``).
 
-Reading order: ``linears``, ``prefetch`` (the gather for wgrad, started early), ``keep`` (no such gather),
-``backward`` (what the backwards share).
+Reading order: ``linears``, ``precision`` (what is multiplied; ``fp8``: quantised rows), ``prefetch`` (the gather for
+wgrad, started early), ``keep`` (no such gather), ``backward`` (what the backwards share).
 """
 
-from megatron_flux.layers.linears import Norm, column_parallel_linear, row_parallel_linear
+from megatron_flux.layers.linears import column_parallel_linear, row_parallel_linear
+from megatron_flux.layers.precision import Norm, Precision
 
-__all__ = ["Norm", "column_parallel_linear", "row_parallel_linear"]
+__all__ = ["Norm", "Precision", "column_parallel_linear", "row_parallel_linear"]

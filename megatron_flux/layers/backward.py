@@ -1,4 +1,4 @@
-"""What the backwards of both layers share: their state, autocast as in forward, no second derivative, and wgrad.
+"""What the backwards of both layers share: autocast as in forward, no second derivative, and the sum in ``main_grad``.
 
 The backward functions call operators that autograd does not record, and add to ``main_grad`` in place: a second
 derivative would silently lack terms, so taking one is an error. A first derivative with ``create_graph=True`` works.
@@ -29,44 +29,19 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_flux.config import Backends, Wires
-
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 _unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-@dataclass(slots=True)
-class LinearState:
-    """What the backward of a layer needs beside its saved tensors; ``ctx.linear`` of its autograd function.
-
-    Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that
-    Megatron set on the parameter, so the parameter itself is kept here beside it.
-    """
-
-    parameter: torch.Tensor
-    main_grad: torch.Tensor | None
-    """Where the weight gradient is added, as from :func:`main_grad_of`."""
-    overwrite_main_grad: bool
-    group: dist.ProcessGroup
-    backends: Backends
-    wires: Wires
-    autocast: torch.dtype | None
-    """As from :func:`autocast_of`, in forward."""
-    sequence_parallel: bool
-    """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
 
 
 def autocast_of(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast runs GEMMs on ``x`` in, None where they keep their own."""
-    if not _any_autocast() or x.is_meta:  # autocast knows no meta device
+    if not any_autocast() or x.is_meta:  # autocast knows no meta device
         return None
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -80,33 +55,12 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def call(ctx: Any, dy: torch.Tensor) -> Any:
         run = once if torch.is_grad_enabled() else backward
         dtype = ctx.linear.autocast
-        if autocast_of(dy) == dtype:
+        if (autocast_of(dy) if any_autocast() else None) == dtype:
             return run(ctx, dy)
         with torch.autocast(dy.device.type, dtype=dtype, enabled=dtype is not None):
             return run(ctx, dy)
 
     return call
-
-
-def main_grad_of(weight: torch.Tensor, gradient_accumulation_fusion: bool) -> torch.Tensor | None:
-    """The buffer to accumulate into, taken in forward: a weight used several times may change it before backward."""
-    return getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
-
-
-def weight_gradient(
-    weight: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, *, overwrite: bool = False
-) -> torch.Tensor | None:
-    """What backward returns for the parameter ``weight`` ``[n, k]`` with ``dy`` ``[..., n]`` and ``x`` ``[..., k]``.
-
-    With ``main_grad`` the gradient itself is added there, or replaces what is there.
-    """
-    if main_grad is None:
-        return rows(dy).t().matmul(rows(x))
-    if overwrite:
-        # Rare (the first micro-batch of a layer's life), so it need not be a GEMM of its own.
-        main_grad.zero_()
-    accumulate(main_grad, dy, x)
-    return unread_gradient(weight, x.dtype)
 
 
 def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -125,7 +79,7 @@ def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | 
 
 def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """``main_grad += dy.T @ x`` in place; ``main_grad`` ``[n, k]`` fp32, or the operands' own dtype."""
-    dy, x = rows(dy), rows(x)
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(dy.t(), x)
     elif main_grad.dtype != torch.float32:

@@ -1,7 +1,8 @@
-"""What a linear in FP8 needs of the library that quantises, as :mod:`layers.fp8_linears` asks for it.
+"""Quantised rows that are gathered for wgrad.
 
-This room multiplies and moves bytes; it does not round. Scales, amaxes, quantised norms, caches of weights and wgrad's
-GEMM are the library's (:class:`Fp8`), so that a patched layer's numbers are the stock layer's to the bit.
+This room moves bytes; it does not round. Scales, amaxes, quantised norms, caches of weights and wgrad's GEMM are the
+library's that quantises (:class:`megatron_flux.patch.te_fp8.Fp8Call`), so that a patched layer's numbers are the stock
+layer's to the bit.
 
 Two forms of a matrix ``[m, k]``
     * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad). Of the
@@ -16,7 +17,7 @@ Two forms of a matrix ``[m, k]``
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.settings import one_queue, sm_margin
 
 GATHERED_AS = torch.bfloat16
@@ -45,75 +45,6 @@ class Rows(NamedTuple):
     def in_blocks(self) -> bool:
         """Whether the scales are to be gathered as well."""
         return self.scale_inv.dim() == 2
-
-
-class Gradient(NamedTuple):
-    """The quantised ``dy`` ``[m, n]`` of a layer."""
-
-    operand: Fp8Operand | None  # for dgrad, until it is multiplied
-    rows: Rows | None  # for wgrad where they are gathered: of a row-parallel layer with sequence parallelism
-    transposed: Fp8Operand | None  # for wgrad elsewhere; both None where wgrad is not needed
-    bias: torch.Tensor | None  # the bias's gradient [n], of the numbers before they were quantised
-
-
-class Fp8(Protocol):
-    """One call of a layer. Its methods are called in this order, forward's first; ``x`` is ``[m, k]``."""
-
-    split: tuple[bool, bool]
-    """Whether forward and dgrad add up in fp32 every 128 of k, or faster."""
-    one_scale: bool
-    """Whether the bytes that forward gathers are those that wgrad needs."""
-    keeps_input: bool
-    """Whether ``x`` is saved as it came and quantised once more for wgrad: somebody else keeps it anyway."""
-
-    def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
-        """``x`` for forward, and for wgrad (None where ``keeps_input``, or wgrad is not needed): rows where other ranks
-        have some, as of a column-parallel layer with sequence parallelism; else transposed.
-        """
-
-    def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
-        """In backward, ``x`` for wgrad where ``keeps_input``."""
-
-    def normed(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Fp8Operand, Rows | Fp8Operand | None, torch.Tensor | None, torch.Tensor]:
-        """The same of the norm of ``x``, with its mean (or None) and 1/deviation."""
-
-    def weight(self) -> Fp8Operand:
-        """``[n, k]``, from a cache where there is one."""
-
-    def saved_weight(self) -> list[torch.Tensor | None]:
-        """What backward needs of the weight, to be saved."""
-
-    def dgrad_weight(self, saved: list[torch.Tensor | None]) -> Fp8Operand:
-        """``[k, n]``, of what was saved."""
-
-    def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
-        """Quantise ``dy`` ``[m, n]``."""
-
-    def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
-        """``x @ weight.T (+ bias)`` of this rank alone; with ``dgrad`` of dy and the transposed weight."""
-
-    def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
-        """Gathered rows, of ``dy`` or of ``x``, for wgrad."""
-
-    def wgrad(
-        self, x: Fp8Operand, dy: Fp8Operand, main_grad: torch.Tensor | None, overwrite: bool
-    ) -> torch.Tensor | None:
-        """``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``; or None, where it was added to ``main_grad``."""
-
-    def norm_backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As of :class:`~megatron_flux.layers.Norm`."""
-
-    def end_backward(self) -> None:
-        """Backward of the layer is enqueued."""
 
 
 class PendingRows:

@@ -1,4 +1,4 @@
-"""The column- and the row-parallel linear, with sequence parallelism and without.
+"""The column- and the row-parallel linear, with sequence parallelism and without, in any precision.
 
 Contract: all ranks of the group call forward and backward in the same order. Forward may run several times before any
 backward (pipeline warm-up, activation recompute): nothing but the saved tensors ties them together.
@@ -15,7 +15,20 @@ ranks, the latter while wgrad runs; the other two are GEMMs of the rank's own.
 With a norm before the column layer's gather, as in TransformerEngine's LayerNormLinear, norm and linear are one
 autograd function, which spares the host the second one's bookkeeping. The norm is computed once, on the rank's own
 rows. Saved for backward: the norm's input and statistics, and its output (the rank's rows; nothing gathered). The
-norm's arithmetic is the caller's (:class:`Norm`), so that a patched layer runs the kernels that the stock one runs.
+norm's arithmetic is the caller's (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels that the
+stock one runs.
+
+What is multiplied is the precision's (:mod:`layers.precision`). In FP8
+    * ``x`` and ``dy`` are quantised by the rank that has them, and FP8 bytes are gathered: half of bf16's. Sums over
+      ranks are of bf16;
+    * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
+      ``dy``: those that are gathered are transposed after it;
+    * GEMMs that no communication belongs to are the library's: wgrad (torch adds no FP8 product to fp32) and, without
+      sequence parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
+    * of a row-parallel layer in blocks of 128 ``dy`` is gathered twice, as TransformerEngine does: what dgrad
+      multiplies has its scales by columns, what wgrad does by rows. The second gather lies in the memory of the next
+      one, so the gather of the column-parallel layer's ``x`` waits until it is transposed;
+    * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
 Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
 function, nothing saved, kept or registered. What an earlier layer has registered ends all the same: the first pass of
@@ -24,224 +37,211 @@ recomputed layers is such a forward, and no pair reaches across it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
-from megatron_flux.layers.backward import (
-    LinearState,
-    autocast_of,
-    first_derivative_only,
-    main_grad_of,
-    rows,
-    weight_gradient,
-)
+from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows
+from megatron_flux.layers.precision import EXACT, LinearState, Norm, Precision
 from megatron_flux.layers.prefetch import ColumnState
-from megatron_flux.ops.gemm import gemm
 
-
-class Norm(Protocol):
-    """A norm over the last dimension; ``m`` rows of ``k``. The mean is None where the norm has none."""
-
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """``x`` ``[m, k]``, ``weight`` and ``bias`` ``[k]`` -> output ``[m, k]``, mean ``[m]``, 1/deviation ``[m]``."""
-
-    def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """``y = all_gather(x) @ weight.T + bias``; shapes, and what is not gathered, in :mod:`megatron_flux.layers`."""
+    """``y = all_gather(norm(x)) @ weight.T + bias``, the norm and the gather where there is one.
+
+    Dimensions: ``S`` sequence, ``B`` micro-batch, ``K`` inputs and ``N`` results of the unsharded layer. In small
+    letters they are the rank's shard: ``s = S / tp``. A micro-batch is whole on every rank.
+
+    ===========  =====================================================  ==========================  ==================
+    direction    with sequence parallelism                              operator                    without
+    ===========  =====================================================  ==========================  ==================
+    forward      ``x_sBK -> x_SBK;  y_SBn = x_SBK @ weight_nK.T``       all_gather_gemm             ``x_SBK`` is given
+    dgrad        ``dx_SBK = dy_SBn @ weight_nK;  sum -> dx_sBK``        gemm_reduce_scatter         gemm_all_reduce
+    wgrad        ``x_sBK -> x_SBK;  dweight_nK = dy_SBn.T @ x_SBK``     all_gather, started early   ``x_SBK`` is saved
+    ===========  =====================================================  ==========================  ==================
+
+    Saved is the shard ``x_sBK``, of the norm if there is one, and the norm's input and statistics of the same rows.
+
+    The norm's output, where a caller wants it returned, is what ``operands`` gives; its gradient is added to ``dx``
+    before the norm's backward. A wgrad that is to run later is the one call of ``wgrad``, with what it is given.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        linear: ColumnState,
-        epilogue_bias: bool,
-        gather_ahead: bool,
-    ) -> torch.Tensor:
-        # A frozen weight needs no x in backward: not saving it frees the activation.
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.linear = linear
-        return _column_forward(ctx, x, weight, bias, epilogue_bias, 0 if gather_ahead else None)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.linear.saved_tensors(ctx)
-        return *_column_backward(ctx.linear, dy, x, weight, *ctx.needs_input_grad[:3]), None, None, None
-
-
-class _NormColumnParallelLinear(torch.autograd.Function):
-    """``y = all_gather(norm(x)) @ weight.T + bias``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
         norm_bias: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: Norm,
         linear: ColumnState,
-        epilogue_bias: bool,
-        gather_ahead: bool,
     ) -> torch.Tensor:
-        flat = x.contiguous().view(-1, x.shape[-1])
-        normed, mean, reciprocal_deviation = norm.forward(flat, norm_weight, norm_bias)
-        normed = normed.view(x.shape)
-        saved = normed if weight.requires_grad else None  # a frozen weight needs no input in backward
-        ctx.save_for_backward(flat, norm_weight, mean, reciprocal_deviation, saved, weight)
-        ctx.norm, ctx.linear = norm, linear
-        return _column_forward(ctx, normed, weight, bias, epilogue_bias, 4 if gather_ahead else None)
+        precision = linear.precision
+        local_x, multiplied, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
+        ctx.save_for_backward(*saved)
+        ctx.linear, ctx.shape = linear, x.shape
+        prefetch.register(ctx, linear)
+        group, backend, wire = linear.group, linear.backends.forward, linear.wires.activations
+        return _column(
+            precision, local_x, multiplied, bias, x.shape, group, backend, wire, linear.sequence_parallel, linear.kept
+        )
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        flat, norm_weight, mean, reciprocal_deviation, normed, weight = ctx.linear.saved_tensors(ctx)
-        need_dx, need_norm_dw, need_norm_db, need_dw, need_db = ctx.needs_input_grad[:5]
-        need_dnormed = need_dx or need_norm_dw or need_norm_db
-        dnormed, dw, db = _column_backward(ctx.linear, dy, normed, weight, need_dnormed, need_dw, need_db)
-        dx = norm_dw = norm_db = None
-        if dnormed is not None:
-            dx, norm_dw, norm_db = ctx.norm.backward(
-                dnormed.view(flat.shape), flat, norm_weight, mean, reciprocal_deviation
-            )
-            dx = dx.view(dnormed.shape) if need_dx else None
+        linear: ColumnState = ctx.linear
+        precision: Precision = linear.precision
+        backend, how = linear.backends.dgrad, precision.dgrad_options
+        saved = linear.saved_tensors(ctx)
+        need_dx, need_norm_dw, need_norm_db, need_dw, need_db, _ = ctx.needs_input_grad
+        need_dgrad = need_dx or need_norm_dw or need_norm_db
+        local_dy, weight, dy_for_wgrad, db = precision.gradient(dy, saved, need_dgrad, need_db)
+        pending = dx = dw = norm_dw = norm_db = whole_x = None
+        if linear.sequence_parallel:
+            if need_dw:
+                linear.gather(saved)
+            if need_dgrad:
+                if not precision.serves_wgrad:
+                    linear.settle()
+                pending = ops.gemm_reduce_scatter(
+                    local_dy, weight, linear.group, async_op=True, backend=backend, wire=linear.wires.gradients, **how
+                )
+            whole_x = linear.gathered(saved)  # waits for an early gather even where it is not needed
+        elif need_dgrad:  # without wgrad nothing runs beside it
+            pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=need_dw, backend=backend, **how)
+        local_dy = weight = None  # wgrad's is the most memory that backward has: it goes without what it does not read
+        if need_dw:
+            whole_x = precision.column_operand(saved, whole_x)
+            dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
+        if need_db and db is None:
+            db = rows(dy).sum(dim=0)
+        if pending is not None:
+            dx = pending.wait() if isinstance(pending, Pending) else pending
+            if linear.norm is not None:
+                norm_x, *others = saved[:4]
+                dx, norm_dw, norm_db = linear.norm.backward(dx.view(norm_x.shape), norm_x, *others)
+            dx = _shaped(dx, ctx.shape) if need_dx else None
+        if precision.updates_scales:
+            precision.end_backward()
         norm_dw, norm_db = norm_dw if need_norm_dw else None, norm_db if need_norm_db else None
-        return dx, norm_dw, norm_db, dw, db, None, None, None, None
+        return dx, norm_dw, norm_db, dw, db, None
 
 
-def _column_forward(
-    ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue_bias: bool, saved: int | None
+def _column(
+    precision: Precision,
+    local_x: Any,
+    weight: Any,
+    bias: torch.Tensor | None,
+    shape: torch.Size,
+    group: dist.ProcessGroup,
+    backend: str,
+    wire: str,
+    sequence_parallel: bool,
+    kept: keep.Kept | None = None,
 ) -> torch.Tensor:
-    """``saved``: which of the saved tensors is ``x``; None if it is not to be prefetched."""
-    linear: ColumnState = ctx.linear
-    kept = linear.kept
-    prefetch.register(ctx, linear, saved if kept is None else None)
-    if not linear.sequence_parallel:
-        return _multiply(x, weight, bias, epilogue_bias)
-    how: dict[str, Any] = {"backend": linear.backends.forward, "wire": linear.wires.activations}
+    """The forward alone; ``shape`` is that of ``x``. What is gathered goes to ``kept``."""
+    if not sequence_parallel:
+        y = precision.multiply(local_x, weight, bias, dgrad=False)
+        return y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
     try:
-        if kept is not None:
-            y, kept.gathered = ops.all_gather_gemm(
-                x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, return_gathered=True, **how
-            )
-            return y
-        return ops.all_gather_gemm(x, weight, linear.group, bias=bias, epilogue_bias=epilogue_bias, **how)
+        y = ops.all_gather_gemm(
+            local_x, weight, group, bias=bias, epilogue_bias=precision.epilogue_bias, return_gathered=kept is not None,
+            backend=backend, wire=wire, **precision.forward_options,
+        )  # fmt: skip
     except BaseException:
         prefetch.clear()  # the next row-parallel layer belongs to another graph
         raise
-
-
-def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue_bias: bool) -> torch.Tensor:
-    """``x @ weight.T + bias`` of this rank alone, the bias added where all_gather_gemm adds it."""
-    if bias is None or not epilogue_bias:
-        y = gemm(x, weight, transposed=False)
-        return y if bias is None else y.add_(bias)
-    y = gemm(rows(x), weight, transposed=False, bias=bias)
-    # Not a view for autograd, as operators' results are none.
-    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
-
-
-def _column_backward(
-    linear: ColumnState,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``dx``, ``dw`` (as from :func:`~layers.backward.weight_gradient`) and ``db``, None where not needed.
-
-    ``dy`` is ``[s, b, n]``, ``x`` ``[s/tp, b, k]`` (None where ``dw`` is not needed), ``weight`` ``[n, k]``.
-    """
-    group, backend = linear.group, linear.backends.dgrad
-    dx = dw = db = pending = None
-    if linear.sequence_parallel:
-        if need_dw:
-            linear.gather(x)
-        if need_dx:
-            how: dict[str, Any] = {"backend": backend, "wire": linear.wires.gradients}
-            pending = ops.gemm_reduce_scatter(dy, weight, group, transposed=True, async_op=True, **how)
-        whole = linear.gathered(x)  # waits for an early gather even where it is not needed
-    else:
-        whole = x
-        if need_dx and need_dw:
-            pending = ops.gemm_all_reduce(dy, weight, group, transposed=True, async_op=True, backend=backend)
-        elif need_dx:  # nothing runs beside it
-            dx = ops.gemm_all_reduce(dy, weight, group, transposed=True, backend=backend)
-    if need_dw:
-        dw = weight_gradient(linear.parameter, linear.main_grad, dy, whole, overwrite=linear.overwrite_main_grad)
-    if need_db:
-        db = rows(dy).sum(dim=0)
-    if pending is not None:
-        dx = pending.wait()
-    return dx, dw, db
+    if kept is not None:
+        y, kept.gathered = y
+    return y if y.dim() == len(shape) else _unsafe_view(y, (shape[0] * group.size(), *shape[1:-1], y.shape[-1]))
 
 
 class _RowParallelLinear(torch.autograd.Function):
-    """``y = reduce_scatter(x @ weight.T)``; shapes, and what is summed whole, in :mod:`megatron_flux.layers`."""
+    """``y = reduce_scatter(x @ weight.T)``, or all_reduce.
+
+    Letters are those of :class:`_ColumnParallelLinear`.
+
+    ===========  =====================================================  ==========================  ==================
+    direction    with sequence parallelism                              operator                    without
+    ===========  =====================================================  ==========================  ==================
+    forward      ``y_SBN = x_SBk @ weight_Nk.T;  sum -> y_sBN``         gemm_reduce_scatter         gemm_all_reduce
+    dgrad        ``dy_sBN -> dy_SBN;  dx_SBk = dy_SBN @ weight_Nk``     all_gather_gemm             ``dy_SBN`` is given
+    wgrad        ``dweight_Nk = dy_SBN.T @ x_SBk``                      reuses dgrad's gather
+    ===========  =====================================================  ==========================  ==================
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.linear = linear
+        precision = linear.precision
+        operand, multiplied, saved = precision.operands(x, weight, None, None, None)
+        ctx.save_for_backward(*saved)
+        ctx.linear, ctx.shape = linear, x.shape
         ctx.column = prefetch.take(linear.group)
-        return _row_forward(x, weight, linear.group, linear.backends, linear.wires, linear.sequence_parallel)
+        group, backend, wire = linear.group, linear.backends.forward, linear.wires.activations
+        return _row(precision, operand, multiplied, x.shape, group, backend, wire, linear.sequence_parallel)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
         linear: LinearState = ctx.linear
-        group, backends, wire = linear.group, linear.backends, linear.wires.gradients
+        precision: Precision = linear.precision
+        saved = ctx.saved_tensors
         need_dx, need_dw, _ = ctx.needs_input_grad
-        dx = dw = None
-        if not linear.sequence_parallel:  # every rank has all of dy
-            dx = gemm(dy, weight, transposed=True) if need_dx else None
+        local_dy, weight, dy_for_wgrad, _ = precision.gradient(dy, saved, need_dx, False)
+        dx = dw = whole_dy = None
+        if need_dx and not linear.sequence_parallel:  # every rank has all of dy
+            dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            dx, dy = ops.all_gather_gemm(
-                dy, weight, group, transposed=True, return_gathered=True, backend=backends.dgrad, wire=wire
-            )
-            if ctx.column is not None:
-                ctx.column.prefetch()
-        elif need_dw:
-            dy = ops.all_gather(dy, group, backend=backends.wgrad, wire=wire).wait()
+            serves_wgrad = precision.serves_wgrad and dy_for_wgrad is not None
+            dx = ops.all_gather_gemm(
+                local_dy, weight, linear.group, return_gathered=serves_wgrad,
+                backend=linear.backends.dgrad, wire=linear.wires.gradients, **precision.dgrad_options,
+            )  # fmt: skip
+            if serves_wgrad:
+                dx, whole_dy = dx
+        local_dy = weight = None  # as in the column layer
         if need_dw:
-            dw = weight_gradient(linear.parameter, linear.main_grad, dy, x, overwrite=linear.overwrite_main_grad)
-        return dx, dw, None
+            x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad, whole_dy, linear)
+        whole_dy = None
+        if need_dx and linear.sequence_parallel and ctx.column is not None:
+            ctx.column.prefetch()
+        if need_dw:
+            dw = precision.wgrad(linear, x, dy_for_wgrad)
+        if precision.updates_scales:
+            precision.end_backward()
+        return None if dx is None else _shaped(dx, ctx.shape), dw, None
 
 
-def _row_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+def _row(
+    precision: Precision,
+    x: Any,
+    weight: Any,
+    shape: torch.Size,
     group: dist.ProcessGroup,
-    backends: Backends,
-    wires: Wires,
+    backend: str,
+    wire: str,
     sequence_parallel: bool,
 ) -> torch.Tensor:
-    if not sequence_parallel:
-        return ops.gemm_all_reduce(x, weight, group, backend=backends.forward)
-    return ops.gemm_reduce_scatter(x, weight, group, backend=backends.forward, wire=wires.activations)
+    """The forward alone; ``shape`` is that of ``x``."""
+    if sequence_parallel:
+        y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=wire, **precision.forward_options)
+    else:
+        y = ops.gemm_all_reduce(x, weight, group, backend=backend, **precision.forward_options)
+    if y.dim() == len(shape):
+        return y
+    return _unsafe_view(y, (shape[0] // (group.size() if sequence_parallel else 1), *shape[1:-1], y.shape[-1]))
+
+
+def _shaped(dx: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return dx if dx.shape == shape else dx.view(shape)
 
 
 def column_parallel_linear(
@@ -257,6 +257,7 @@ def column_parallel_linear(
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
     epilogue_bias: bool = False,
+    precision: Precision | None = None,
     gather_ahead: bool = True,
     keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
@@ -275,32 +276,34 @@ def column_parallel_linear(
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
-        wires: what it may send, where it is a tuner's choice.
-        epilogue_bias: see there.
+        wires: what it may send, where it is a tuner's choice; with another precision than exact, nothing else.
+        epilogue_bias: see there; of the exact precision.
+        precision: what is multiplied, for this call alone. None: tensors as they are.
         gather_ahead: see :class:`~megatron_flux.FluxConfig`.
-        keep_gathered: likewise.
-        keep_gathered_bytes: likewise.
+        keep_gathered: see there.
+        keep_gathered_bytes: see there.
     """
-    backends = Backends.of(backend)
+    backends = backend if isinstance(backend, Backends) else Backends.of(backend)
+    if precision is None:
+        precision = EXACT[epilogue_bias]
+    kernels, norm_weight, norm_bias = (None, None, None) if norm is None else norm
     if not torch.is_grad_enabled():
-        prefetch.take(group)
-        if norm is not None:
-            x = norm[0].forward(x.contiguous().view(-1, x.shape[-1]), *norm[1:])[0].view(x.shape)
-        if not sequence_parallel:
-            return _multiply(x, weight, bias, epilogue_bias)
-        how: dict[str, Any] = {"backend": backends.forward, "wire": wires.activations}
-        return ops.all_gather_gemm(x, weight, group, bias=bias, epilogue_bias=epilogue_bias, **how)
-    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+        state_of(group).column = None
+        local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
+        forward, wire = backends.forward, wires.activations
+        return _column(precision, local_x, multiplied, bias, x.shape, group, forward, wire, sequence_parallel)
+    main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
+    autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
-        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x), sequence_parallel
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, kernels
     )
     if sequence_parallel:
-        linear.kept = keep.reserve(x, weight, group, linear.backends, wires, keep_gathered, keep_gathered_bytes)
-    gather_ahead = gather_ahead and sequence_parallel
-    if norm is None:
-        return _ColumnParallelLinear.apply(x, weight, bias, linear, epilogue_bias, gather_ahead)
-    kernels, *affine = norm
-    return _NormColumnParallelLinear.apply(x, *affine, weight, bias, kernels, linear, epilogue_bias, gather_ahead)
+        if precision.serves_wgrad:
+            dtype = precision.gathered_dtype  # of that size; no elements are read
+            like = x if dtype is None else x.new_empty(1, dtype=dtype).expand(x.shape)
+            linear.kept = keep.reserve(like, weight, group, backends, wires, keep_gathered, keep_gathered_bytes)
+        linear.gather_ahead = gather_ahead and linear.kept is None
+    return _ColumnParallelLinear.apply(x, norm_weight, norm_bias, weight, bias, linear)
 
 
 def row_parallel_linear(
@@ -313,6 +316,7 @@ def row_parallel_linear(
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
+    precision: Precision = EXACT[False],
 ) -> torch.Tensor:
     """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable; without
     ``sequence_parallel`` ``all_reduce(x @ weight.T)`` ``[s, b, n]``, the sum on every rank.
@@ -320,12 +324,15 @@ def row_parallel_linear(
     ``x`` is ``[s, b, k]`` and ``weight`` ``[n, k]``, the rank's columns of both; the options are those of
     :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
     """
-    backends = Backends.of(backend)
+    backends = backend if isinstance(backend, Backends) else Backends.of(backend)
     if not torch.is_grad_enabled():
-        prefetch.take(group)
-        return _row_forward(x, weight, group, backends, wires, sequence_parallel)
-    main_grad = main_grad_of(weight, gradient_accumulation_fusion)
+        state_of(group).column = None
+        operand, multiplied, _ = precision.operands(x, weight, None, None, None)
+        forward, wire = backends.forward, wires.activations
+        return _row(precision, operand, multiplied, x.shape, group, forward, wire, sequence_parallel)
+    main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
+    autocast = autocast_of(x) if any_autocast() else None
     linear = LinearState(
-        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast_of(x), sequence_parallel
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision
     )
     return _RowParallelLinear.apply(x, weight, linear)

@@ -46,25 +46,26 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.layers.backward import LinearState
 from megatron_flux.layers.keep import Kept
+from megatron_flux.layers.precision import LinearState, Norm, Saved
 
 
 @dataclass(slots=True, weakref_slot=True)
 class ColumnState(LinearState):
     """As its base, of a column-parallel layer: with the gather of its input ``x`` ``[s/tp, b, k]``."""
 
+    norm: Norm | None = None
+    gather_ahead: bool = False
+    """Whether a row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None
-    _x: int = 0
-    """Which of the saved tensors is ``x``."""
-    _saved: tuple[torch.Tensor | None, ...] | None = None
+    _saved: Saved | None = None
     _pending: Any = None
-    """The gather that was started: a Pending, or of another form of x."""
+    """The gather that was started, as from :meth:`~layers.precision.Precision.gather_x`."""
     _begun: int = 0
     kept: Kept | None = None
     """What forward has gathered, where it is kept: then nothing is gathered here."""
 
-    def saved_tensors(self, ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    def saved_tensors(self, ctx: Any) -> Saved:
         """``ctx.saved_tensors``, which may have been unpacked already; ends the prefetch. For the layer's backward."""
         saved, self._saved, self._ctx = self._saved, None, None
         return ctx.saved_tensors if saved is None else saved
@@ -74,22 +75,21 @@ class ColumnState(LinearState):
         ctx = None if self._ctx is None else self._ctx()
         if ctx is None or self._pending is not None:
             return
-        self._saved = ctx.saved_tensors
-        x = self._input(self._saved)
-        if x is not None:
-            self.gather(x)
+        self._saved = saved = ctx.saved_tensors
+        self.gather(saved)
 
-    def _input(self, saved: tuple[torch.Tensor | None, ...]) -> Any:
-        """What is gathered, of all saved tensors; None where wgrad is not needed."""
-        return saved[self._x]
-
-    def gather(self, x: Any) -> None:
+    def gather(self, saved: Saved) -> None:
         """Start gathering, where that was not done early, or in forward."""
         if self._pending is None and self.kept is None:
-            self._pending = self._gather(x)
+            self._pending = self.precision.gather_x(saved, self)
             self._begun = ops.all_gathers_begun(self.group)
 
-    def gathered(self, x: Any) -> Any:
+    def settle(self) -> None:
+        """Before a kernel that waits for peers, where the gather has a part that would wait for it."""
+        if self._pending is not None:
+            self._pending.settle()
+
+    def gathered(self, saved: Saved) -> Any:
         """``x`` ``[s, b, k]`` for the current stream, if it was kept or a gather was started; gathered anew if
         another began since.
         """
@@ -99,22 +99,16 @@ class ColumnState(LinearState):
         pending, self._pending = self._pending, None
         if pending is not None and self._begun != ops.all_gathers_begun(self.group):
             pending.wait()  # it must be finished all the same
-            pending = self._gather(x)
+            pending = self.precision.gather_x(saved, self)
         return None if pending is None else pending.wait()
 
-    def _gather(self, x: Any) -> Any:
-        return ops.all_gather(x, self.group, backend=self.backends.wgrad, wire=self.wires.activations)
 
-
-def register(ctx: Any, linear: ColumnState, saved: int | None) -> None:
-    """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward.
-
-    ``saved``: which of the tensors that ``ctx`` saves is the input; None if it is not to be prefetched.
-    """
+def register(ctx: Any, linear: ColumnState) -> None:
+    """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward."""
     state = state_of(linear.group)
     state.column = None
-    if saved is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        linear._ctx, linear._x = weakref.ref(ctx), saved
+    if linear.gather_ahead and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        linear._ctx = weakref.ref(ctx)
         state.column = weakref.ref(linear)
 
 

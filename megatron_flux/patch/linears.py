@@ -196,22 +196,21 @@ class LinearPatch:
                 "backend": backends,
             }
             bias = layer.bias if layer.apply_bias else None
+            linear, operands = row_parallel_linear, (weight, layer.tp_group)
             if kind != TE_ROW:
+                linear, operands = column_parallel_linear, (weight, bias, layer.tp_group)
+                options["epilogue_bias"] = True
                 options["gather_ahead"] = self.config.gather_ahead
                 options["keep_gathered"] = layer.__dict__.get(KEEP, self.config.keep_gathered)
                 options["keep_gathered_bytes"] = self.config.keep_gathered_bytes
-            norm = self.te.norm(layer) if kind == TE_NORM_COLUMN else None
+            if kind == TE_NORM_COLUMN:
+                options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
             if getattr(layer, "fp8", False) and not fp8:
                 layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
             if fp8:
-                y = self.te.fp8.run(layer, x, weight, norm, options)
-            elif kind == TE_ROW:
-                y = row_parallel_linear(x, weight, layer.tp_group, wires=self.config.wires, **options)
+                y = self.te.fp8.run(linear, layer, x, operands, **options)
             else:
-                options |= {"wires": self.config.wires, "epilogue_bias": True}
-                if norm is not None:
-                    options["norm"] = norm, layer.layer_norm_weight, layer.layer_norm_bias
-                y = column_parallel_linear(x, weight, bias, layer.tp_group, **options)
+                y = linear(x, *operands, wires=self.config.wires, **options)
             if kind == TE_ROW and bias is not None:
                 y = y + bias  # not sharded: added once, after the sum
             if first:

@@ -2,7 +2,8 @@
 
 Under its FP8 autocast a patched layer goes through TransformerEngine's own preparation (``prepare_forward``: recipe,
 amax buffers, what recompute needs), its quantizers, its quantised norm, its cache of quantised weights and its wgrad
-GEMM. The layer's collectives and the GEMMs beside them are flux's (:mod:`megatron_flux.layers.fp8_linears`).
+GEMM. The layer's collectives and the GEMMs beside them are flux's (:mod:`megatron_flux.layers.linears`), of which
+:class:`Fp8Call` is the precision.
 
 =========  =============================  ==============================================================================
 recipe     ``Recipe`` class               what ranks gather
@@ -34,14 +35,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 
 from megatron_flux.config import Backends
-from megatron_flux.layers.fp8 import Gradient, Rows
-from megatron_flux.layers.fp8_linears import fp8_column_parallel_linear, fp8_row_parallel_linear
+from megatron_flux.layers.backward import rows, unread_gradient
+from megatron_flux.layers.fp8 import PendingRows, Rows, gather
+from megatron_flux.layers.precision import LinearState, Norm, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, gemm_ready
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
@@ -199,27 +202,28 @@ class TransformerEngineFp8:
         return Fp8Kind(weight, weight, *how[0]), Fp8Kind(gradient, weight, *how[1])
 
     def run(
-        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any, options: dict[str, Any]
+        self, linear: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, operands: Any, **options: Any
     ) -> torch.Tensor:
-        """The layer's result without a row-parallel layer's bias; ``norm`` is that of :class:`TransformerEngine`, or
-        None. ``options``: of :mod:`megatron_flux.layers.fp8_linears`.
-        """
+        """``linear`` (of :mod:`megatron_flux.layers`) of ``x`` and the other ``operands``, its weight first, in FP8."""
         with getattr(layer, "prepare_forward_ctx", layer.prepare_forward)(x) as x:
-            call = Fp8Call(self, layer, x, weight, norm)
-            if layer.parallel_mode == "row":
-                return fp8_row_parallel_linear(x, weight, layer.tp_group, call, **options)
-            if norm is not None:
-                options["norm"] = layer.layer_norm_weight, layer.layer_norm_bias
-            bias = layer.bias if layer.apply_bias else None
-            return fp8_column_parallel_linear(x, weight, bias, layer.tp_group, call, **options)
+            call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options)
+            return linear(x, *operands, precision=call, **options)
 
 
 class Fp8Call:
-    """:class:`~megatron_flux.layers.fp8.Fp8` for one forward of a layer and its backward."""
+    """:class:`~megatron_flux.layers.Precision` of one forward of a layer and its backward.
 
-    def __init__(self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any) -> None:
+    Saved are, beside the norm's tensors, the bytes of ``x`` and their scales, and what TransformerEngine saves of the
+    weight. With ``save_original_input`` they are ``x`` as it came, which somebody else keeps anyway, and None.
+    """
+
+    gathered_dtype, epilogue_bias = torch.float8_e4m3fn, True  # the bias is added before the result is rounded
+
+    def __init__(
+        self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, has_norm: bool
+    ) -> None:
         """Ask the layer for its quantizers."""
-        self._te, self._norm = te, norm
+        self._te = te
         self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
         self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
         recipe, grad = te.state.get_fp8_recipe(), torch.is_grad_enabled()
@@ -230,14 +234,17 @@ class Fp8Call:
             te.set_amax_group(self._x_quantizer, layer.tp_group if self._gathers_x else None)
             te.set_amax_group(self._dy_quantizer, layer.tp_group if self._gathers_dy else None)
         self._in_blocks = recipe.float8_block_scaling()
-        self.one_scale = not self._in_blocks
-        forward, dgrad, self._wgrad_split = te.splits(recipe)
-        self.split = forward, dgrad
+        self.serves_wgrad = not self._in_blocks  # bytes in blocks by columns are not those by rows
+        *splits, self._wgrad_split = te.splits(recipe)
         self._dtype = x.dtype
-        self.keeps_input = norm is None and bool(getattr(layer, "save_original_input", False))
-        self._need_wgrad = grad and weight.requires_grad
-        self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or norm is not None))
-        self._updates_scales = grad and self._is_first(layer, x, weight)
+        self.forward_options, self.dgrad_options = (
+            {"out_dtype": self._dtype, "split_accumulator": split} for split in splits
+        )
+        self._keeps_input = not has_norm and bool(getattr(layer, "save_original_input", False))
+        self._grad, self._need_wgrad = grad, grad and weight.requires_grad
+        self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
+        self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
+        self.updates_scales = grad and self._is_first(layer, x, weight)
 
     def _is_first(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether the end of this layer's backward updates the scales of all: the first of an autocast does."""
@@ -284,70 +291,73 @@ class Fp8Call:
         found.update_usage(rowwise_usage=True)
         return found
 
-    def input(self, x: torch.Tensor) -> tuple[Fp8Operand, Rows | Fp8Operand | None]:
+    def operands(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        norm: Norm | None,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+    ) -> tuple[Fp8Operand, Fp8Operand, Saved]:
         """See the protocol."""
-        quantizer = self._x_quantizer
-        for_wgrad = self._need_wgrad and not self.keeps_input
+        flat, statistics = x.contiguous().view(-1, x.shape[-1]), ()
+        quantizer, for_wgrad = self._x_quantizer, self._need_wgrad and not self._keeps_input
         quantizer.set_usage(rowwise=True, columnwise=for_wgrad and self._by_columns)
-        return self._input(quantizer(x))
+        if norm is None:
+            quantized, statistics = quantizer(flat), (None,) * 4
+        else:
+            quantized, *statistics = norm.forward(flat, norm_weight, norm_bias, quantizer)
+            statistics = flat, norm_weight, *statistics
+        operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
+        if not self._grad:
+            return operand, multiplied, ()
+        local_x = self._local(quantized) if for_wgrad else None
+        saved = (x if self._need_wgrad else None, None) if local_x is None else (local_x.data, local_x.scale_inv)
+        saved_weight, self._weight_form = self._te.prepare_for_saving(self._quantized_weight)
+        self._quantized_weight = None
+        return operand, multiplied, (*statistics, *saved, *saved_weight)
 
-    def input_again(self, x: torch.Tensor) -> Rows | Fp8Operand:
-        """See the protocol."""
-        quantizer = self._x_quantizer
-        quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._by_columns)
-        found = quantizer(x)
-        return self._rows(found) if self._gathers_x else self._transposed(found)
+    def _local(self, x: Any) -> Rows | Fp8Operand:
+        """The rank's quantised ``x`` for wgrad: rows if other ranks have some, else transposed."""
+        return self._rows(x) if self._gathers_x else self._transposed(x)
 
-    def normed(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Fp8Operand, Rows | Fp8Operand | None, torch.Tensor | None, torch.Tensor]:
-        """See the protocol."""
-        quantizer = self._x_quantizer
-        quantizer.set_usage(rowwise=True, columnwise=self._need_wgrad and self._by_columns)
-        assert self._norm is not None  # noqa: S101 - of a layer with a norm
-        y, mean, reciprocal_deviation = self._norm.forward(x, weight, bias, quantizer)
-        operand, rows = self._input(y)
-        return operand, rows, mean, reciprocal_deviation
-
-    def _input(self, x: Any) -> tuple[Fp8Operand, Any]:
-        if self.keeps_input or not self._need_wgrad:
-            return self._operand(x), None
-        return self._operand(x), self._rows(x) if self._gathers_x else self._transposed(x)
+    def _restored(self, saved: Saved) -> Any:
+        """The same in backward; None if wgrad is not needed."""
+        data, scale_inv = saved[4:6]
+        if data is None:
+            return None
+        if scale_inv is not None:
+            dtype = self._te.torch_dtypes[self._x_quantizer.dtype]
+            return Rows(data, scale_inv) if self._gathers_x else Fp8Operand(data, dtype, scale_inv, self._scaling)
+        if self._x_again is None:
+            quantizer = self._x_quantizer
+            quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._by_columns)
+            self._x_again = self._local(quantizer(data.contiguous().view(-1, data.shape[-1])))
+        return self._x_again
 
     @property
     def _by_columns(self) -> bool:
         """Whether ``x`` is also quantised by columns for wgrad: bytes that ranks gather are transposed after it."""
         return self._in_blocks or not self._gathers_x
 
-    def weight(self) -> Fp8Operand:
-        """See the protocol."""
-        return self._operand(self._quantized_weight)
-
-    def saved_weight(self) -> list[torch.Tensor | None]:
-        """See the protocol."""
-        saved, self._weight_form = self._te.prepare_for_saving(self._quantized_weight)
-        self._quantized_weight = None
-        return saved
-
-    def dgrad_weight(self, saved: list[torch.Tensor | None]) -> Fp8Operand:
-        """See the protocol."""
-        (weight,) = self._te.restore_from_saved(self._weight_form, saved)
-        weight.update_usage(columnwise_usage=True)
-        return self._transposed(weight)
-
-    def gradient(self, dy: torch.Tensor, need_bias: bool) -> Gradient:
-        """See the protocol."""
-        quantizer, bias = self._dy_quantizer, None
+    def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
+        """See the protocol. ``db`` is of the numbers before they were quantised."""
+        quantizer, dy, db = self._dy_quantizer, rows(dy).contiguous(), None
         columns = self._need_wgrad and (not self._gathers_dy or self._in_blocks)
-        quantizer.set_usage(rowwise=True, columnwise=columns or need_bias)
-        if need_bias and not self._in_blocks:
-            bias, quantized = self._te.kernels[0](dy, quantizer)
+        quantizer.set_usage(rowwise=True, columnwise=columns or need_db)
+        if need_db and not self._in_blocks:
+            db, quantized = self._te.kernels[0](dy, quantizer)
         else:
-            bias = dy.sum(dim=0) if need_bias else None
+            db = dy.sum(dim=0) if need_db else None
             quantized = quantizer(dy)
-        rows = self._rows(quantized) if self._gathers_dy and self._need_wgrad else None
-        transposed = self._transposed(quantized) if self._need_wgrad and not self._gathers_dy else None
-        return Gradient(self._operand(quantized), rows, transposed, bias)
+        local_dy = weight = None
+        if self._need_wgrad:
+            local_dy = self._rows(quantized) if self._gathers_dy else self._transposed(quantized)
+        if need_dx:
+            (restored,) = self._te.restore_from_saved(self._weight_form, list(saved[6:]))
+            restored.update_usage(columnwise_usage=True)
+            weight = self._transposed(restored)
+        return self._operand(quantized), weight, local_dy, db
 
     def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
         """See the protocol."""
@@ -358,20 +368,41 @@ class Fp8Call:
             grad=dgrad,
             out_dtype=self._dtype,
             bias=bias,
-            use_split_accumulator=self.split[dgrad],
+            use_split_accumulator=(self.dgrad_options if dgrad else self.forward_options)["split_accumulator"],
         )
         return y
 
-    def transposed(self, whole: Rows, gradient: bool) -> Fp8Operand:
+    def gather_x(self, saved: Saved, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
-        fp8_dtype = (self._dy_quantizer if gradient else self._x_quantizer).dtype
-        data = self._te.kernels[1](whole.data, fp8_dtype, out=None) if whole.transpose is None else whole.transpose()
-        return Fp8Operand(data, self._te.torch_dtypes[fp8_dtype], whole.scale_inv, self._scaling)
+        local_x = self._restored(saved)
+        return None if local_x is None else gather(local_x, linear.group, linear.backends.wgrad)
 
-    def wgrad(
-        self, x: Fp8Operand, dy: Fp8Operand, main_grad: torch.Tensor | None, overwrite: bool
-    ) -> torch.Tensor | None:
+    def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Fp8Operand:
         """See the protocol."""
+        found = self._restored(saved) if gathered is None else self._transpose(gathered, self._x_quantizer)
+        self._x_again = None
+        return found
+
+    def row_operands(
+        self, saved: Saved, dy: Rows | Fp8Operand, gathered: Fp8Operand | None, linear: LinearState
+    ) -> tuple[Fp8Operand, Fp8Operand]:
+        """See the protocol."""
+        if isinstance(dy, Rows):
+            whole = gather(dy, linear.group, linear.backends.wgrad).wait() if gathered is None else gathered
+            dy = self._transpose(whole, self._dy_quantizer)
+        return self.column_operand(saved, None), dy
+
+    def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
+        """Gathered rows for wgrad; with one scale an operand has the same bytes."""
+        if isinstance(whole, Rows) and whole.transpose is not None:
+            data = whole.transpose()
+        else:
+            data = self._te.kernels[1](whole.data, quantizer.dtype, out=None)
+        return Fp8Operand(data, self._te.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)
+
+    def wgrad(self, linear: LinearState, x: Fp8Operand, dy: Fp8Operand) -> torch.Tensor | None:
+        """See the protocol: ``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``."""
+        main_grad = linear.main_grad
         dw, *_ = self._te.gemm(
             self._stored(x, self._x_quantizer),
             self._stored(dy, self._dy_quantizer),
@@ -379,19 +410,14 @@ class Fp8Call:
             grad=True,
             out=main_grad,
             out_dtype=self._dtype if main_grad is None else main_grad.dtype,
-            accumulate=main_grad is not None and not overwrite,
+            accumulate=main_grad is not None and not linear.overwrite_main_grad,
             use_split_accumulator=self._wgrad_split,
         )
-        return dw if main_grad is None else None
-
-    def norm_backward(self, *given: Any) -> Any:
-        """See the protocol."""
-        assert self._norm is not None  # noqa: S101 - of a layer with a norm
-        return self._norm.backward(*given)
+        return dw if main_grad is None else unread_gradient(linear.parameter, self._dtype)
 
     def end_backward(self) -> None:
         """See the protocol."""
-        if self._updates_scales and not self._te.graph_capturing():
+        if not self._te.graph_capturing():
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
 
     @property

@@ -43,7 +43,7 @@ def config(tp: int, models: tuple[str, ...], recipes: tuple[Any, ...], **changes
 def run(tp: int, out: Path, models: tuple[str, ...], recipes: tuple[Any, ...], changes: dict[str, Any],
         spoil: str = "") -> dict[str, Any]:  # fmt: skip
     from megatron_flux.bench import layer
-    from megatron_flux.layers import fp8_linears
+    from megatron_flux.layers import linears
     from megatron_flux.train import model
 
     layer_config.LAYER_MODELS.update(SMALL)
@@ -52,7 +52,7 @@ def run(tp: int, out: Path, models: tuple[str, ...], recipes: tuple[Any, ...], c
         patch.setattr(model, "layer_spec", _attention_of_the_cpu(model.layer_spec))
         patch.setattr(layer_arms, "userbuffers", lambda *_: pytest.fail("userbuffers need GPUs"))
         if spoil:
-            patch.setattr(fp8_linears.ops, spoil, SPOILT[spoil](getattr(fp8_linears.ops, spoil)))
+            patch.setattr(linears.ops, spoil, SPOILT[spoil](getattr(linears.ops, spoil)))
         return layer.run(config(tp, models, recipes, out=out, **changes), log=lambda text: None)
 
 

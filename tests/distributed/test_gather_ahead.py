@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
-from megatron_flux.layers import backward, column_parallel_linear, prefetch, row_parallel_linear
+from megatron_flux.layers import column_parallel_linear, precision, prefetch, row_parallel_linear
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -61,7 +61,7 @@ class Spy(ReferenceBackend):
 
 @contextlib.contextmanager
 def spying() -> Iterator[Spy]:
-    spy, accumulate = Spy(), backward.accumulate
+    spy, accumulate = Spy(), precision.accumulate
 
     def logged(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         spy.log.append(f"wgrad {main_grad.shape[0]}")
@@ -69,7 +69,7 @@ def spying() -> Iterator[Spy]:
 
     ops.register_backend(spy)
     try:
-        with mock.patch.object(backward, "accumulate", logged):
+        with mock.patch.object(precision, "accumulate", logged):
             yield spy
     finally:
         del registry._backends["spy"]

@@ -34,7 +34,7 @@ from tests.distributed.test_norm_column import LayerNorm, operands
 pytestmark = pytest.mark.distributed
 
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
-FUNCTIONS = (linears._ColumnParallelLinear, linears._NormColumnParallelLinear, linears._RowParallelLinear)
+FUNCTIONS = (linears._ColumnParallelLinear, linears._RowParallelLinear)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from megatron_flux import FluxConfig, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, linears, row_parallel_linear
+from megatron_flux.layers.precision import Exact
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.checks import OperatorCall
@@ -127,16 +128,16 @@ class Noting(ReferenceBackend):
 def rank_order(frozen: bool) -> list[str]:
     notes: list[str] = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*given: Any) -> Any:
         notes.append("wgrad")
-        return weight_gradient(*args, **kwargs)
+        return wgrad(*given)
 
-    weight_gradient = linears.weight_gradient
+    wgrad = Exact.wgrad
     weight = torch.nn.Parameter(integers(6, 8, seed=1), requires_grad=not frozen)
     x = integers(4, 1, 8, seed=2).requires_grad_()
     with (
         mock.patch.dict(registry._backends, {"noting": Noting(notes)}),
-        mock.patch.object(linears, "weight_gradient", noted),
+        mock.patch.object(Exact, "wgrad", noted),
     ):
         y = column_parallel_linear(x, weight, None, dist.group.WORLD, sequence_parallel=False, backend="noting")
         assert notes == []
@@ -195,7 +196,7 @@ def rank_without_a_graph(mode: Callable[[], Any]) -> None:
     expected = run()
     assert expected.requires_grad
     ops.stats.reset()
-    functions = ("_ColumnParallelLinear", "_NormColumnParallelLinear", "_RowParallelLinear")
+    functions = ("_ColumnParallelLinear", "_RowParallelLinear")
     with mock.patch.multiple(linears, **dict.fromkeys(functions)), mode():
         y = run()
     assert not y.requires_grad

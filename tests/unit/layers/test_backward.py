@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_flux.config import ALL_AUTO, ALL_EXACT
 from megatron_flux.layers import backward as module
-from megatron_flux.layers.backward import accumulate, main_grad_of, weight_gradient
+from megatron_flux.layers.backward import accumulate
+from megatron_flux.layers.precision import EXACT, LinearState
+from tests.unit.groups import group_of
 
 S, B, N, K = 16, 2, 3, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,6 +35,14 @@ def weight_of(dtype: torch.dtype, **attributes: object) -> torch.nn.Parameter:
     for name, value in attributes.items():
         setattr(weight, name, value)
     return weight
+
+
+def weight_gradient(
+    weight: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, overwrite: bool = False
+) -> torch.Tensor | None:
+    exact = EXACT[False]
+    linear = LinearState(weight, main_grad, overwrite, group_of(1), ALL_AUTO, ALL_EXACT, None, True, exact)
+    return exact.wgrad(linear, x, dy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,14 +155,6 @@ def test_overwrite_replaces_what_is_there(dtype: torch.dtype, into: torch.dtype 
     assert torch.equal(main_grad.double(), exact(dy, x))
     weight_gradient(weight_of(dtype), main_grad, dy, x)
     assert torch.equal(main_grad.double(), 2 * exact(dy, x))
-
-
-def test_main_grad_is_used_only_with_fusion() -> None:
-    weight = weight_of(torch.float32)
-    assert main_grad_of(weight, True) is None
-    weight.main_grad = torch.zeros(N, K)
-    assert main_grad_of(weight, True) is weight.main_grad
-    assert main_grad_of(weight, False) is None
 
 
 def test_apex_is_looked_for_by_its_kernel_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -23,6 +24,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 def fill(result: int) -> torch.Tensor:
     """Take all but LEFT bytes of the GPU, and ``result`` bytes more, by torch's allocator."""
+    gc.collect()  # an earlier test's exception may still hold a workspace
     torch.cuda.empty_cache()
     return torch.empty(torch.cuda.mem_get_info()[0] - LEFT - result, dtype=torch.uint8, device="cuda")
 

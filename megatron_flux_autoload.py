@@ -17,7 +17,15 @@ def main() -> None:
     """Run ``megatron-flux``; until it is imported, Ctrl-C ends the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from megatron_flux.cli.main import main as command
+    try:
+        from megatron_flux.cli.main import main as command
+    except ModuleNotFoundError as error:
+        if error.name not in (needed := ("jinja2", "plotly", "rich", "typer", "yaml")):
+            raise
+        names = " ".join(needed).replace("yaml", "pyyaml")
+        raise SystemExit(
+            f"error: the command needs {error.name}, which is not installed: pip install {names}"
+        ) from None
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,6 +5,9 @@ and exits with code 2. An :class:`OperatorError` names the rank, the operator, t
 process like any other exception.
 """
 
+import importlib.util
+import sys
+
 
 def one_line(error: BaseException) -> str:
     """What ``error`` says, in one line; its kind where it says nothing."""
@@ -17,6 +20,13 @@ class FluxError(Exception):
 
 class UserError(FluxError):
     """Bad input: an argument, a file, a version or a layout. The message is a single line for the user."""
+
+
+def require(package: str, needed_by: str) -> None:
+    """Raise a UserError with the command that installs ``package`` if it is missing."""
+    if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
+        name = package.replace("_", "-")
+        raise UserError(f"{needed_by} needs {name}, which is not installed: pip install {name}")
 
 
 class UnsupportedVersionError(UserError):

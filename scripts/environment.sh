@@ -21,9 +21,9 @@ fail() {
     exit 2
 }
 
-# use_environment EXTRA: install this package with the extra (may be empty), once for each state of pyproject.toml.
+# use_environment EXTRAS: install this package with the extras, once for each state of pyproject.toml.
 use_environment() {
-    local extra=$1 stamp compiling=
+    local extras=$1 stamp compiling=
     if ((ACTIVE)); then
         PYTHON=$(command -v python3 || command -v python) || fail "no Python in the active environment"
         # A container's own Python is none, but has the torch that it is there for.
@@ -37,7 +37,7 @@ use_environment() {
     fi
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "$PYTHON is $("$PYTHON" --version); Python 3.11 or newer is needed"
-    stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megatron-flux-${extra:-base}
+    stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megatron-flux-$extras
     # Copied, not compared by time: a checkout sets times as it likes.
     if ! ((ACTIVE)) && [[ -e $UNFINISHED ]] || ! cmp -s pyproject.toml "$stamp" ||
         ! "$PYTHON" -c 'import megatron_flux, torch' 2>/dev/null; then
@@ -48,7 +48,7 @@ use_environment() {
             compiling=$!
         fi
         printf 'installing megatron-flux and what else it needs: up to 400 MB to download\n'
-        pip_install --editable ".${extra:+[$extra]}"
+        pip_install --editable ".[$extras]"
         [[ -z $compiling ]] || wait "$compiling"
         cp pyproject.toml "$stamp"
         ((ACTIVE)) || rm "$UNFINISHED"

@@ -9,7 +9,7 @@
 # .venv/bin/megatron-flux compare --help
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh SCRIPT
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-use_environment ""
+use_environment run,wandb
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 processes=2

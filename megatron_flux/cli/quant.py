@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_flux.cli.start import Command, Group
-from megatron_flux.errors import InterruptedRunError, StorageError, UserError, one_line
+from megatron_flux.errors import InterruptedRunError, StorageError, UserError, one_line, require
 
 quant = typer.Typer(cls=Group, no_args_is_help=True, help="Quantised checkpoints for tensor parallelism.")
 
@@ -45,10 +45,7 @@ def fold(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
 ) -> None:
     """Put columns of every MLP's first linears into the order of the second one's rows (TP-aware dequantization)."""
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise UserError("quant fold reads safetensors files: pip install safetensors") from None
+    require("safetensors", "quant fold")
     from megatron_flux.quant import checkpoint as module
 
     found = module.read(checkpoint)

@@ -5,23 +5,16 @@ As with wandb the JSONL is the record: the first failure (a full disk, say) is l
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import one_line
 from megatron_flux.metrics.wandb_mirror import curves
 
 logger = logging.getLogger("megatron_flux")
-
-
-def check_installed() -> None:
-    """A UserError where the package is missing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--tensorboard-dir needs tensorboard: pip install tensorboard, or leave it out")
 
 
 class TensorBoardMirror(AbstractContextManager["TensorBoardMirror"]):

@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import UserError, one_line, require
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import timed
@@ -97,6 +97,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
     def _start(
         self, mode: str, options: dict[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
     ) -> None:
+        require("wandb", "--wandb")
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import FluxError, UserError, one_line
+from megatron_flux.errors import FluxError, UserError, one_line, require
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.metrics.strict_json import read_json_object
@@ -90,11 +90,10 @@ def _online(folder: Path) -> bool:
 
 def _require_login(command: str) -> Any:
     """The module ``wandb``, logged in to a server that answers; UserError with what to do where ``command`` cannot."""
-    try:
-        import requests
-        import wandb
-    except ImportError as error:
-        raise UserError(f"{command} needs wandb ({error}); `pip install wandb`") from None
+    require("wandb", command)
+    import requests
+    import wandb
+
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("offline", "disabled", "dryrun"):
         raise UserError(f"{command} needs wandb online, and WANDB_MODE={mode} is set; unset it")
@@ -184,11 +183,10 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
             f"{waiting[0]} was recorded offline and is not in wandb yet; "
             f"run `megatron-flux report sync {' '.join(map(str, paths))}` first"
         )
-    try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
-    except ImportError as error:
-        raise UserError(f"report wandb needs wandb-workspaces ({error}): pip install wandb-workspaces") from None
+    require("wandb_workspaces", "report wandb")
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
     wandb = _require_login("report wandb")
     name = f"megatron-flux {', '.join(groups)}"
     # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
-from megatron_flux.errors import UserError
-from megatron_flux.metrics import tensorboard_mirror
+from megatron_flux.errors import UserError, require
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
@@ -161,7 +160,7 @@ def resolve(
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
     if options.tensorboard_dir is not None:
-        tensorboard_mirror.check_installed()
+        require("tensorboard", "--tensorboard-dir")
     if special.eval_iters is not None and special.eval_interval is None:
         raise UserError(
             f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import UserError, one_line, require
 
 Kind = Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"]
 _PACKAGES = {"HuggingFaceTokenizer": "transformers", "SentencePieceTokenizer": "sentencepiece"}
@@ -33,8 +32,7 @@ class Tokenizer(NamedTuple):
 @functools.cache
 def load(kind: Kind, model: Path) -> Tokenizer:
     """The tokenizer in ``model``; a UserError where its package is missing, it cannot be read, or ends no document."""
-    if importlib.util.find_spec(package := _PACKAGES[kind]) is None:
-        raise UserError(f"--tokenizer-type {kind} needs {package}: pip install {package}")
+    require(_PACKAGES[kind], f"--tokenizer-type {kind}")
     path = _checked(kind, model)
     fast = {"use_fast": True} if kind == "HuggingFaceTokenizer" else {}
     try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import UserError, one_line, require
 from megatron_flux.metrics.report import terms
 from megatron_flux.metrics.strict_json import without_secrets
 
@@ -162,11 +162,9 @@ def write_pictures(chapters: Sequence[Chapter], out: Path) -> dict[str, str]:
 
     kaleido draws them in a headless Chrome or Chromium; UserError where one is missing, or drawing failed.
     """
+    require("kaleido", "--png")
     instead = "leave out --png: report.html has the figures and needs neither"
-    try:
-        import kaleido
-    except ImportError:
-        raise UserError(f"PNG figures need kaleido: pip install kaleido, or {instead}") from None
+    import kaleido
     import plotly.graph_objects as go
     from choreographer.errors import ChromeNotFoundError
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics import tensorboard_mirror
 from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
@@ -51,9 +50,3 @@ def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         board.write(record(2))
     assert len(said) == 1
     assert "TensorBoard is off for the rest of this run, metrics.jsonl goes on" in said[0]
-
-
-def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard_mirror.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs tensorboard: pip install tensorboard"):
-        tensorboard_mirror.check_installed()

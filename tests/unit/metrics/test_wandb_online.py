@@ -169,5 +169,5 @@ def test_without_wandb_workspaces(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     blocked: dict[str, Any] = dict.fromkeys(["wandb_workspaces", "wandb_workspaces.reports.v2"])
     for name, module in blocked.items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(UserError, match=r"needs wandb-workspaces .*: pip install wandb-workspaces"):
+    with pytest.raises(UserError, match="needs wandb-workspaces, which is not installed: pip install wandb-workspaces"):
         save([run])

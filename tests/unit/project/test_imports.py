@@ -44,5 +44,39 @@ def test_import_is_light() -> None:
     assert [name for name in HEAVY if name in imported] == []
 
 
+CORE_ALONE = """
+import sys
+import tomllib
+from importlib import metadata
+from packaging.requirements import Requirement
+with open("pyproject.toml", "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+names = {Requirement(line).name.lower() for name in ("run", "wandb", "report", "quant", "tensorboard", "tokenizers")
+    for line in extras[name]}
+modules = {module for module, found in metadata.packages_distributions().items() if names & {n.lower() for n in found}}
+assert {"typer", "yaml", "rich"} <= modules, modules
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+"""
+
+
+def test_patch_and_megatron_flux_1_need_the_core_alone() -> None:
+    python(
+        CORE_ALONE + "import megatron_flux, megatron_flux.megatron_lm.start, megatron_flux.megatron_lm.hooks as hooks\n"
+        "megatron_flux.patch(); assert megatron_flux.is_patched(); hooks.register()"
+    )
+
+
+def test_the_command_without_its_packages_says_what_to_install() -> None:
+    main = CORE_ALONE + "from megatron_flux_autoload import main\nmain()"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", main], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("which is not installed: pip install jinja2 plotly rich typer pyyaml\n")
+
+
 def test_import_patches_nothing() -> None:
     assert python(PATCHES_NOTHING) == "stock"

@@ -121,7 +121,7 @@ def test_everything_is_installed_once(checkout: Path) -> None:
     assert not (checkout / "asked").exists()
     (checkout / "pyproject.toml").write_text("[project]\nanother = 1\n")
     run(checkout, "--dry-run")
-    assert asked(checkout) == ["--editable ."]
+    assert asked(checkout) == ["--editable .[run,wandb]"]
     assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
 
 
@@ -142,7 +142,7 @@ def test_without_a_driver_torchs_build_for_cpus_is_taken_where_it_is_offered(
     assert code == 0
     assert "no NVIDIA driver here" in printed
     assert said in printed
-    assert asked(checkout) == [installed, "--editable ."]
+    assert asked(checkout) == [installed, "--editable .[run,wandb]"]
     tried = [line for line in (checkout / "asked").read_text().splitlines() if "index versions" in line]
     assert ["--extra-index-url https://download.pytorch.org/whl/cpu" in line for line in tried] == (
         [False] if "cpu" in offered else [False, True]
@@ -170,7 +170,8 @@ def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
     shutil.rmtree(checkout / ".venv")
     monkeypatch.setenv("MEGATRON_FLUX_TORCH", "torch==9; touch here")
     assert "installing torch==9; touch here, which MEGATRON_FLUX_TORCH names" in run(checkout, "--dry-run")[1]
-    assert asked(checkout) == ["torch==2.13.0", "--editable .", "torch==9; touch here", "--editable ."]
+    editable = "--editable .[run,wandb]"
+    assert asked(checkout) == ["torch==2.13.0", editable, "torch==9; touch here", editable]
     assert "index versions" not in (checkout / "asked").read_text()
 
 

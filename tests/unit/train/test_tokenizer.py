@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def test_what_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         resolved(None)
     with pytest.raises(UserError, match="--tokenizer-model without --tokenizer-type; give both"):
         resolved(tmp_path / "text", kind=None)
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    needs = "SentencePieceTokenizer needs sentencepiece: pip install sentencepiece"
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    needs = "SentencePieceTokenizer needs sentencepiece, which is not installed: pip install sentencepiece"
     with pytest.raises(UserError, match=needs):
         resolved(tmp_path / "text")
     monkeypatch.undo()

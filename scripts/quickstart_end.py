@@ -16,13 +16,14 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def measured(text: str) -> tuple[list[list[str]], list[str]]:
-    """The first table of a Markdown text as rows of plain cells, its head first, and the text behind it in lines of the
-    terminal's width.
+    """Return the table of a Markdown text as rows of plain cells, head first, and the paragraph behind it in lines.
+
+    Of the columns those that fit a terminal: what was done, on which GPUs, and the speed-up.
     """
-    found = re.search(r"^((?:\|.*\n)+)\n((?:.+\n)+)", text, re.MULTILINE)
+    found = re.search(r"^((?:\|.*\n)+)<!-- end -->\n\n((?:.+\n)+)", text, re.MULTILINE)
     if found is None:
         raise ValueError("README.md has no table of measurements")
-    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
+    rows = [[line.split("|")[column].strip(" *") for column in (1, 2, 5)] for line in found[1].splitlines()]
     plain = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"\1", found[2])
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     return [rows[0], *rows[2:]], textwrap.wrap(" ".join(plain.split()), width, break_on_hyphens=False)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from megatron_flux.ops.backends.tuner_measurement import finalists, ranked
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import GAIN, Entry, Shape, entry_of, suggested
-from results.readme_tables import between_marks, percent, table
+from results.tables import between_marks, percent, table
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -55,8 +55,8 @@ class Tuned(NamedTuple):
 
     shape: Shape
     bursts: Times
-    lasting: Times
-    stood_in: bool
+    sustained: Times
+    emulated: bool
     run: str
 
 
@@ -68,9 +68,9 @@ def calls() -> list[Tuned]:
             read = KEY.fullmatch(key)
             if read is None:
                 raise ValueError(f"{run} has a key of another kind: {key}")
-            op, m, n, k, form, tp, stood_in = read.groups()
+            op, m, n, k, form, tp, emulated = read.groups()
             shape = Shape(op, form, int(tp), int(m), int(n), int(k))
-            found.append(Tuned(shape, kept["ms"], kept.get("sustained_ms", {}), bool(stood_in), run))
+            found.append(Tuned(shape, kept["ms"], kept.get("sustained_ms", {}), bool(emulated), run))
     return found
 
 
@@ -87,7 +87,7 @@ def shipped(found: Iterable[Tuned]) -> list[dict[str, Any]]:
     """The file: of each shape the fastest fused plan. Its time and reference's were measured in the same way."""
     made: dict[Shape, dict[str, Any]] = {}
     for call in found:
-        times = call.lasting or call.bursts
+        times = call.sustained or call.bursts
         fused = [name for name in ranked(dict(times)) if plan_of(name) is not None]
         if fused and call.shape not in made:
             both = times if "reference" in times else call.bursts
@@ -96,7 +96,7 @@ def shipped(found: Iterable[Tuned]) -> list[dict[str, Any]]:
                 **call.shape._asdict(),
                 "plan": {name: value for name, value in plan.items() if value != usual[name]},
                 "ms": both[fused[0]],
-                "reference_ms": None if call.stood_in else both["reference"],
+                "reference_ms": None if call.emulated else both["reference"],
                 "run": call.run,
             }
     return [made[shape] for shape in sorted(made)]
@@ -115,9 +115,9 @@ def replayed(call: Tuned, plans: Iterable[KernelConfig]) -> tuple[float, float] 
     if not names:
         return None
     bursts = {name: ms for name, ms in call.bursts.items() if name in names or name == "reference"}
-    lasting = {name: call.lasting[name] for name in finalists(bursts) if name in call.lasting}
-    mine, best = ranked(lasting or bursts)[0], ranked(dict(call.lasting or call.bursts))[0]
-    times = call.lasting if {mine, best} <= call.lasting.keys() else call.bursts
+    sustained = {name: call.sustained[name] for name in finalists(bursts) if name in call.sustained}
+    mine, best = ranked(sustained or bursts)[0], ranked(dict(call.sustained or call.bursts))[0]
+    times = call.sustained if {mine, best} <= call.sustained.keys() else call.bursts
     stock = times if "reference" in times else call.bursts
     return times[mine] / times[best] - 1, 1 - stock[mine] / stock["reference"]
 
@@ -146,13 +146,13 @@ def lists(shape: Shape, known: list[Entry]) -> Iterator[tuple[str, list[KernelCo
     yield "short list, layer left out", near(of_the_layer) + first
 
 
-def row(results: list[tuple[float, float] | None], stood_in: bool) -> list[str]:
+def row(results: list[tuple[float, float] | None], emulated: bool) -> list[str]:
     """Cells of one list."""
     known = [result for result in results if result is not None]
     if not known:
         return [f"0 of {len(results)}", *["-"] * 5]
     losses, gains = (sorted(result[part] for result in known) for part in (0, 1))
-    stock = ["-", "-"] if stood_in else [percent(median(gains), 1), percent(gains[0], 1)]
+    stock = ["-", "-"] if emulated else [percent(median(gains), 1), percent(gains[0], 1)]
     within = f"{sum(loss < LEAST for loss in losses)} of {len(known)}"
     return [f"{len(known)} of {len(results)}", percent(median(losses), 1), percent(losses[-1], 1), within, *stock]
 
@@ -168,15 +168,15 @@ def tables() -> str:
         gains[entry.run, f"{entry.shape.tp}"].append(entry.gain)
     for call in found:
         for name, plans in lists(call.shape, known):
-            results[call.shape.tp, bool(call.lasting)][name].append(replayed(call, plans))
-    stood_in = {call.shape.tp for call in found if call.stood_in}
+            results[call.shape.tp, bool(call.sustained)][name].append(replayed(call, plans))
+    emulated = {call.shape.tp for call in found if call.emulated}
     rows = [
         [
-            f"{tp}{' (two GPUs as eight)' if tp in stood_in else ''}",
-            "power limit" if lasting else "bursts",
-            *(name, *row(of_list, tp in stood_in)),
+            f"{tp}{' (emulated)' if tp in emulated else ''}",
+            "power limit" if sustained else "bursts",
+            *(name, *row(of_list, tp in emulated)),
         ]
-        for (tp, lasting), by_list in sorted(results.items())
+        for (tp, sustained), by_list in sorted(results.items())
         for name, of_list in by_list.items()
     ]
     head = [
@@ -199,4 +199,4 @@ def tables() -> str:
 
 if __name__ == "__main__":
     PLANS.write_text(written(shipped(calls())))
-    README.write_text(between_marks(README.read_text(), tables()))
+    README.write_text(between_marks(README.read_text(), "plans", tables()))

@@ -50,7 +50,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("several")
-    names = ("compare-h200x2-gpt3", "compare-cpu-tiny", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
+    names = ("compare-h200x2-gpt3", "report-cpu-tiny", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
     return page([RESULTS / name for name in names], folder / "out")
 
 

@@ -27,7 +27,7 @@ from megatron_flux.settings import sm_margin
 LONG_M = 512
 """Rows up to which a gemm_all_reduce is bound by memory and latency, not by power: bursts are enough."""
 FP8_SHORT = 4
-"""Candidates of FP8 calls, for which no plans ship: the first lost 1.4 % at most (results/fp8-h?00x2, fp8-scatter)."""
+"""Candidates of FP8 calls, for which no plans ship: the first lost 1.4 % at most (results/fp8-h200x2, fp8-scatter)."""
 
 
 def seconds() -> float:

@@ -153,7 +153,7 @@ def test_dashboards_are_refused_for_what_is_not_in_wandb(run: Path, tmp_path: Pa
     with pytest.raises(UserError, match="was recorded offline and is not in wandb yet; run `megatron-flux report"):
         save([run])
     with pytest.raises(UserError, match="was recorded without wandb"):
-        save([RESULTS / "compare-cpu-tiny"])
+        save([RESULTS / "report-cpu-tiny"])
     with pytest.raises(UserError, match="is a benchmark"):
         save([RESULTS / "layer-h200x4-nvlink"])
     other = full_run(tmp_path / "other", wandb_project="project-y")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
-    help="Job scripts for clusters: try, check, render, submit, status, resume, collect.",
+    help="Job scripts for clusters: try, check, render, submit, status, logs, resume, collect.",
 )
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder of runs, which all nodes share.")]
@@ -167,6 +167,20 @@ def status(
         raise UserError(f"no folders of jobs in {runs}; give a folder, or --runs")
     for root in found:
         typer.echo("\n".join(describe(root, time.time())))
+
+
+@app.command()
+def logs(
+    root: Annotated[Path, typer.Argument(help="Folder of a job: runs/NAME-JOB.", metavar="FOLDER")],
+    rank: Annotated[int | None, typer.Option("--rank", help="Rank whose lines to print.")] = None,
+    node: Annotated[str | None, typer.Option("--node", help="Node whose lines to print.")] = None,
+) -> None:
+    """Print what a rank or a node has written in a job's newest start."""
+    from megatron_flux.slurm import status
+
+    if rank is None and node is None:
+        raise UserError("give --rank or --node")
+    typer.echo("\n".join(status.logs(root, rank=rank, node=node)))
 
 
 @app.command()

@@ -1,8 +1,9 @@
 """``python -m megatron_flux.run.node [torchrun's arguments] SCRIPT``: torch.distributed.run on one node of a job.
 
-It does what ``torch.distributed.run`` does, and four things that a job of many nodes needs:
+It does what ``torch.distributed.run`` does, and five things that a job of many nodes needs:
 
 * The node's rank is Slurm's (``SLURM_NODEID``) unless ``--node-rank`` is given.
+* Each line of a rank begins with its number (:data:`PREFIX`), unless ``--tee`` or ``--redirects`` is given.
 * SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
   process of a step, and the launcher must outlive the checkpoint that the signal asks for.
 * SIGTERM is passed on to the ranks, once, and they are watched as before. torch's launcher no longer looks then whether
@@ -23,11 +24,14 @@ Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -43,6 +47,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from megatron_flux.run import launcher, rank, stop
 
+PREFIX = "[rank {}] "
+"""What each line of a rank begins with."""
 GRACE_S = 15.0
 """Seconds from SIGTERM until a rank is silent. Less than torch's 30 and Slurm's ``KillWait``, 30 by default."""
 LOOK_S = 5.0
@@ -60,6 +66,13 @@ def main(words: list[str]) -> int:
     silence = _Silence()
     try:
         given = run.parse_args(words)
+        if given.tee == given.redirects == "0":
+            given.tee = "3"
+            os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", PREFIX.format("${rank}"))
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            if given.log_dir is None:  # torch copies the ranks' lines from files there
+                given.log_dir = tempfile.mkdtemp(prefix="megatron-flux-")
+                atexit.register(shutil.rmtree, given.log_dir, ignore_errors=True)
         others = [name for name in given.signals_to_handle.split(",") if name.strip() != "SIGTERM"]
         if others != given.signals_to_handle.split(","):
             given.signals_to_handle = ",".join(others)

@@ -22,6 +22,7 @@ show; the interval within one repetition is only about its own blocks.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import re
 import statistics
@@ -38,6 +39,7 @@ from megatron_flux.metrics.summary import ARMS, median_of, summarize, write_summ
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.metrics.watch import RECENT, activity, ended
 from megatron_flux.run.folder import CONFIG, ENDED
+from megatron_flux.run.node import PREFIX
 from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
@@ -168,6 +170,29 @@ def doing(repetition: Repetition, now: float) -> str | None:
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
     said, stalled = activity(now, began, written, usual)
     return f"{said}; see {repetition.logs}" if stalled else said
+
+
+def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> list[str]:
+    """The lines of a rank, or of a node, in the logs of the newest start of the job whose folder is ``root``.
+
+    Raises:
+        UserError: there are none.
+    """
+    split(root)
+    starts = [found.logs for found in repetitions(root) if found.logs is not None]
+    # Of repetitions one begins when the one before has ended.
+    newest = max(starts, key=lambda start: start.stat().st_mtime, default=root)
+    files = sorted(
+        newest.glob(f"*-[0-9]*-{glob.escape(node) if node else '*'}.log"), key=lambda file: file.stat().st_mtime
+    )
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    if rank is not None:
+        begin = PREFIX.format(rank)
+        lines = [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+    if not lines:
+        who = " and ".join([f"rank {rank}"] * (rank is not None) + [f"node {node}"] * (node is not None))
+        raise UserError(f"no line of {who} in {newest}/*.log; `megatron-flux slurm status {root}` says what has begun")
+    return lines
 
 
 def _began(repetition: Repetition) -> float:

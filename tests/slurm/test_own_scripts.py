@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
 def main():
+    print("here is rank", os.environ["RANK"])
     if os.environ["RANK"] == "1":
         raise ValueError("layer 3\\nhas no weights")
     time.sleep(300)
@@ -66,4 +67,7 @@ def test_the_node_launcher_names_the_first_failure(
     order, before, said = line.split(" ", 2)
     assert (order, before, said) == ("1", "0", "rank 1 on n01 failed: ValueError: layer 3 has no weights (exit code 1)")
     assert not (tmp_path / "failures" / "n00").exists(), "a node that was stopped has no failure of its own"
-    assert f"megatron-flux: error: {said}" in Path(shown["StdOut"]).read_text()
+    lines = Path(shown["StdOut"]).read_text().splitlines()
+    assert f"megatron-flux: error: {said}" in lines
+    assert "[rank 1] here is rank 1" in lines
+    assert "[rank 1] ValueError: layer 3" in lines

@@ -29,12 +29,12 @@ import pytest
 import yaml
 
 from megatron_flux.cli.slurm import JobOptions, scripts
-from megatron_flux.errors import FluxError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm import trial
 from megatron_flux.slurm.profile import Profile
-from megatron_flux.slurm.status import describe
+from megatron_flux.slurm.status import describe, logs
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
 from tests.train.conftest import UNCOMPILED
@@ -356,6 +356,12 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories
     assert any("requeue 1 of at most 3" in line for line in job.log())
     for arm in ("baseline", "flux"):
         assert job.losses(arm) == uninterrupted, arm
+    of_rank, of_node = logs(root, rank=0), logs(root, node=job.hosts()[1])
+    assert any(line.startswith("megatron-flux: pre-flight: all_reduce of 2 ranks") for line in of_rank)
+    assert of_node
+    assert not any(line.startswith("[rank 0] ") for line in of_node)
+    with pytest.raises(UserError, match="no line of rank 2 in"):
+        logs(root, rank=2)
     preflight = {file.name for file in (root / "rep-0" / "logs" / "1" / "preflight").iterdir()}
     assert preflight == {*(f"{host}.json" for host in job.hosts()), "together.json"}
     collected: dict[str, Any] = json.loads((root / "collected.json").read_text())

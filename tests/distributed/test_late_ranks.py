@@ -111,6 +111,9 @@ def rank_counts_on(plan: KernelConfig) -> None:
             work.epochs.fill_(epoch)
             work.flags[work.rank].fill_(written)
             work.flags[work.rank][: work.tp].fill_(epoch - 1)  # each capture's first call writes these
+            # The barrier behind which flags are written anew, and when that was last: 2^30 epochs ago at most.
+            last = int(np.int64(epoch - 2**30 - 5).astype(np.int32))
+            work.flags[work.rank][work.tp : 2 * work.tp + 1].fill_(last)
         dist.barrier()
         rounds(captured)
         if captured:

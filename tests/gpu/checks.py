@@ -741,6 +741,10 @@ def after_calls(group, works, calls):
         work.epochs.fill_(epoch)
         work.flags[work.rank].zero_()
         work.flags[work.rank][: work.tp].fill_(epoch - 1)
+        # The barrier behind which flags are written anew, and when that was last: 2^30 epochs ago at most. Zeros would
+        # be ahead of the epoch: the barrier would hold nobody, and a flag could be overwritten after it has arrived.
+        last = (epoch - 2**30 - 5 + 2**31) % 2**32 - 2**31
+        work.flags[work.rank][work.tp : 2 * work.tp + 1].fill_(last)
     torch.cuda.synchronize()
     dist.barrier(group=group)
 

@@ -260,7 +260,7 @@ def scripts(options: JobOptions) -> tuple[str, str]:
     Raises:
         UserError: the job would not run.
     """
-    from megatron_flux.slurm.job import collect_script, job_script
+    from megatron_flux.slurm.render import collect_script, job_script
 
     resolved, layout, site = _resolved(options)
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile]

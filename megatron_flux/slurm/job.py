@@ -1,27 +1,19 @@
-"""Jobs: a model, its layout on nodes and its training options; checked for a cluster as a run is checked, and rendered.
+"""Jobs: a model, its layout on nodes and its training options; checked for a cluster as a run is checked.
 
 What a job asks of ``megatron-flux train`` or ``compare`` goes through the commands' own checks here, for the world
 size that the job will have: what they would refuse on 128 GPUs is refused on the login node.
-
-Nothing reaches a script that is not a number or was made for the place where it stands: templates quote with the
-filter ``q`` (one shell word), ``qq`` (several) or ``line`` (one line of a comment or of ``#SBATCH``); anything else
-that is put into a script is refused while rendering, as is a name that is not defined.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from pydantic import BaseModel, Field
 
 from megatron_flux import gpus
-from megatron_flux.bench.shapes import MODELS
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
 from megatron_flux.settings import LINKS
@@ -266,65 +258,3 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
     return [f"--{option}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
-
-
-def _one_line(value: Any) -> Markup:
-    """The rest of a line that no shell reads. Values are checked long before."""
-    if not str(value).isprintable():
-        raise ValueError(f"{value!r} is not one line")
-    return Markup(value)  # noqa: S704 - here and below: text that was made for its place in a script
-
-
-def _only_safe(value: Any) -> Any:
-    if isinstance(value, Markup) or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise TypeError(f"{value!r} is put into a script without a filter")
-
-
-def _environment() -> Environment:
-    environment = Environment(  # noqa: S701 - the result is no HTML; _only_safe refuses what is not quoted
-        loader=PackageLoader("megatron_flux.slurm"),
-        undefined=StrictUndefined,
-        finalize=_only_safe,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["q"] = lambda value: Markup(shlex.quote(str(value)))  # noqa: S704
-    environment.filters["qq"] = lambda values: Markup(shlex.join(map(str, values)))  # noqa: S704
-    environment.filters["line"] = _one_line
-    return environment
-
-
-def job_script(resolved: Resolved, command: str) -> str:
-    """The script of a job, for sbatch; ``command`` is what writes it again, for its reader."""
-    computed = {name: getattr(resolved, name) for name in ("spans", "floors", "through_host", "sends_fp8")}
-    template = _environment().get_template("job.sbatch.j2")
-    return template.render(**vars(resolved), **computed, command=command, tune=_tune(resolved))
-
-
-def collect_script(profile: Profile, command: str) -> str:
-    """The script of a job that collects what another has recorded, for sbatch."""
-    return _environment().get_template("collect.sbatch.j2").render(profile=profile, command=command)
-
-
-def _tune(resolved: Resolved) -> list[str] | None:
-    """Words for ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned ahead. Through host
-    memory that would mislead: groups of a node share it, and one alone finds it faster than they do in training.
-    """
-    profile, run = resolved.profile, resolved.run
-    tuned = run.backend in ("auto", "tuned") if resolved.link == "nvlink" else run.backend == "tuned"
-    if not (
-        profile.tune
-        and tuned
-        and resolved.link != "host"
-        and resolved.mode != "baseline"
-        and run.device == "cuda"
-        and run.tp in (2, 4, 8)
-    ):
-        return None
-    tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
-    own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
-    if run.fp8 is not None:
-        own += [f"--fp8={run.fp8}", "--no-bf16"]
-    return next((["tune", f"--models={name}", *own] for name, model in MODELS.items() if model.layer == layer), None)

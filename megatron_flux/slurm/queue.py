@@ -20,6 +20,8 @@ logger = logging.getLogger("megatron_flux")
 PATIENCE = 120  # seconds for each of Slurm's commands
 _OF_THE_CALLER = ("SLURM_", "SBATCH_", "SRUN_")
 _CONNECTION = ("SLURM_CONF", "SLURM_JWT")
+LIBRARY = ("MEGATRON_FLUX_JOB_LIBRARY", str(Path(__file__).parent / "lib" / "job.sh"))
+"""The variable by which a job's script finds the library that it sources, and this package's."""
 
 OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -60,6 +62,7 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on this machine; run this where jobs are submitted, or use --dry-run")
     own = {n: v for n, v in os.environ.items() if not n.startswith(_OF_THE_CALLER) or n in _CONNECTION}
+    own.setdefault(*LIBRARY)
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=cwd, env=own)  # noqa: S603 - no shell
     except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job
+from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile, validated
 
@@ -122,7 +122,7 @@ def replaced(values: dict[str, Any], path: tuple[Any, ...], new: str) -> dict[st
 
 def script(cluster: dict[str, Any], work: dict[str, Any]) -> str:
     resolved = job.resolve(validated(Job, "job", work), validated(Profile, "profile", cluster), "compare")
-    return job.job_script(resolved, "a test")
+    return render.job_script(resolved, "a test")
 
 
 def test_this_covers_every_field() -> None:
@@ -155,6 +155,7 @@ def execute(
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_NODELIST": "n01",
+        **dict([queue.LIBRARY]),
         **more,
     }
     return subprocess.run(
@@ -233,7 +234,7 @@ def test_folders_of_any_name(name: str, stubs: tuple[Path, Path], tmp_path: Path
     words = (stubs[1] / "srun").read_bytes().decode().split("\0")
     assert f"--out={where}/runs/work-compare-7/rep-0/run" in words
     assert (where / "runs" / "work-compare-7" / "rep-0" / "logs" / "0").is_dir()
-    collector = job.collect_script(validated(Profile, "profile", CLUSTER), "a test")
+    collector = render.collect_script(validated(Profile, "profile", CLUSTER), "a test")
     run(collector, stubs, where, name, MEGATRON_FLUX_RUNS=str(where / "other"))
     assert (stubs[1] / "srun").read_bytes().decode().split("\0")[-2] == name
 
@@ -264,6 +265,6 @@ def test_words_of_settings_stay_whole() -> None:
     found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
     resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
     assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--data-cache=;"]
-    text = job.job_script(resolved, "a test")
-    line = next(x for x in text.splitlines() if x.startswith("arguments=("))
-    assert tuple(shlex.split(line.removeprefix("arguments=(").removesuffix(")"))) == resolved.arguments
+    text = render.job_script(resolved, "a test")
+    command = shlex.split(text[text.index("\nrun_job ") :].replace("\\\n", ""))
+    assert tuple(command) == ("run_job", *resolved.arguments)

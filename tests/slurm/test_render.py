@@ -13,7 +13,7 @@ import yaml
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, trial
+from megatron_flux.slurm import job, queue, render, trial
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile, seconds
 from megatron_flux.slurm.submit import save_on_signal
@@ -25,7 +25,7 @@ SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
 
 def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gpt3-175b", **settings) -> str:
     site = Profile.load(cluster) if isinstance(cluster, str) else cluster
-    return job.job_script(job.resolve(Job.load(name), site, mode, settings), "a test")
+    return render.job_script(job.resolve(Job.load(name), site, mode, settings), "a test")
 
 
 def test_committed_scripts_are_what_render_writes() -> None:
@@ -37,8 +37,14 @@ def test_committed_scripts_are_what_render_writes() -> None:
         assert file.read_text() == text, file
 
 
+def test_scripts_are_short_and_the_library_is_one_file() -> None:
+    assert all(len(file.read_text().splitlines()) <= 40 for file in SCRIPTS)
+    assert (golden.FOLDER / "lib").is_symlink(), "a checkout's is the package's"
+    assert (golden.FOLDER / "lib" / "job.sh").samefile(queue.LIBRARY[1])
+
+
 def variants(tmp_path: Path) -> list[Path]:
-    """Scripts with every branch of the templates."""
+    """Scripts with everything that a profile may name."""
     more = {
         "container": {"container": {"image": "nvcr.io#nvidia/pytorch:25.09-py3", "mounts": ["/data:/data"]}},
         "apptainer": {"container": {"runtime": "apptainer", "image": "/images/flux.sif", "mounts": ["/data", "/s"]}},
@@ -49,7 +55,7 @@ def variants(tmp_path: Path) -> list[Path]:
     files = []
     for name, overrides in more.items():
         site = Profile.load("nvlink-h100", overrides)
-        for kind, text in (("job", rendered(site)), ("collect", job.collect_script(site, "a test"))):
+        for kind, text in (("job", rendered(site)), ("collect", render.collect_script(site, "a test"))):
             files.append(tmp_path / f"{kind}-{name}.sbatch")
             files[-1].write_text(text)
     files.append(tmp_path / "local.sbatch")
@@ -58,7 +64,7 @@ def variants(tmp_path: Path) -> list[Path]:
 
 
 def test_scripts_are_clean_shell(tmp_path: Path) -> None:
-    files = [*SCRIPTS, *variants(tmp_path)]
+    files = [*SCRIPTS, *variants(tmp_path), Path(queue.LIBRARY[1])]
     for file in files:
         subprocess.run(["bash", "-n", file], check=True)
     shellcheck = Path(sys.executable).with_name("shellcheck")  # of the dev extra
@@ -84,7 +90,7 @@ def test_what_the_layout_needs_is_in_the_scripts() -> None:
             assert ("--array=0-2%1" in text) is (mode == "compare")
             assert ("--no-flux" in text) is (mode == "baseline")
             assert ("--save-interval=0" in text) is (mode != "compare"), "a benchmark leaves no checkpoint at its end"
-            assert (" tune --models=" in text) is (mode != "baseline" and link == "nvlink")
+            assert ("tune=(--models=" in text) is (mode != "baseline" and link == "nvlink")
 
 
 def test_the_link_is_said() -> None:
@@ -92,14 +98,14 @@ def test_the_link_is_said() -> None:
     assert "Flux runs with: stock's collectives and GEMMs (backend reference): no NVLink between" in rendered(
         "pcie-a100"
     )
-    assert " tune --models=" not in rendered("pcie-a100"), "nothing that is tuned would run"
+    assert "tune=(" not in rendered("pcie-a100"), "nothing that is tuned would run"
     assert "chunks through host memory (backend tuned), wire exact.\n" in rendered("host-l40s", name="llama2-70b")
     assert "# Flux runs with: stock Megatron." in rendered("pcie-a100", "baseline")
     assert "there is no GPU" in rendered("local", name="tiny")
     spanning = Job.load("llama2-70b", {"tp": 16, "pp": 4, "nodes": 16})
     shape = {"num_attention_heads": 64, "num_query_groups": 16}
     resolved = job.resolve(spanning, Profile.load("nvlink-h100"), "flux", shape)
-    assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in job.job_script(resolved, "a test")
+    assert "a tensor-parallel group of 16 spans nodes of 8 GPUs" in render.job_script(resolved, "a test")
 
 
 def options_of(text: str) -> set[str]:
@@ -131,21 +137,23 @@ def options_of(text: str) -> set[str]:
 def test_stock_and_flux_run_on_the_same_link(cluster: str, changes: dict, mode: job.Mode, given: set[str]) -> None:
     shape = {"num_query_groups": 16} if changes.get("tp") == 16 else {}
     resolved = job.resolve(Job.load("llama2-70b", changes), Profile.load(cluster), mode, shape)
-    text = job.job_script(resolved, "a test")
+    text = render.job_script(resolved, "a test")
     assert options_of(text) == given
-    commands = [line for line in text.splitlines() if line.startswith("arguments=(")]
-    assert ("--link=host" in commands[0]) is (resolved.link == "host" and changes.get("tp") != 16)
-    assert ("--wire=" in commands[0]) is (changes.get("wire") is not None and mode != "baseline")
-    assert ("SM_MARGIN" in text, "tune --models" in text) == (False, cluster == "nvlink-h100" and not changes)
+    command = text[text.index("\nrun_job ") :]
+    assert ("--link=host" in command) is (resolved.link == "host" and changes.get("tp") != 16)
+    assert ("--wire=" in command) is (changes.get("wire") is not None and mode != "baseline")
+    assert ("SM_MARGIN" in text, "tune=(" in text) == (False, cluster == "nvlink-h100" and not changes)
 
 
 def test_wires_of_gradients_are_checked_as_those_of_activations() -> None:
     small = Job.load("llama2-70b")
-    text = job.job_script(job.resolve(small, Profile.load("host-l40s"), "flux", {"grad_wire": "fp8"}), "a test")
+    text = render.job_script(job.resolve(small, Profile.load("host-l40s"), "flux", {"grad_wire": "fp8"}), "a test")
     assert "wire exact, fp8 of gradients.\n" in text
     assert {"--host-tp=8", "--needs-fp8"} <= options_of(text)
     assert "--grad-wire=fp8" in text
-    over_pcie = job.job_script(job.resolve(small, Profile.load("pcie-a100"), "flux", {"grad_wire": "int8"}), "a test")
+    over_pcie = render.job_script(
+        job.resolve(small, Profile.load("pcie-a100"), "flux", {"grad_wire": "int8"}), "a test"
+    )
     assert options_of(over_pcie) == {"--link=p2p"}
     assert "--grad-wire=int8" in over_pcie
     with pytest.raises(UserError, match=r"grad_wire int8 is for groups within a node .* the link nvlink; leave grad_"):
@@ -157,9 +165,11 @@ def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: "transformer_engine" in name or there(name, *of))
     asked = {"fp8": "blockwise", "transformer_impl": "transformer_engine"}
-    text = job.job_script(job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "compare", asked), "a test")
+    text = render.job_script(
+        job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "compare", asked), "a test"
+    )
     assert "--fp8=blockwise" in text
-    (tune,) = [line for line in text.splitlines() if "tune --models=" in line]
+    (tune,) = [line for line in text.splitlines() if line.startswith("tune=(")]
     assert "--fp8=blockwise --no-bf16" in tune
     with pytest.raises(UserError, match=r"--fp8 blockwise needs compute capability 9.0, the A100 .* pcie-a100 has 8.0"):
         job.resolve(Job.load("llama2-70b"), Profile.load("pcie-a100"), "compare", asked)
@@ -169,7 +179,7 @@ def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:
     resolved = job.resolve(Job.load("llama2-70b", {"link": "host"}), Profile.load("nvlink-h100"), "flux")
     own = resolved.profile.floors
     assert (resolved.floors.node_gbps, resolved.floors.network_gbps) == (1.5, own.network_gbps)
-    assert '"node_gbps":1.5' in job.job_script(resolved, "a test")
+    assert '"node_gbps":1.5' in render.job_script(resolved, "a test")
     assert job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "flux").floors == own
     assert Profile.load("local", {"link": "host"}).floors.node_gbps is None, "GPUs' floors are not processors'"
 
@@ -272,15 +282,10 @@ def test_your_own_files_by_path(tmp_path: Path) -> None:
     assert "--seq-length=512 " in rendered(Profile.load(str(file)), seq_length="512")
 
 
-def test_nothing_unquoted_and_nothing_undefined_is_rendered() -> None:
-    environment = job._environment()
-    with pytest.raises(TypeError, match="without a filter"):
-        environment.from_string("{{ name }}").render(name="$(id)")
-    with pytest.raises(Exception, match="undefined"):
-        environment.from_string("{{ nobody|q }}").render()
-    assert environment.from_string("{{ name|q }} {{ 3 }}").render(name="$(id)") == "'$(id)' 3"
+def test_a_value_that_is_more_than_one_line_is_not_rendered() -> None:
+    resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux")
     with pytest.raises(ValueError, match="not one line"):
-        environment.from_string("# {{ name|line }}").render(name="a\nid")
+        render.job_script(resolved, "a\nid")
 
 
 @pytest.mark.parametrize(

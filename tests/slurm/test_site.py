@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, queue, submit
+from megatron_flux.slurm import job, queue, render, submit
 from megatron_flux.slurm.profile import Profile, validated
 from megatron_flux.slurm.submit import Changes
+from tests.slurm.golden import FOLDER
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
 __all__ = ["stubs"]
@@ -88,9 +90,10 @@ def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path)
     found = steps(stubs[1])
     assert len(found) >= 3
     assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
-    collector = job.collect_script(profile(**more), "a test")
+    collector = render.collect_script(profile(**more), "a test")
     assert "--mail-type" not in collector
-    assert "srun --nodes=1 --ntasks=1 --mpi=pmix '--network=a b' " in collector
+    execute(collector, stubs, tmp_path, "folder")
+    assert steps(stubs[1])[-1][:4] == ["--nodes=1", "--ntasks=1", "--mpi=pmix", "--network=a b"]
 
 
 def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -104,8 +107,9 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
         assert "--container-name=megatron-flux-7" in words
         assert "--container-env=SITE_VARIABLE" in words, "the image's own value would win"
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
-    collector = job.collect_script(profile(container=container), "a test")
-    assert "--container-name" not in collector
+    collector = render.collect_script(profile(container=container), "a test")
+    execute(collector, stubs, tmp_path, "folder")
+    assert not [word for word in steps(stubs[1])[-1] if word.startswith("--container-name")]
 
 
 def test_the_flight_recorder_writes_beside_the_logs_or_where_it_is_told(
@@ -207,3 +211,24 @@ def test_paths_that_can_be_seen_to_be_missing_are_refused(tmp_path: Path) -> Non
     for container in ({"image": f"{tmp_path}/gone"}, {"image": "x", "mounts": [f"{tmp_path}/gone:/y"]}):
         with pytest.raises(UserError, match=f"{tmp_path}/gone is missing"):
             check(container)
+
+
+def test_the_library_is_found_or_named(stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    """In the checkout where sbatch is called, in the package, or by its variable; of one version."""
+    text = script({**PLAIN, "preflight": {"enabled": False}}, WORK)
+    own = queue.LIBRARY[0]
+    package = {own: "", "MEGATRON_FLUX_PYTHON": sys.executable, "PYTHONPATH": str(FOLDER.parent)}
+    done = execute(text, stubs, tmp_path, **package)
+    assert "megatron-flux: compare as job 7" in done.stdout, done.stderr
+    checkout = tmp_path / "checkout of mine"
+    (checkout / "slurm").mkdir(parents=True)
+    (checkout / "slurm" / "lib").symlink_to(FOLDER / "lib")
+    nowhere = {own: "", "MEGATRON_FLUX_PYTHON": "no-python"}
+    assert "megatron-flux: compare as job 7" in execute(text, stubs, checkout, **nowhere).stdout
+    for missing in (nowhere, {own: "/no/job.sh"}):
+        done = execute(text, stubs, tmp_path, **missing)
+        said = "megatron-flux: error: no library; set MEGATRON_FLUX_JOB_LIBRARY to slurm/lib/job.sh"
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (1, said)
+    done = execute(text.replace("version=1 ", "version=2 "), stubs, tmp_path)
+    assert done.returncode == 1
+    assert "error: the script is for version 2 of the library, " in done.stderr.splitlines()[-1]

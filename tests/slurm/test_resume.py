@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_flux.slurm import queue
 from megatron_flux.slurm.profile import Profile
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
@@ -199,12 +200,15 @@ def test_only_requeues_that_save_nothing_count(at_the_cluster: Cluster, slurm: S
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_job_that_was_cancelled_before_it_began(at_the_cluster: Cluster, slurm: Slurm) -> None:
+def test_a_job_that_was_cancelled_before_it_began(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one that sbatch alone submitted, to a partition of its own: the script leaves what a resume needs."""
     Path("fails").write_text(f"always 0 {KILLED}\n")
     Path("saves").touch()
     script = Path("own.sbatch")
     slurm("render", "--profile", "local", "--job", "tiny", "--mode", "flux", "--retries", "0", "--out", script)
+    monkeypatch.setenv(*queue.LIBRARY)  # the script is no checkout's, and the stand-in has no package
     own = at_the_cluster.client("sbatch", "--parsable", "--partition=other", script).stdout.strip()
     at_the_cluster.wait_for_job(own, ("FAILED",))
     root = Path("runs").absolute() / f"tiny-flux-{own}"

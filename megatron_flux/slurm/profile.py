@@ -2,7 +2,7 @@
 
 Each value is refused here, or inert wherever it ends up. Two kinds of places take values. ``#SBATCH`` lines are read by
 Slurm, which knows no quoting that all its versions share: what goes there is held to letters that mean nothing to it.
-Everything else is a shell word: any text without control characters is allowed, and the templates quote it.
+Everything else is a shell word: any text without control characters is allowed, and scripts quote it.
 
 Nothing of a site is assumed: partition, account, modules, container and virtual environment are asked for only where
 a profile names them.

@@ -173,7 +173,7 @@ wandb.teardown()
 @pytest.mark.skipif("MEGATRON_FLUX_OLDEST_WANDB" not in os.environ, reason="needs MEGATRON_FLUX_OLDEST_WANDB")
 def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     """As pip installs it, ahead of the newest on the path."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["wandb"]
     (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
     path = os.pathsep.join([os.environ["MEGATRON_FLUX_OLDEST_WANDB"], str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}

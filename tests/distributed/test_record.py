@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ Row = dict[str, Any]
 
 def training(folder: Path, begin: int) -> list[Row]:
     """Train some steps after ``begin``; returns what this rank has seen of each."""
+    gc.collect()  # what an earlier test's layers keep would be counted
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megatron_flux.run.folder import make

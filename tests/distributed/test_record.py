@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -31,7 +30,6 @@ Row = dict[str, Any]
 
 def training(folder: Path, begin: int) -> list[Row]:
     """Train some steps after ``begin``; returns what this rank has seen of each."""
-    gc.collect()  # what an earlier test's layers keep would be counted
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megatron_flux.run.folder import make
@@ -218,17 +216,19 @@ def calls_are_the_layers(calls: list[Row]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def starts(world4: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Truth]:
+def starts(tmp_path_factory: pytest.TempPathFactory) -> list[Truth]:
     """The records of a training of four ranks, and of one that goes on from iteration 3."""
     from megatron_flux.metrics.recorder import read_records
 
     found = []
+    pool = WorkerPool(4)  # its own: inputs that other tests' layers keep would be counted
     for begin in (0, BEGIN):
         folder = tmp_path_factory.mktemp("record")
-        ranks = world4.run(training, folder, begin)
+        ranks = pool.run(training, folder, begin)
         records = read_records(folder / "run" / "flux" / "metrics.jsonl")
         assert len(records) == STEPS
         found += [Truth(record, [rank[i] for rank in ranks], begin, i) for i, record in enumerate(records)]
+    pool.stop()
     return found
 
 

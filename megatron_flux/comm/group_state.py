@@ -66,9 +66,8 @@ class GroupState:
         self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
-        self.kernels: Cache[Any, Any] = (
-            Cache()
-        )  # launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`
+        self.kernels: Cache[Any, Any] = Cache()
+        """Launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`."""
         self.compared: dict[tuple[object, ...], int] = {}
         """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
         :func:`megatron_flux.ops.checks.compare_calls`."""

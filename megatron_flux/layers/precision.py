@@ -59,7 +59,7 @@ class Precision(Protocol):
     dgrad_options: dict[str, Any]
     """Options of the operators of forward and dgrad."""
     updates_scales: bool
-    """Whether backward ends with :meth:`end_backward`."""
+    """True if backward ends with :meth:`end_backward`."""
 
     def operands(
         self,

@@ -42,7 +42,7 @@ def main(run: Path) -> None:
         print(f"It says nothing about speed ({without}). Measured on GPUs:")
     else:
         print(f"Of a model this small the speed says little: {verdict(summary)}. Measured with large layers:")
-    print_table(head, rows, [(line, "") for line in about])
+    print_table("", head, rows, *about)
     if without:
         print("\nNext, on a machine with 2 or 4 GPUs:\n  ./scripts/quickstart.sh")
     else:

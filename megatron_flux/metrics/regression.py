@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.text import Text
+
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.render import Part, Table
 from megatron_flux.metrics.report.run import LOSS_SETTINGS, TIME_SETTINGS, Run, different_models, differing, load
@@ -71,8 +73,8 @@ class Result:
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
-        notes = [(f"note: {note}", "yellow") for note in self.notes]
-        print_table(Checked._fields, self.checked, [*notes, (self.verdict, "bold")])
+        notes = [Text(f"note: {note}", "yellow") for note in self.notes]
+        print_table("", Checked._fields, self.checked, *notes, Text(self.verdict, "bold"))
 
 
 def parse_checks(text: str) -> tuple[str, ...]:

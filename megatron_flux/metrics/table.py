@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,9 +18,6 @@ from megatron_flux.metrics.summary import verdict
 UNKNOWN = "—"
 MINUS = "\u2212"
 CROSS = "\u00d7"
-
-PIPED_WIDTH = 140
-"""Wider than a table ever is: rich would lay out for 80 columns, or for COLUMNS, and fold cells."""
 
 _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 
@@ -185,26 +183,41 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print table, findings and verdict of :func:`megatron_flux.metrics.summary.summarize` to standard output."""
-    lines = [(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
-    print_table(HEAD, rows(summary), [*lines, (verdict(summary), "bold")])
+    notes = [Text(f"{label}: {text}", "yellow" if label == "note" else "") for label, text in findings(summary)]
+    print_table("", HEAD, rows(summary), *notes, Text(verdict(summary), "bold"))
 
 
-def print_table(head: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[tuple[str, str]]) -> None:
-    """Print a table and styled lines: the same text to a terminal and a pipe, in ASCII where nothing else is shown."""
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, emoji=False, color_system=None, width=PIPED_WIDTH)
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *notes: str | Text,
+    file: IO[str] | None = None,
+) -> None:
+    """Print a table below ``title`` and above ``notes``, the only one the package has for terminals, pipes and files.
+
+    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. The first column is
+    aligned left, as is every one whose heading begins with ``<``; others right. ASCII where the encoding has no more.
+    """
+    console = Console(file=file, highlight=False, emoji=False, markup=False)
     unicode = console.encoding.lower().startswith("utf")
 
-    def text(content: str, style: str = "") -> Text:
+    def text(content: str | Text) -> Text:
         # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
-        return Text(content if unicode else content.translate(_ASCII).encode("ascii", "replace").decode(), style)
+        plain, style = (content.plain, content.style) if isinstance(content, Text) else (content, "")
+        return Text(plain if unicode else plain.translate(_ASCII).encode("ascii", "replace").decode(), style)
 
-    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(head):
-        table.add_column(name, justify="right" if index else "left", overflow="fold")
-    for row in cells:
+        left = not index or name.startswith("<")
+        table.add_column(text(name.removeprefix("<")), no_wrap=True, justify="left" if left else "right")
+    for row in rows:
         table.add_row(*map(text, row))
+    console.width = max(
+        console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    )
+    if title:
+        console.print(text(title), style="bold", soft_wrap=True)
     console.print(table)
-    for line in lines:  # soft_wrap: a long reason stays one line for grep; a terminal wraps it itself
-        console.print(text(*line), soft_wrap=True)
+    for note in notes:
+        console.print(text(note), soft_wrap=True)

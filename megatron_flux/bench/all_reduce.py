@@ -25,7 +25,7 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backends.registry import get_backend, select
 from megatron_flux.ops.backends.tuner_calls import kind_of
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.gemm import gemm
 

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from megatron_flux.comm import slab
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 class NoCommunication(ReferenceBackend):
-    """A :class:`megatron_flux.ops.checks.Backend` whose collectives take no time."""
+    """A :class:`megatron_flux.ops.backend.Backend` whose collectives take no time."""
 
     name = "floor"
     automatic = False

@@ -42,7 +42,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuner_calls import key_of
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.run import folder, rank
 

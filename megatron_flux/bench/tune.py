@@ -24,7 +24,7 @@ from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")

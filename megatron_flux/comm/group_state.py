@@ -70,7 +70,7 @@ class GroupState:
         """Launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`."""
         self.compared: dict[tuple[object, ...], int] = {}
         """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
-        :func:`megatron_flux.ops.checks.compare_calls`."""
+        :func:`megatron_flux.ops.call.compare_calls`."""
         self.table: CallTable | None = None
         self.gathers_begun = 0
         """Number of ``all_gather`` calls so far: the result of one is valid until the next begins."""

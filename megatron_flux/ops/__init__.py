@@ -29,14 +29,14 @@ tuned          whichever of these measures fastest for the call's shape, remembe
 auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the reason counted
 =============  =====================================================================================================
 
-Read ``operators`` (of FP8 ``fp8_operand``, ``fp8_operators``), ``checks``, ``backends``, ``kernel_config``, ``launch``,
+Read ``operators`` (of FP8 ``fp8_operand``, ``fp8_operators``), ``call``, ``backends``, ``kernel_config``, ``launch``,
 then ``fast_path`` (calls made before); ``cuda_graphs``, ``call_events`` (counts, names, times) and ``timing`` stand by
 themselves.
 """
 
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends.registry import backend_names, register_backend
 from megatron_flux.ops.call_events import OpStats, stats
-from megatron_flux.ops.checks import Backend
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.operators import (
     all_gather,

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind
 
 

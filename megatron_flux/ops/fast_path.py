@@ -37,7 +37,7 @@ from megatron_flux.comm.group_state import GroupState, state_of
 from megatron_flux.comm.slab import MOST_CALLS, CopyStream, Slab, broken_off, waited_elsewhere
 from megatron_flux.ops import call_events
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
+from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import gemm

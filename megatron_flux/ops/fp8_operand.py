@@ -226,6 +226,11 @@ class Fp8Pair(NamedTuple):
         return self.split or self.blocks
 
     @property
+    def scale_shapes(self) -> tuple[object, ...]:
+        """Layout of the scales of both operands."""
+        return (self.x.scale_inv.shape, self.x.shards, self.weight.scale_inv.shape, self.weight.scaling)
+
+    @property
     def kind(self) -> Fp8Kind:
         """All but shapes and addresses."""
         return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)

@@ -14,16 +14,12 @@ import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.errors import UserError
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.backends.registry import run
+from megatron_flux.ops.call import OperatorCall, aligned, check_operands, without_rows
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall, aligned, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import fp8_gemm
-
-_PAIRS = {"tensor": "tensor", "1x128": "128x128"}
-_RESULTS = (torch.bfloat16, torch.float16)
 
 
 def all_gather_gemm(
@@ -52,7 +48,7 @@ def all_gather_gemm(
     call = OperatorCall(
         "all_gather_gemm", x.numbers, pair.weight.numbers, group, bias=inside, return_gathered=return_gathered, fp8=pair
     )
-    _check(call, pair, bias if inside is None else inside)
+    check_operands(call._replace(late_bias=bias))
     sent = x.data.numel() + (4 * x.scale_inv.numel() if pair.blocks else 0)
     if tp == 1 or without_rows(call):
         y, gathered = fp8_gemm(pair, inside), x if tp == 1 else x.repeated(tp)
@@ -78,7 +74,7 @@ def gemm_and_sum(
         stats.count(operator, found.backend, found.nbytes)
     else:
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group, async_op=async_op, fp8=pair)
-        _check(call, pair, bias)
+        check_operands(call._replace(late_bias=bias))
         if tp == 1 or without_rows(call):
             pending = Pending(fp8_gemm(pair))
             stats.count(operator, "none", 0)
@@ -100,28 +96,3 @@ def _found(
     x, weight, scales = pair.x.numbers, pair.weight.numbers, (pair.x.scale_inv, pair.weight.scale_inv)
     found = fast_path.find(state_of(group), key, x, weight, scales)
     return found, (x, weight, *scales) if inside is None else (x, weight, inside, *scales)
-
-
-def _check(call: OperatorCall, pair: Fp8Pair, bias: torch.Tensor | None) -> None:
-    """Whether operands fit each other. Raises UserError: they do not."""
-    operator, x, weight = call.operator, pair.x, pair.weight
-    if x.k != weight.k:
-        raise UserError(f"{operator}: x [{x.rows}, {x.k}] and weight [{weight.rows}, {weight.k}] have different k")
-    if weight.scaling != _PAIRS.get(x.scaling):
-        wanted = " or ".join(f"{one} with {other}" for one, other in _PAIRS.items())
-        raise UserError(f"{operator}: x scaled {x.scaling} with weight scaled {weight.scaling}; use {wanted}")
-    if x.shards != 1 or weight.shards != 1:
-        raise UserError(f"{operator}: x of {x.shards} shards and weight of {weight.shards}; each must be one")
-    if x.dtype == weight.dtype == torch.float8_e5m2:
-        raise UserError(f"{operator}: x and weight are both float8_e5m2; one must be float8_e4m3fn")
-    if x.data.device != weight.data.device:
-        raise UserError(f"{operator}: x is on {x.data.device} and weight on {weight.data.device}; move them together")
-    if pair.out not in _RESULTS:
-        raise UserError(f"{operator}: out_dtype must be one of {[str(d) for d in _RESULTS]}, got {pair.out}")
-    if bias is not None and (bias.shape != (call.n,) or bias.dtype != pair.out or bias.device != x.data.device):
-        raise UserError(
-            f"{operator}: bias must be [{call.n}] {pair.out} on {x.data.device}, got {list(bias.shape)} {bias.dtype} "
-            f"on {bias.device}"
-        )
-    if operator == "gemm_reduce_scatter" and x.rows % (tp := call.group.size()):
-        raise UserError(f"{operator}: {x.rows} rows of x must be divisible by the group size {tp}; pad the sequence")

@@ -14,8 +14,8 @@ import torch
 
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
+from megatron_flux.ops.call import OperatorCall, aligned
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import OperatorCall, aligned
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told

@@ -24,8 +24,8 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import fast_path, fp8_operators
 from megatron_flux.ops.backends.registry import run
+from megatron_flux.ops.call import OperatorCall, aligned, check_operands, matrix, without_rows
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import DTYPES, OperatorCall, aligned, check_operands, matrix, without_rows
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import gemm
 
@@ -134,7 +134,7 @@ def all_gather_gemm(
         y = y if bias is None else y.add_(bias)
         return (y, gathered) if return_gathered else y
     call = OperatorCall("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, wire=wire)
-    check_operands(call, bias if inside is None else inside)
+    check_operands(call._replace(late_bias=bias))
     tp = group.size()
     lead, received = (x.shape[0] * tp, *x.shape[1:-1]), (tp - 1) * x.numel() * x.element_size()
     if tp == 1 or without_rows(call):
@@ -212,7 +212,7 @@ def gemm_reduce_scatter(
             return Pending(y)
         return y if bias is None else y.add_(bias)
     call = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, async_op=async_op, wire=wire)
-    check_operands(call, bias)
+    check_operands(call._replace(late_bias=bias))
     tp, n = group.size(), call.n
     lead, received = (x.shape[0] // tp, *x.shape[1:-1]), (tp - 1) * (call.m // tp) * n * x.element_size()
     if tp == 1 or without_rows(call):
@@ -291,7 +291,7 @@ def gemm_all_reduce(
         y = pending.wait()
         return y if bias is None else y.add_(bias)
     call = OperatorCall("gemm_all_reduce", x, weight, group, transposed, async_op=async_op)
-    check_operands(call, bias)
+    check_operands(call._replace(late_bias=bias))
     tp, shape = group.size(), (*x.shape[:-1], call.n)
     received = 2 * (tp - 1) * call.m * call.n * x.element_size() // tp
     if tp == 1 or without_rows(call):
@@ -329,11 +329,7 @@ def all_gather(
     if found is not None:
         stats.count("all_gather", found.backend, found.nbytes)
         return found.call(x)
-    if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:
-        raise UserError(
-            f"all_gather: x must have at least 2 dimensions, one column, and be one of {[str(d) for d in DTYPES]}, got "
-            f"{tuple(x.shape)} {x.dtype}"
-        )
+    check_operands(OperatorCall("all_gather", x, None, group))
     tp = group.size()
     if tp == 1:
         return Pending(x)

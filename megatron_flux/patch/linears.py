@@ -46,7 +46,7 @@ from megatron_flux.config import ALL_AUTO, STOCK, Backends, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.ops.operators import DTYPES
+from megatron_flux.ops.call import DTYPES
 from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.originals import Originals, batch_invariant
 from megatron_flux.patch.provenance import name_of

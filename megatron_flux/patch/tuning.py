@@ -28,7 +28,7 @@ from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.ops.backends import tuner_calls
 from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.patch.linears import TE_KINDS, TE_ROW, LinearPatch, asks_for_graphs, backends_of

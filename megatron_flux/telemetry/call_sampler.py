@@ -41,8 +41,8 @@ from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.call import GATHERING, OperatorCall
 from megatron_flux.ops.call_events import Call, CallTimer, GradientReduction, Times
-from megatron_flux.ops.checks import GATHERING, OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.ops.gemm import gemm_only
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates, label_of
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import integers, one_capture, twin, with_tma
 

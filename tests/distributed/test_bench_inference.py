@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_flux.bench.inference_config import InferenceConfig, InferenceOptions, InferenceWorkload, resolve
 from megatron_flux.comm import links
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, relative_error, require_close
 from tests.distributed.megatron_world import inference, megatron

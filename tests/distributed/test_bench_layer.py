@@ -18,7 +18,7 @@ from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, Workload
 from megatron_flux.comm import links
 from megatron_flux.errors import UserError
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.train.presets import PRESETS, ModelShape
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool

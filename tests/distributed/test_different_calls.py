@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
 

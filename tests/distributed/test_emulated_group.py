@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_flux.bench import layer_config
 from megatron_flux.bench.layer_config import LayerConfig, LayerOptions, Workload, resolve
 from megatron_flux.errors import UserError
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.train.presets import PRESETS
 from tests.distributed.megatron_world import megatron

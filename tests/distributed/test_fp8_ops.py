@@ -20,7 +20,7 @@ from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.wrapped_calls import beside_wgrad
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import relative_error

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
@@ -266,7 +266,7 @@ def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
     from megatron_flux.ops.backends import tuned as tuner
     from megatron_flux.ops.backends.reference import ReferenceBackend
-    from megatron_flux.ops.checks import OperatorCall
+    from megatron_flux.ops.call import OperatorCall
 
     with fresh(HALVES, 20) as backend:
         tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 

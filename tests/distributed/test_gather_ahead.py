@@ -25,7 +25,7 @@ from megatron_flux.layers import column_parallel_linear, precision, prefetch, ro
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close

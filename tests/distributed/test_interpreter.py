@@ -51,7 +51,7 @@ def rank_launches() -> int:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from megatron_flux.ops.checks import OperatorCall
+    from megatron_flux.ops.call import OperatorCall
     from tests.distributed.test_fused_twin import integers, twin
 
     backend, x, w = twin(), integers(32, 32, torch.float16), integers(32, 32, torch.float16)

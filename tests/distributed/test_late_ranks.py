@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, integers, one_capture, twin

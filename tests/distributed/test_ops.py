@@ -17,7 +17,7 @@ from megatron_flux import UserError, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool

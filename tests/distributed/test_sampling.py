@@ -18,7 +18,7 @@ from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.metrics import schema
 from megatron_flux.ops import call_events as observe
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests.distributed.pool import WorkerPool

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
 from megatron_flux.ops import fast_path
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_chunked import WAYS

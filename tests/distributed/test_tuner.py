@@ -27,7 +27,7 @@ from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.shipped_plans import Entry, Shape

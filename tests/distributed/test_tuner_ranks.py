@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends.tuning_cache import describe
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 

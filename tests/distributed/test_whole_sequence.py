@@ -25,7 +25,7 @@ from megatron_flux.layers import column_parallel_linear, linears, row_parallel_l
 from megatron_flux.layers.precision import Exact
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed.data import integers, require_close
 from tests.distributed.megatron_world import (
     BATCH,

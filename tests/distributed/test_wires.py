@@ -20,7 +20,7 @@ from megatron_flux.comm import links
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends import tuner_calls, tuner_measurement, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 

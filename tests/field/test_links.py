@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig, OperatorError
 from megatron_flux.comm import group_state, host_memory, shared_memory, slab, transports
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.run import rank
 from tests.distributed.data import integers
 from tests.distributed.megatron_world import flux, gpt_model, megatron

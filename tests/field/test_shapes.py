@@ -18,7 +18,7 @@ from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.distributed.megatron_world import gpt_model
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_tuner import PLANS, Fused, without_gpus

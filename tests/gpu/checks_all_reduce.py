@@ -34,9 +34,10 @@ from megatron_flux.bench import all_reduce as bench
 from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
 from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.checks import Backend, OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 
 LATE = 40_000_000  # cycles, some 20 ms

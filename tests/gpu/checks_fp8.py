@@ -39,7 +39,7 @@ import torch.distributed as dist
 from megatron_flux.comm import slab
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.ops import launch, timing
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 

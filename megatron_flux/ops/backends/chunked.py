@@ -19,7 +19,7 @@ scales of their blocks before them; what a reduce-scatter sends of them are part
 Each rank's own rows are never quantised: they do not travel. With an 8-bit wire the gathered inputs of two ranks
 therefore differ in the rows of these two.
 
-Contract: that of :mod:`megatron_flux.ops.checks`. Results, and gathered inputs, are fresh tensors.
+Contract: that of :mod:`megatron_flux.ops.call`. Results, and gathered inputs, are fresh tensors.
 Limits: CUDA graphs over a transport that can be captured only; fp8 needs compute capability 8.9 on GPUs.
 """
 
@@ -38,7 +38,8 @@ from megatron_flux.comm.transport import unbroken
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.checks import Backend, OperatorCall, compare_calls
+from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import fp8_gemm
@@ -97,7 +98,7 @@ class ChunkedBackend(Backend):
     def all_gather_gemm(
         self, call: OperatorCall, pieces: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.fp8 is not None:
             return self._all_gather_gemm_fp8(call, call.fp8, pieces)
         (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)
@@ -144,7 +145,7 @@ class ChunkedBackend(Backend):
         return y, gathered
 
     def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         (mp, k), x = call.x.shape, call.x
         full = x.new_empty(call.m, k)
         own = call.group.rank() * mp
@@ -164,7 +165,7 @@ class ChunkedBackend(Backend):
         return Pending(full, wait, keep=(x, full))
 
     def gemm_reduce_scatter(self, call: OperatorCall, pieces: int | None = None) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`. With ``async_op`` the transfers that are left when
+        """See :class:`~megatron_flux.ops.backend.Backend`. With ``async_op`` the transfers that are left when
         the GEMMs have ended run beside what comes next.
         """
         compare_calls(call)

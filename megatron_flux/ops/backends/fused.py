@@ -3,7 +3,7 @@
 Hopper gets the warp-specialised kernels (:mod:`kernels.hopper.pieces`) wherever TMA can address the operands
 and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
 
-Contract: that of :mod:`megatron_flux.ops.checks`; all ranks of a group make the same calls in the same
+Contract: that of :mod:`megatron_flux.ops.call`; all ranks of a group make the same calls in the same
 order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
 all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors, bitwise reproducible.
 
@@ -44,8 +44,9 @@ from megatron_flux.comm.slab import MOST_CALLS, Slab, scale_bytes
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
-from megatron_flux.ops.checks import Backend, OperatorCall, aligned, compare_calls
+from megatron_flux.ops.call import OperatorCall, aligned, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
 from megatron_flux.ops.fp8_operand import FORMATS
 from megatron_flux.ops.kernel_config import (
@@ -110,7 +111,7 @@ class FusedBackend(Backend):
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
     def all_gather_gemm(self, call: OperatorCall, config: KernelConfig | None = None) -> Any:
-        """See :class:`~megatron_flux.ops.checks.Backend`; ``config``: how, not what is chosen here."""
+        """See :class:`~megatron_flux.ops.backend.Backend`; ``config``: how, not what is chosen here."""
         return self._launch(call, config)
 
     def gemm_reduce_scatter(self, call: OperatorCall, config: KernelConfig | None = None) -> Pending:
@@ -137,7 +138,7 @@ class FusedBackend(Backend):
     def prepare(
         self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | AllReduceConfig | None = None
     ) -> fast_path.PreparedCall | None:
-        """See :class:`~megatron_flux.ops.checks.Backend`; ``config``: that the call was given."""
+        """See :class:`~megatron_flux.ops.backend.Backend`; ``config``: that the call was given."""
         # A configuration that somebody set is looked at in every call.
         if self.twin or (config is None and self.config is not None) or capturing(call.x):
             return None

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops.checks import Backend, OperatorCall
+from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
@@ -45,7 +46,7 @@ class ReferenceBackend(Backend):
     gathers_stay = True
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.fp8 is not None:
             operand = gathered_operand(call.fp8.x, call.group)
             return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
@@ -53,15 +54,15 @@ class ReferenceBackend(Backend):
         return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         return collectives.reduce_scatter(partial(call), call.group, async_op=call.async_op)
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         return collectives.all_reduce(partial(call), call.group, async_op=call.async_op)
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         return collectives.all_gather(call.x, call.group, async_op=True)
 
 
@@ -82,20 +83,20 @@ class PipelinedBackend(Backend):
         return f"no peer access within the group: {link.reason}" if link.kind in ("none", "host") else None
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~megatron_flux.ops.checks.Backend`; but the bias is added to the rounded result."""
+        """See :class:`~megatron_flux.ops.backend.Backend`; but the bias is added to the rounded result."""
         operators = _operators()
         b = call.weight if call.transposed else call.weight.t()
         gathered, (y,) = operators.fused_all_gather_matmul(call.x, [b], 0, call.group.group_name)
         return y if call.bias is None else y.add_(call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`. Always finished."""
+        """See :class:`~megatron_flux.ops.backend.Backend`. Always finished."""
         operators = _operators()
         b = call.weight if call.transposed else call.weight.t()
         return Pending(operators.fused_matmul_reduce_scatter(call.x, b, "sum", 0, call.group.group_name))
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`: torch's collective."""
+        """See :class:`~megatron_flux.ops.backend.Backend`: torch's collective."""
         _not_captured()
         return collectives.all_gather(call.x, call.group, async_op=True)
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events, fast_path
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.call import OperatorCall, matrix
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import Backend, OperatorCall, matrix
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
 from megatron_flux.settings import NO_GPU, WIRES
 

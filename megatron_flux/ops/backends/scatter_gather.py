@@ -14,7 +14,7 @@ import torch
 from megatron_flux.comm import collectives
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 
 
 def scatter_and_gather(call: OperatorCall, scatters: Any, gathers: Any, *, nccl: bool) -> Pending:

@@ -49,6 +49,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -56,8 +57,8 @@ from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBack
 from megatron_flux.ops.backends.tuner_calls import link_name
 from megatron_flux.ops.backends.tuner_measurement import UNMEASURED, Choice, Measurement
 from megatron_flux.ops.backends.tuning_cache import describe, plan_of
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.checks import Backend, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Kind
 from megatron_flux.ops.kernel_config import KernelConfig, fits
@@ -153,7 +154,7 @@ class TunedBackend(Measurement, Backend):
         return None if self.chunked and tuner_calls.by_chunks(x, group) else self.fused.untested(x, group)
 
     def all_gather_gemm(self, call: OperatorCall) -> Any:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         name, config, pieces = self._choice(call)
         if config is not None:
             return call.run(self.fused, config=config)
@@ -170,7 +171,7 @@ class TunedBackend(Measurement, Backend):
     gemm_reduce_scatter = all_gather_gemm
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """See :class:`~megatron_flux.ops.checks.Backend`. Where links go by chunks it is ``reference``."""
+        """See :class:`~megatron_flux.ops.backend.Backend`. Where links go by chunks it is ``reference``."""
         if tuner_calls.by_chunks(call.x, call.group):
             stats.degraded["reference instead of tuned: gemm_all_reduce needs peers' memory"] += 1
             return call.run(self.reference)
@@ -199,7 +200,7 @@ class TunedBackend(Measurement, Backend):
             self._choice(call, itself=True)
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> fast_path.Prepared | None:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.weight is None:
             return None if tuner_calls.by_chunks(call.x, call.group) else self.fused.prepare(call, shape)
         decisions = self.decisions(call.group)

@@ -18,7 +18,7 @@ from megatron_flux.ops import shipped_plans
 from megatron_flux.ops.all_reduce_config import candidates as all_reduce_candidates
 from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.tuning_cache import describe
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.kernel_config import candidates, fp8_candidates
 from megatron_flux.ops.shipped_plans import Shape

@@ -28,7 +28,7 @@ from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBack
 from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
 from megatron_flux.ops.backends.tuning_cache import plan_of
 from megatron_flux.ops.backends.wrapped_calls import CALLS, Planned, beside_wgrad, in_graphs
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.gemm import gemm_only
 from megatron_flux.ops.kernel_config import KernelConfig

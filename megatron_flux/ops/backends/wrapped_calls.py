@@ -21,7 +21,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.ops.gemm import fp8_gemm
 
@@ -41,7 +41,7 @@ class Planned:
     name = "fused"
 
     def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
-        """See :class:`~megatron_flux.ops.checks.Backend`."""
+        """See :class:`~megatron_flux.ops.backend.Backend`."""
         return self.backend.prepare(call, shape, self.config)
 
     def way(self, call: OperatorCall, first: Way) -> Way:

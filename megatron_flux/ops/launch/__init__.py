@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_flux.comm.copy_engine import WHOLE, push
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, Turn, kept, unbroken
 from megatron_flux.errors import UserError
-from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
+from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 from megatron_flux.settings import sm_margin

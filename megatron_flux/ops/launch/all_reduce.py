@@ -10,7 +10,7 @@ from megatron_flux.comm.slab import Slab, kept, unbroken
 from megatron_flux.kernels import all_reduce as kernels
 from megatron_flux.kernels.launch import Launch, by_triton, first_or_again
 from megatron_flux.ops.all_reduce_config import ALIGNED, AllReduceConfig
-from megatron_flux.ops.checks import ALIGNMENT, OperatorCall
+from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import cdiv
 from megatron_flux.ops.launch import DTYPES, sm_count, uses_tma

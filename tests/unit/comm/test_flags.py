@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_flux.errors import UserError
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of
 

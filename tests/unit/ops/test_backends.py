@@ -12,10 +12,11 @@ import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import chunked, reference, registry, tuner_calls
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.call_events import OpStats
-from megatron_flux.ops.checks import Backend, OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.unit.groups import group_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_flux.ops.backends import chunked
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from tests.unit.groups import group_of
 
 recorded: list[tuple[int, Any]] = []

@@ -9,7 +9,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops import gemm as gemms
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
 from megatron_flux.ops.gemm import gemm_only
 from tests.unit.groups import group_of

@@ -20,7 +20,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import all_reduce_config, launch, shipped_plans
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import tuning_cache
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import (
     KernelConfig,

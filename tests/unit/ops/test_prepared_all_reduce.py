@@ -18,11 +18,12 @@ from megatron_flux.comm.slab import Slab
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import fused, registry, tuner_calls
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.tuner_measurement import Choice
 from megatron_flux.ops.backends.wrapped_calls import Planned
-from megatron_flux.ops.checks import Backend, OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import PreparedGemmAllReduce, PreparedStock
 from tests.unit.groups import group_of

@@ -21,7 +21,7 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import (
     PreparedAllGather,

@@ -23,7 +23,7 @@ from megatron_flux.ops.backends import chunked, tuner_calls, tuner_measurement, 
 from megatron_flux.ops.backends import tuned as tuner
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.backends.tuning_cache import describe, store
-from megatron_flux.ops.checks import OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig

@@ -1,0 +1,290 @@
+"""A call of an operator: its operands, the key that stands for it, its checks, and the agreement of the ranks on it.
+
+All ranks of a group make the same calls in the same order. Every new ``(operator, shapes, dtype)`` of a group is
+compared over the group once, so that ranks that differ get an error instead of a hang. Where a rank repeats another
+call than its peer, that is seen as the call begins (:mod:`megatron_flux.comm.call_table`); between hosts the bounded
+waits see some of it.
+
+Kernels differ in what they send, so which one runs may depend on shapes, and not on where one rank's tensor happens to
+begin: operands that a kernel cannot address where they lie are copied (:meth:`OperatorCall.aligned`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import call_table
+from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.comm.group_state import GroupState, state_of
+from megatron_flux.errors import UserError
+from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair
+
+ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+GATHERING = frozenset({"all_gather_gemm", "all_gather"})
+"""Operators that gather the rows of x."""
+
+_FP8_PAIRS = {"tensor": "tensor", "1x128": "128x128"}
+_FP8_RESULTS = (torch.bfloat16, torch.float16)
+
+
+class CallSpec(NamedTuple):
+    """All that a call depends on beside its group, its backend, and the contents and addresses of its operands.
+
+    The one key of calls: of plans (:mod:`ops.plan`), of choices of the tuner, of comparisons between ranks. All ranks
+    that make the same call have the same one, but for ``device``.
+    """
+
+    operator: str
+    tp: int
+    shape: torch.Size  # of x: [..., k]
+    dtype: torch.dtype  # of x; FP8: of its numbers
+    device: int  # index of x's GPU; -1: CPU
+    weight: tuple[Any, ...] | None  # shape, dtype, device and contiguity; None of an all_gather
+    transposed: bool
+    bias: tuple[Any, ...] | None  # shape, dtype and device
+    epilogue_bias: bool
+    return_gathered: bool
+    async_op: bool
+    wire: str
+    fp8: Fp8Kind | None
+    scales: tuple[Any, ...] | None  # of FP8 operands: shapes of both, scaling of the weight
+    captured: bool  # runs as inside a CUDA graph
+
+    @property
+    def k(self) -> int:
+        """Columns of x."""
+        return self.shape[-1]
+
+    @property
+    def m(self) -> int:
+        """Rows of the GEMM's operand: of x, gathered where the operator gathers it."""
+        rows = math.prod(self.shape[:-1])
+        return rows * self.tp if self.operator in GATHERING else rows
+
+    @property
+    def n(self) -> int:
+        """Columns of the result of a GEMM, 0 for all_gather."""
+        return 0 if self.weight is None else self.weight[0][1 if self.transposed else 0]
+
+    @property
+    def exchanged(self) -> tuple[object, ...]:
+        """The part in which ranks must not differ: the rest changes nothing that they send each other."""
+        return (self.operator, self.m, self.n, self.k, self.dtype, self.fp8, self.transposed)
+
+    def __str__(self) -> str:
+        """Return :attr:`exchanged` in words."""
+        dtype = self.dtype if self.fp8 is None else self.fp8.words()
+        return f"{self.operator} m={self.m} n={self.n} k={self.k} dtype={dtype} transposed={self.transposed}"
+
+
+_new = tuple.__new__  # a NamedTuple's own constructor takes three times as long
+
+
+class OperatorCall(NamedTuple):
+    """A call with its operands, as operators hand it to plans, backends and the tuner."""
+
+    operator: str
+    x: torch.Tensor  # [..., k]
+    weight: torch.Tensor | None  # [n, k], or [k, n] if ``transposed``; None for all_gather
+    group: dist.ProcessGroup
+    transposed: bool = False
+    bias: torch.Tensor | None = None  # [n], added by the GEMM in fp32 before it rounds
+    return_gathered: bool = True  # False: the local shard may be missing in the gathered x, which is not read
+    async_op: bool = False  # the result need not be finished
+    wire: str = "exact"  # wire format that the tuner may use over a host link, beside the exact one
+    fp8: Fp8Pair | None = None  # ``x`` and ``weight`` are its numbers, unscaled
+    late_bias: torch.Tensor | None = None  # [n], added by the operator to the rounded result
+
+    @property
+    def k(self) -> int:
+        """Columns of ``x``."""
+        return self.x.shape[-1]
+
+    @property
+    def m(self) -> int:
+        """Rows of the GEMM's operand: of ``x``, gathered where the operator gathers it."""
+        rows = math.prod(self.x.shape[:-1])
+        return rows * self.group.size() if self.operator in GATHERING else rows
+
+    @property
+    def n(self) -> int:
+        """Columns of the result of a GEMM, 0 for all_gather."""
+        return 0 if self.weight is None else self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def out(self) -> torch.dtype:
+        """Dtype of the result of a GEMM."""
+        return self.x.dtype if self.fp8 is None else self.fp8.out
+
+    @property
+    def spec(self) -> CallSpec:
+        """The key of the call."""
+        operator, x, weight, group, transposed, bias, gathered, async_op, wire, fp8, late_bias = self
+        inside = bias is not None
+        if not inside:
+            bias = late_bias
+        return _new(
+            CallSpec,
+            (
+                operator, group.size(), x.shape, x.dtype, x.get_device(),
+                None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
+                transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
+                async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
+                capturing(x),
+            ),
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is multiplied, beside shapes: the dtype of x, or all about FP8 operands."""
+        return (self.x.dtype,) if self.fp8 is None else self.fp8.kind
+
+    @property
+    def sent_scales(self) -> torch.Tensor | None:
+        """The scales that travel with x where it is gathered: of blocks. One for all is the same on all ranks."""
+        gathers = self.fp8 is not None and self.fp8.blocks and self.operator in GATHERING
+        return self.fp8.x.scale_inv if gathers else None  # type: ignore[union-attr]
+
+    def matrix(self) -> OperatorCall:
+        """The call with ``x`` as a contiguous ``[m, k]``, not copied where it is one already."""
+        x = matrix(self.x)
+        return self if x is self.x else self._replace(x=x)
+
+    def aligned(self) -> OperatorCall:
+        """The call with operands that are contiguous and begin at multiples of :data:`ALIGNMENT`, copied if need be."""
+        bias = None if self.bias is None else aligned(self.bias)
+        fp8 = None if self.fp8 is None else self.fp8.with_aligned_scales()
+        weight = None if self.weight is None else aligned(self.weight)
+        return self._replace(x=aligned(self.x), weight=weight, bias=bias, fp8=fp8)
+
+    def run(self, backend: Any, **options: Any) -> Any:
+        """Make the call on ``backend``; ``options``: what only this backend takes."""
+        return getattr(backend, self.operator)(self, **options)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` if it is contiguous and begins at a multiple of :data:`ALIGNMENT`, else a copy that does."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+
+
+def check_operands(call: OperatorCall) -> None:
+    """Check that the operands of a call fit each other. Raises UserError: they do not."""
+    operator, x, weight = call.operator, call.x, call.weight
+    bias = call.late_bias if call.bias is None else call.bias
+    if weight is None:
+        if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:
+            raise UserError(
+                f"{operator}: x must have at least 2 dimensions, one column, and be one of "
+                f"{[str(d) for d in DTYPES]}, got {tuple(x.shape)} {x.dtype}"
+            )
+        return
+    if call.fp8 is None:
+        _check_exact(call, weight)
+        about = f"{call.x.dtype} on {x.device}"
+    else:
+        _check_fp8(call, call.fp8)
+        about = f"{call.fp8.out} on {x.device}"
+    if bias is not None and (bias.shape != (call.n,) or bias.dtype != call.out or bias.device != x.device):
+        raise UserError(
+            f"{operator}: bias must be [{call.n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
+        )
+    if operator == "gemm_reduce_scatter" and x.shape[0] % (tp := call.group.size()):
+        raise UserError(
+            f"{operator}: the first dimension of x {tuple(x.shape)} must be divisible by the group size {tp}; pad the "
+            "sequence"
+        )
+
+
+def _check_exact(call: OperatorCall, weight: torch.Tensor) -> None:
+    operator, x = call.operator, call.x
+    if x.dim() < 2 or weight.dim() != 2:
+        raise UserError(
+            f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}"
+        )
+    if call.k == 0:
+        raise UserError(f"{operator}: x {tuple(x.shape)} has no columns, so k is 0; it must be at least 1")
+    k, form = (weight.shape[0], "[k, n]") if call.transposed else (weight.shape[1], "[n, k]")
+    if call.k != k:
+        raise UserError(
+            f"{operator}: the last dimension of x {tuple(x.shape)} must be k = {k} of weight {tuple(weight.shape)} "
+            f"{form}; is transposed={call.transposed} meant?"
+        )
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise UserError(
+            f"{operator}: x and weight must both be one of {[str(d) for d in DTYPES]}, got {x.dtype} and {weight.dtype}"
+        )
+    if weight.device != x.device:
+        raise UserError(f"{operator}: x is on {x.device} and weight on {weight.device}; move them to one device")
+
+
+def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
+    operator, x, weight = call.operator, pair.x, pair.weight
+    if x.k != weight.k:
+        raise UserError(f"{operator}: x [{x.rows}, {x.k}] and weight [{weight.rows}, {weight.k}] have different k")
+    if weight.scaling != _FP8_PAIRS.get(x.scaling):
+        wanted = " or ".join(f"{one} with {other}" for one, other in _FP8_PAIRS.items())
+        raise UserError(f"{operator}: x scaled {x.scaling} with weight scaled {weight.scaling}; use {wanted}")
+    if x.shards != 1 or weight.shards != 1:
+        raise UserError(f"{operator}: x of {x.shards} shards and weight of {weight.shards}; each must be one")
+    if x.dtype == weight.dtype == torch.float8_e5m2:
+        raise UserError(f"{operator}: x and weight are both float8_e5m2; one must be float8_e4m3fn")
+    if x.data.device != weight.data.device:
+        raise UserError(f"{operator}: x is on {x.data.device} and weight on {weight.data.device}; move them together")
+    if pair.out not in _FP8_RESULTS:
+        raise UserError(f"{operator}: out_dtype must be one of {[str(d) for d in _FP8_RESULTS]}, got {pair.out}")
+
+
+def without_rows(call: OperatorCall) -> bool:
+    """Return True if no rank has rows. Collective the first time that this rank has none. Raises UserError: only some
+    have none.
+    """
+    if call.m:
+        return False
+    compare_calls(call)
+    return True
+
+
+def compare_calls(call: OperatorCall) -> int:
+    """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
+
+    Collective the first time only. Raises UserError: they are not (all ranks raise), or the first call of its kind is
+    being captured in a CUDA graph.
+    """
+    spec, group = call.spec, call.group
+    state = state_of(group)
+    number = state.compared.get(spec.exchanged)
+    if number is None:
+        number = state.compared[spec.exchanged] = _agree(call, str(spec), state)
+    if state.table is not None:
+        state.table.spec = number
+    return number
+
+
+def _agree(call: OperatorCall, words: str, state: GroupState) -> int:
+    if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
+    calls = of_all_ranks(words, call.group, "comparing calls")
+    if any(other != calls[0] for other in calls):
+        lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
+        raise UserError(f"the ranks of the group make different calls: {lines}")
+    if not state.compared:
+        state.table = call_table.made(call.group)
+    return 0 if state.table is None else state.table.spec_of(words)

@@ -35,8 +35,8 @@ class Fault:
 
 
 FP8 = "tests/distributed/test_fp8_ops.py"
-PROGRAM = "tests/unit/comm/test_host_program.py"
-P2P = "tests/unit/comm/test_p2p_program.py"
+PROGRAM = "tests/unit/comm/test_host_schedule.py"
+P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PREPARED = "tests/unit/ops/test_prepared_all_reduce.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
@@ -59,21 +59,21 @@ FAULTS: tuple[Fault, ...] = (
     # The link through host memory.
     _fault(
         "reading runs further behind than there are slots",
-        "megatron_flux/comm/host_program.py",
+        "megatron_flux/comm/host_schedule.py",
         "ahead = slots - 2",
         "ahead = slots",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
         "a slot is written before its readers have left it",
-        "megatron_flux/comm/host_program.py",
+        "megatron_flux/comm/host_schedule.py",
         "            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],",
         "            [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
         "a slot is read before it is written",
-        "megatron_flux/comm/host_program.py",
+        "megatron_flux/comm/host_schedule.py",
         "                [(WordOp(WAIT, word, FULL), Wait(source, rank))],",
         "                [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
@@ -87,32 +87,32 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # The link through peers' memory.
     _fault(
-        "who has not its turn sends",
-        "megatron_flux/comm/p2p_program.py",
-        "return Ends(waits(use), [copy],",
-        "return Ends([], [copy],",
+        "a rank sends before its round is open",
+        "megatron_flux/comm/p2p_schedule.py",
+        "return Transfer(waits(use), [copy],",
+        "return Transfer([], [copy],",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
-        "the next turn is opened before this one has ended",
-        "megatron_flux/comm/p2p_program.py",
+        "the next round is opened before this one has ended",
+        "megatron_flux/comm/p2p_schedule.py",
         "if use == len(chunk) - 1 else ()",
         "if use == 0 else ()",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
         "what has not come is forwarded",
-        "megatron_flux/comm/p2p_program.py",
+        "megatron_flux/comm/p2p_schedule.py",
         "after=IN if forwards and i == 0 else None",
         "after=None",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
-        "slots are open before anybody has a turn",
+        "slots are open before any round",
         "megatron_flux/comm/p2p_link.py",
         "store(own + word, CLOSED)",
         "store(own + word, 0)",
-        ("tests/distributed/test_p2p_link.py::test_everything_arrives",),
+        ("tests/distributed/test_host_link.py::test_everything_arrives",),
     ),
     # What ranks decide together.
     _fault(

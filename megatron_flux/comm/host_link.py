@@ -1,31 +1,46 @@
-"""The link through host memory: for GPUs of one host without peer access, and for CPUs.
+"""The link through host memory: moves rows between the ranks of one host, without peer access and without SMs.
 
-What a rank sends goes by copy engine into slots of its region of shared memory, and from there into its peers' GPUs. No
-SM takes part. In a gather every rank copies its block to host memory once and all peers read it; in an exchange each
-pair has slots of its own. The parts:
+For operators that multiply block by block (:mod:`megatron_flux.ops.backends.chunked`). A link knows bytes and peers, no
+matrices. It offers two calls:
 
-* :mod:`~megatron_flux.comm.host_memory`: the memory; :mod:`~megatron_flux.comm.host_ring`: what lies where in it;
+* *gather*: every rank sends one block of bytes to all its peers;
+* *exchange*: every rank sends each peer a block of its own, one after the other.
+
+Blocks move in *pieces*, cut at the same offsets on all ranks, so that a GEMM can begin with the first rows that are
+here, and end soon after the last. What a rank sends goes by copy engine into slots of its region of shared memory, and
+from there into its peers' GPUs: in a gather the block is copied to host memory once and all peers read it; in an
+exchange each pair has slots of its own. The parts:
+
+* :mod:`~megatron_flux.comm.host_memory`: the memory;
+* :mod:`~megatron_flux.comm.host_schedule`: what lies where in it, and what is enqueued in which order, once per size;
 * :mod:`~megatron_flux.comm.lanes`: the queues that copies and waits go into;
-* :mod:`~megatron_flux.comm.host_program`: what goes into them, in which order, laid out once for all calls of a size;
 * :mod:`~megatron_flux.comm.host_progress`: time-outs.
 
-Contract: that of :mod:`~megatron_flux.comm.transport`. Slots and words are as they were when a call has ended on all
-ranks, so calls need no numbers but for time-outs.
+Contract
+    * All ranks of a group make the same calls with the same sizes in the same order, as for any collective. A call
+      begins on the current stream (on CPUs: at once). Calls are finished in the order in which they began.
+    * Tensors are uint8 and contiguous. What is sent must not change, and where it arrives not be read, until the call
+      says so. The link keeps both alive.
+    * A call that cannot be finished raises :class:`~megatron_flux.errors.OperatorError` at its next step or in the next
+      call, with rank, operator and peers. An exception in between must poison the link
+      (:func:`~megatron_flux.comm.timeouts.poison_on_error`): peers would wait for bytes that never come, and the next
+      call would take one step for another.
+    * Slots and words are as they were when a call has ended on all ranks, so calls need no numbers but for time-outs.
 
 Hazards
     * **A late reader must never read a slot that is used again.** The writer waits for EMPTY from *every* reader before
       it copies; a reader writes EMPTY only behind its copy, in stream order. Both go through the uses of a slot in the
       same order, from call to call too: all calls begin with slot 0 of a ring that is empty, or will be.
     * **One hardware queue for all streams**: the order of everything that is enqueued must be free of deadlocks; see
-      the order in :mod:`~megatron_flux.comm.host_program`. Transfers of an exchange are enqueued behind the GEMM of the
-      next step, which one queue would otherwise hold back until they have ended.
+      :mod:`~megatron_flux.comm.host_schedule`. Transfers of an exchange are enqueued behind the GEMM of the next step,
+      which one queue would otherwise hold back until they have ended.
     * **What stands before a wait on the caller's stream.** The lanes follow the caller's stream where they read what it
-      writes; it follows them where it reads what they write, and at the end of a call. Peers' work is never waited for
-      but through words.
-    * **Host time.** Each chunk costs a call of the driver for its words and one for its copy in each lane, about 3 us
-      each (2 x H200). Words go in batches whose arguments are made once. Larger slots mean fewer calls.
+      writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
+      through words alone.
+    * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
+      (2 x H200). Words go in batches whose arguments are built once. Larger slots mean fewer calls.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
-      branches reach the hardware is not ours to say. One trial on two H200s, of two lanes each way, ended with one
+      branches reach the hardware is not ours to say. One trial on two H200s, with two lanes each way, ended with one
       queue and with eight, with late ranks and eager calls between replays; the check of ``tests/gpu/checks_host.py``
       has not run. The shared memory whose addresses a graph holds is never given back.
 """
@@ -40,22 +55,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import settings
-from megatron_flux.comm import host_memory, host_program, transport
+from megatron_flux.comm import host_memory, host_schedule
 from megatron_flux.comm.agreement import together
-from megatron_flux.comm.host_program import DOWN, LANES, UP, Program, Step
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
-from megatron_flux.comm.host_ring import Layout, usual
+from megatron_flux.comm.host_schedule import DOWN, LANES, UP, Layout, Program, Step, default_layout
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
 from megatron_flux.comm.slab import Cache
 from megatron_flux.errors import OperatorError
 
 
 class HostLink:
-    """See the module; one per group."""
+    """The link of one group; see the module."""
 
     kind = "host"
     through = "host memory"
     captures = True
+    """Whether its calls may become part of CUDA graphs."""
 
     def __init__(
         self,
@@ -65,16 +80,16 @@ class HostLink:
         *,
         one_queue: bool | None = None,
     ) -> None:
-        """Collective. ``one_queue``: on CPUs, whether one queue takes everything (None: as settings say of CUDA's).
-        Raises UserError: there is no shared memory for it, or not enough.
+        """Collective. ``one_queue``: on CPUs, use one queue for everything (None: as settings say of CUDA's). Raises
+        UserError if there is no shared memory for it, or not enough.
         """
         self.rank, self.tp, self.device = group.rank(), group.size(), device
-        self.layout = layout or usual(self.tp)
+        self.layout = layout or default_layout(self.tp)
         regions = host_memory.make(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
-        self._at = regions.lanes
+        self._regions = regions.lanes
         self._programs: Cache[tuple[str, tuple[int, ...]], Program] = Cache()
-        self._last: HostGather | HostExchange | None = None
+        self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self._lanes: list[Lane] = []
 
@@ -95,63 +110,58 @@ class HostLink:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of this rank's own."""
+        """Shared memory that this rank owns."""
         return self.layout.region_bytes
 
     @property
     def alarm(self) -> LinkAlarm:
-        """Of its waits."""
+        """Alarm of its waits."""
         return self._progress.alarm
 
-    def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> HostGather:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+    def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostGather:
+        """Send ``local`` ``[nbytes]`` to all peers; peer ``p``'s arrives in ``gathered[p]`` (``[tp, nbytes]``, whose
+        local row is left alone). ``cuts``: where pieces begin, and ``nbytes``.
+        """
         program = self._program("gather", cuts)
         self._begin(operator, program, LANES)
-        self._last = HostGather(self, program, mine, theirs)
-        self._last.begin()
-        return self._last
+        self._latest = HostGather(self, program, local, gathered)
+        self._latest.begin()
+        return self._latest
 
-    def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+    def exchange(self, operator: str, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
+        """Send a block of ``nbytes`` to each peer; what peer ``p`` sends this rank arrives in ``received[p]``."""
         program = self._program("exchange", cuts)
         self._begin(operator, program, (UP,))
-        self._last = HostExchange(self, program, theirs, cuts)
-        return self._last
+        self._latest = HostExchange(self, program, received, self.exchange_steps(len(cuts) - 1))
+        return self._latest
 
-    def broken_off(self, operator: str, error: BaseException) -> None:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+    def poison(self, operator: str, error: BaseException) -> None:
+        """Refuse all further calls: ``error`` ended a call of ``operator`` that has begun."""
         self.alarm.poison(operator, error)
         if self.device.type == "cuda":  # what the caller does with the operands' memory comes behind the lanes
             for lane in self._lanes:
                 with contextlib.suppress(Exception):
                     lane.mark()()
 
-    def _begin(self, operator: str, program: Program, behind: Sequence[int]) -> None:
-        """The lanes ``behind`` come behind what the caller has enqueued by now."""
-        if self.alarm.view[0]:
-            raise OperatorError(self.alarm.message())
-        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if captured:
-            self._progress.regions.never_free()
-        program.stamp(self._progress.begin(Call(operator, program), captured=captured))
-        self.follow(behind)()
+    def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
+        """Return an exchange's ``(peer, piece)`` in sending order."""
+        return host_schedule.exchange_steps(self.rank, self.tp, pieces)
 
     def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
-        """Enqueue ``steps``; ``rows``: addresses on the device, what is sent last."""
-        lanes = self._lanes
+        """Enqueue ``steps``; ``rows``: device addresses of the tensor's rows, then of what is sent."""
         for number, batch, copies, after in steps:
-            lane = lanes[number]
+            lane = self._lanes[number]
             if after is not None:
-                lane.after(lanes[after])
+                lane.after(self._lanes[after])
             lane.words(batch)
-            for row, offset, host, nbytes in copies:
+            for row, offset, slot, nbytes in copies:
                 if number == DOWN:
-                    lane.copy(host, rows[row] + offset, nbytes)
+                    lane.copy(slot, rows[row] + offset, nbytes)
                 else:
-                    lane.copy(rows[row] + offset, host, nbytes)
+                    lane.copy(rows[row] + offset, slot, nbytes)
 
     def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """What puts the stream that is current when it is called behind what these lanes have been given by now."""
+        """Return a function that puts the then current stream behind what these lanes have been given by now."""
         marks = [self._lanes[number].mark() for number in numbers]
 
         def wait() -> None:
@@ -161,46 +171,52 @@ class HostLink:
         return wait
 
     def follow(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """What puts these lanes behind what the caller has enqueued by now."""
+        """Return a function that puts these lanes behind what the caller has enqueued by now."""
         return follow([self._lanes[number] for number in numbers])
 
     def hold(self, sent: torch.Tensor) -> None:
-        """The memory of ``sent`` is read until the lanes are done with it, whichever stream it belongs to."""
+        """Keep the memory of ``sent`` until the lanes are done with it, whichever stream it belongs to."""
         self._lanes[DOWN].hold(sent)
 
-    def _program(self, kind: str, cuts: Sequence[int]) -> Program:
-        key = (kind, tuple(cuts))
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = self._make(*key)
-        return found
-
-    def _make(self, kind: str, cuts: Sequence[int]) -> Program:
-        make = host_program.gather if kind == "gather" else host_program.exchange
-        return make(self.layout, self.rank, self._at, cuts)
-
-    def steps(self, pieces: int) -> list[tuple[int, int]]:
-        """Of an exchange; see :class:`~megatron_flux.comm.transport.Exchange`."""
-        return transport.steps(self.rank, self.tp, pieces)
-
-    def ended(self, call: HostGather | HostExchange) -> None:
-        """What ``call`` has kept may go; nothing behind the gate runs if a wait was given up."""
-        if self._last is call:
-            self._last = None
+    def end(self, call: HostGather | HostExchange) -> None:
+        """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
+        if self._latest is call:
+            self._latest = None
         if self.device.type == "cuda":
             from megatron_flux.kernels import gate
 
             gate.launch(self.alarm.words, self._gates, self.device)
 
+    def _begin(self, operator: str, program: Program, behind: Sequence[int]) -> None:
+        """Count the call and put the lanes ``behind`` what the caller has enqueued by now."""
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._progress.regions.never_free()
+        program.stamp(self._progress.begin(Call(operator, program), captured=captured))
+        self.follow(behind)()
+
+    def _program(self, kind: str, cuts: Sequence[int]) -> Program:
+        key = (kind, tuple(cuts))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._build(*key)
+        return program
+
+    def _build(self, kind: str, cuts: Sequence[int]) -> Program:
+        build = host_schedule.gather if kind == "gather" else host_schedule.exchange
+        return build(self.layout, self.rank, self._regions, cuts)
+
 
 class _HostCall:
-    """A call that has begun: what both kinds do at their end."""
+    """A call that has begun."""
 
-    def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, sent: int) -> None:
+    def __init__(self, link: HostLink, program: Program, received: torch.Tensor, sent: int) -> None:
         """Nothing is enqueued yet. ``sent``: address of what is sent."""
-        self._link, self._theirs = link, theirs
-        pitch, first = theirs.shape[1], theirs.data_ptr()
-        self._rows = [*(first + row * pitch for row in range(theirs.shape[0])), sent]
+        self._link, self._received = link, received
+        pitch, first = received.shape[1], received.data_ptr()
+        self._rows = [*(first + row * pitch for row in range(received.shape[0])), sent]
         self._parts = iter(program.parts)
         self._end: Callable[[], None] | None = None
         self._finished = False
@@ -209,33 +225,33 @@ class _HostCall:
         raise NotImplementedError
 
     def _release(self) -> None:
-        """What was sent, behind the end."""
+        """Let go of what was sent, behind the end."""
 
     def enqueue(self) -> None:
-        """See the protocol."""
+        """Begin all that is left, and do not wait for it."""
         self._enqueue_rest()
         if self._end is None:
             self._end = self._link.behind(LANES)
 
     def wait(self) -> None:
-        """See the protocol."""
+        """Put the current stream behind the whole call. May be called more than once."""
         self.enqueue()
         if self._finished or self._end is None:
             return
         self._finished = True
         self._end()
         self._release()
-        self._link.ended(self)
+        self._link.end(self)  # type: ignore[arg-type]
 
 
 class HostGather(_HostCall):
-    """See :class:`~megatron_flux.comm.transport.Gather`."""
+    """A gather; iterate over it for the pieces as they arrive."""
 
-    def __init__(self, link: HostLink, program: Program, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def __init__(self, link: HostLink, program: Program, local: torch.Tensor, gathered: torch.Tensor) -> None:
         """Nothing is enqueued yet."""
-        super().__init__(link, program, theirs, mine.data_ptr())
-        self._mine = mine
-        self._begun = torch.cuda.current_stream(mine.device) if mine.is_cuda else None
+        super().__init__(link, program, gathered, local.data_ptr())
+        self._local = local
+        self._begun = torch.cuda.current_stream(local.device) if local.is_cuda else None
 
     def begin(self) -> None:
         """Enqueue what can leave before anything is waited for."""
@@ -244,7 +260,9 @@ class HostGather(_HostCall):
             return
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """See the protocol."""
+        """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
+        has arrived).
+        """
         link = self._link
         for part in self._parts:
             link.run(part.steps, self._rows)
@@ -259,22 +277,24 @@ class HostGather(_HostCall):
 
     def _release(self) -> None:
         if self._begun is not None and torch.cuda.current_stream() != self._begun:
-            self._link.hold(self._mine)
+            self._link.hold(self._local)
 
 
 class HostExchange(_HostCall):
-    """See :class:`~megatron_flux.comm.transport.Exchange`."""
+    """An exchange; send a block for each of ``steps``, in that order."""
 
-    def __init__(self, link: HostLink, program: Program, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
+    def __init__(
+        self, link: HostLink, program: Program, received: torch.Tensor, steps: Sequence[tuple[int, int]]
+    ) -> None:
         """Nothing is enqueued yet."""
-        super().__init__(link, program, theirs, 0)
-        self.steps = link.steps(len(cuts) - 1)
+        super().__init__(link, program, received, 0)
+        self.steps = steps
         self._sent: list[torch.Tensor] = []
         self._held: tuple[int, Callable[[], None]] | None = None
 
     def send(self, block: torch.Tensor) -> None:
-        """See the protocol. A step is enqueued when the next one's block is there: the GEMM of that comes first in a
-        queue that they share.
+        """Send the next step's bytes, which the current stream has written. They are enqueued when the next step's
+        block is there: its GEMM comes first in a queue that they share.
         """
         behind = self._link.follow((DOWN,))
         self._enqueue_rest()

@@ -1,26 +1,25 @@
 """The link through peers' memory: for GPUs of one host with peer access, whatever connects them.
 
 What a rank sends goes by copy engine straight into slots in the memory of the GPU that it is for, and from there by a
-copy within that GPU to where it belongs. No SM of the sender takes part, no host memory but for words. In
-:mod:`~megatron_flux.comm.p2p_schedule` stands who sends to whom when, in :mod:`~megatron_flux.comm.p2p_program` what is
-enqueued for it, in :mod:`~megatron_flux.comm.p2p_probe` which schedule a group has. Everything else is that of
-:mod:`~megatron_flux.comm.host_link`: lanes, time-outs, calls that are broken off, the gate at the end.
+copy within that GPU to where it belongs. No SM of the sender takes part, no host memory but for words. Who sends to
+whom when: :mod:`~megatron_flux.comm.p2p_schedule`. Everything else is the link through host memory
+(:mod:`~megatron_flux.comm.host_link`): contract, lanes, time-outs, poison, the gate at the end.
 
-Contract: that of :mod:`~megatron_flux.comm.transport`. Slots are torch's symmetric memory (CUDA's virtual memory,
-exported to the peers); NVLink multicast is refused as in :mod:`~megatron_flux.comm.slab`.
+Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused as in
+:mod:`~megatron_flux.comm.slab`.
 
 Words lie in shared host memory, not beside the data
     * A word is written behind the copy in the order of its stream: what CUDA's own events between processes promise for
       a copy to a peer, and these are words in host memory as well, is all that is asked for. A word in a peer's memory
       would need memory operations on memory of another GPU, which is not promised for all platforms.
-    * Whoever watches time-outs reads and satisfies words without the GPU, whose streams may stand still.
+    * The thread that watches time-outs reads and satisfies words without the GPU, whose streams may stand still.
     * No atomics, so nothing depends on ``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``, without which kernels that
       wait for each other over PCIe hang; it is not asked for.
-    * The driver is asked for ``CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES``: on platforms that say yes a GPU may show
-      peers' writes to itself in another order than they arrived, and a flush stands behind each wait for them.
+    * Platforms with ``CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES`` may show a GPU peers' writes in another order than
+      they arrived: there a flush stands behind each wait for them.
 
 Hazards, beside those of the link through host memory
-    * **A rank that has given up pushes on**: its streams run empty, into slots that are not its own in that turn. The
+    * **A rank that has given up pushes on**: its streams run empty, into slots that are not its own in that round. The
       peers may then read what is wrong; no step of theirs can end without that rank, which ends.
     * The copy from a slot runs as the driver chooses, on an SM perhaps: behind a GEMM that fills the GPU it may begin
       late. Its lane has a high priority.
@@ -28,26 +27,28 @@ Hazards, beside those of the link through host memory
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_driver
-from megatron_flux.comm import p2p_program, p2p_schedule, slab
-from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux import cuda_driver, nvml
+from megatron_flux.comm import p2p_schedule, slab
+from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
-from megatron_flux.comm.host_program import Part, Program, Step
+from megatron_flux.comm.host_schedule import Part, Program, Step
 from megatron_flux.comm.lanes import Batch, store
-from megatron_flux.comm.p2p_program import CLOSED, IN, PeerLayout
-from megatron_flux.comm.p2p_schedule import Islands, of_rank
+from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout, of_rank
 from megatron_flux.cuda_memory_ops import FLUSH, WordOp
 
 _CAN_FLUSH_REMOTE_WRITES = 98
 
 
 class P2PLink(HostLink):
-    """See the module; one per group."""
+    """The link of one group; see the module."""
 
     kind = "p2p"
     through = "peers' memory"
@@ -59,12 +60,9 @@ class P2PLink(HostLink):
         device: torch.device,
         layout: PeerLayout | None = None,
         *,
-        islands: Islands | None = None,
         one_queue: bool | None = None,
     ) -> None:
-        """As of the base class; ``islands``: see :meth:`use`. On CPUs slots are shared memory of the host, too. Raises
-        UserError: also where there is no symmetric memory.
-        """
+        """Collective. On CPUs slots are shared memory of the host. Raises UserError, also without symmetric memory."""
         self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
@@ -73,35 +71,60 @@ class P2PLink(HostLink):
         self._flushes = device.type == "cuda" and bool(cuda_driver.attribute(device, _CAN_FLUSH_REMOTE_WRITES))
         super().__init__(group, device, layout, one_queue=one_queue)
         self._progress.keep = memory
-        self.use(islands)
+        islands = find_islands(together(group, "where the GPUs are", lambda: place_of(device)))
+        self._rounds = {build: build(self.tp, islands) for build in (p2p_schedule.gather, p2p_schedule.exchange)}
         own = self._progress.regions.host[self.rank]
         for word in layout.own_words():
             store(own + word, CLOSED)
         of_all_ranks(None, group, "closing slots")  # nobody opens a slot before everybody's are closed
 
-    def use(self, islands: Islands | None) -> None:
-        """Let calls that begin from here on, on all ranks, go as islands ask for (None: flat)."""
-        self._turns = {make: make(self.tp, islands) for make in (p2p_schedule.gather, p2p_schedule.exchange)}
-        self._programs.clear()
-
-    def steps(self, pieces: int) -> list[tuple[int, int]]:
-        """See the base class."""
-        order = of_rank(self._turns[p2p_schedule.exchange], self.rank)
+    def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
+        """Return an exchange's ``(peer, piece)`` in sending order."""
+        order = of_rank(self._rounds[p2p_schedule.exchange], self.rank)
         return [(turn.target, piece) for piece in range(pieces) for turn in order]
 
-    def _make(self, kind: str, cuts: Sequence[int]) -> Program:
-        turns = self._turns[getattr(p2p_schedule, kind)]
-        ends = self._peers, self.rank, self._at, self._slots
-        made = p2p_program.program(*ends, cuts, turns, exchange=kind == "exchange")
+    def _build(self, kind: str, cuts: Sequence[int]) -> Program:
+        rounds = self._rounds[getattr(p2p_schedule, kind)]
+        ends = self._peers, self.rank, self._regions, self._slots
+        program = p2p_schedule.program(*ends, cuts, rounds, exchange=kind == "exchange")
         if self._flushes:
-            made.parts = [
-                Part([one for step in part.steps for one in _flushed(step)], part.arrived) for part in made.parts
+            program.parts = [
+                Part([one for step in part.steps for one in _flushed(step)], part.arrived) for part in program.parts
             ]
-        return made
+        return program
 
 
 def _flushed(step: Step) -> list[Step]:
-    """``step``, with a flush between what it waits for and what it copies."""
+    """Split ``step`` to put a flush between what it waits for and what it copies."""
     if step.lane != IN or not step.copies:
         return [step]
     return [step._replace(copies=()), Step(IN, Batch([WordOp(FLUSH, 0, 0)]), step.copies, None)]
+
+
+def place_of(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
+    """Return a GPU's PCIe address ``bus``, ``numa_node`` and ``root_complex`` from sysfs; None where not known."""
+    bus = nvml.pci_address(device) if device.type == "cuda" else None
+    node = root_complex = None
+    if bus is not None:
+        try:
+            number = int((root / bus / "numa_node").read_text())
+            node = number if number >= 0 else None  # -1: the firmware does not say
+        except (OSError, ValueError):
+            pass
+        root_complex = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str((root / bus).resolve()))), None)
+    return {"bus": bus, "numa_node": node, "root_complex": root_complex}
+
+
+def find_islands(places: Sequence[dict[str, Any]]) -> Islands | None:
+    """Return the two islands of ranks whose GPUs are at ``places``: two NUMA nodes, or else two root complexes, with
+    equally many GPUs each; None where there are not two, or of one GPU each.
+    """
+    for key in ("numa_node", "root_complex"):
+        ranks_at: dict[Any, list[int]] = {}
+        for rank, place in enumerate(places):
+            ranks_at.setdefault(place[key], []).append(rank)
+        if None not in ranks_at and len(ranks_at) == 2:
+            one, other = map(tuple, ranks_at.values())
+            if len(one) == len(other) > 1:
+                return one, other
+    return None

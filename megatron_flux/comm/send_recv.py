@@ -3,7 +3,7 @@
 It goes wherever the process group does (NCCL, gloo), takes SMs from the GEMM where NCCL does, and is no faster than the
 network; what it gains is that a GEMM runs while rows are on their way.
 
-Contract: that of :mod:`~megatron_flux.comm.transport`. Everything is enqueued in one order on all ranks: by piece, and
+Contract: that of :mod:`~megatron_flux.comm.host_link`. Everything is enqueued in one order on all ranks: by piece, and
 within it by step ``d``, in which rank ``r`` sends to ``r + d`` and receives from ``r - d`` in one batch. Time-outs and
 lost peers are the process group's own.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import transport
+from megatron_flux.comm.host_schedule import exchange_source, exchange_steps
 from megatron_flux.errors import OperatorError, one_line
 
 _FAILURES = (RuntimeError, ValueError)
@@ -42,17 +42,17 @@ class SendRecv:
         return group
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]) -> SendRecvGather:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+        """See :class:`~megatron_flux.comm.host_link.HostLink`."""
         self._check()
         return SendRecvGather(self, operator, mine, theirs, cuts)
 
     def exchange(self, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> SendRecvExchange:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+        """See :class:`~megatron_flux.comm.host_link.HostLink`."""
         self._check()
         return SendRecvExchange(self, operator, theirs, cuts)
 
-    def broken_off(self, operator: str, error: BaseException) -> None:
-        """See :class:`~megatron_flux.comm.transport.Transport`."""
+    def poison(self, operator: str, error: BaseException) -> None:
+        """See :class:`~megatron_flux.comm.host_link.HostLink`."""
         if self._broken is None:
             self._broken = (
                 f"rank {dist.get_rank()} (tp rank {self.rank} of {self.tp}): a call of {operator} was broken off here "
@@ -90,7 +90,7 @@ class SendRecv:
 
 
 class SendRecvGather:
-    """See :class:`~megatron_flux.comm.transport.Gather`."""
+    """See :class:`~megatron_flux.comm.host_link.HostLink`."""
 
     def __init__(
         self, by: SendRecv, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: Sequence[int]
@@ -98,8 +98,8 @@ class SendRecvGather:
         """Begins all of it."""
         self._by, self._operator, self._keep = by, operator, (mine, theirs)
         self._under_way: list[tuple[int, int, list[Any]]] = []
-        for peer, piece in transport.steps(by.rank, by.tp, len(cuts) - 1):
-            source, part = transport.source(by.rank, by.tp, peer), slice(cuts[piece], cuts[piece + 1])
+        for peer, piece in exchange_steps(by.rank, by.tp, len(cuts) - 1):
+            source, part = exchange_source(by.rank, by.tp, peer), slice(cuts[piece], cuts[piece + 1])
             works = by.step(operator, peer, mine[part], source, theirs[source, part])
             self._under_way.append((source, piece, works))
 
@@ -119,19 +119,19 @@ class SendRecvGather:
 
 
 class SendRecvExchange:
-    """See :class:`~megatron_flux.comm.transport.Exchange`."""
+    """See :class:`~megatron_flux.comm.host_link.HostLink`."""
 
     def __init__(self, by: SendRecv, operator: str, theirs: torch.Tensor, cuts: Sequence[int]) -> None:
         """Nothing is begun yet."""
         self._by, self._operator, self._theirs, self._cuts = by, operator, theirs, cuts
-        self.steps = transport.steps(by.rank, by.tp, len(cuts) - 1)
+        self.steps = exchange_steps(by.rank, by.tp, len(cuts) - 1)
         self._under_way: list[tuple[int, list[Any], torch.Tensor]] = []
 
     def send(self, block: torch.Tensor) -> None:
         """See the protocol."""
         by, cuts = self._by, self._cuts
         peer, piece = self.steps[len(self._under_way)]
-        source = transport.source(by.rank, by.tp, peer)
+        source = exchange_source(by.rank, by.tp, peer)
         received = self._theirs[source, cuts[piece] : cuts[piece + 1]]
         self._under_way.append((source, by.step(self._operator, peer, block, source, received), block))
 

@@ -94,7 +94,8 @@ SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
 
 
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 MOST_ENTRIES = 512
 
 

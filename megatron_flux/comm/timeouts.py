@@ -28,6 +28,8 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -145,6 +147,23 @@ class Alarm:
         """Stop watching."""
         with _lock:
             _alarms.discard(self)
+
+
+class Poisonable(Protocol):
+    """What a call can leave unusable: a slab, a link."""
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        """Refuse every further call: ``error`` ended one of ``operator`` that had begun."""
+
+
+@contextlib.contextmanager
+def poison_on_error(work: Poisonable, operator: str) -> Iterator[None]:
+    """Poison ``work`` if anything in the block, in which a call begins, raises: peers already count on this call."""
+    try:
+        yield
+    except BaseException as error:
+        work.poison(operator, error)
+        raise
 
 
 def _write(text: str) -> None:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import UserError, ops
-from megatron_flux.comm import host_memory, links, transports
+from megatron_flux.comm import host_memory, links, p2p_link, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
-from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.comm.p2p_link import P2PLink
-from megatron_flux.comm.p2p_program import PeerLayout
+from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.comm.send_recv import SendRecv
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
@@ -44,8 +44,9 @@ def use(way: str, group: dist.ProcessGroup) -> None:
     if way == "send and receive":
         made: Any = SendRecv(group)
     elif way == "peers' memory":
-        islands = ((0, 3), (1, 2)) if group.size() == 4 else None
-        made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3), islands=islands, one_queue=True)
+        place = {"numa_node": int(group.rank() in (1, 2)), "root_complex": None}  # two islands of four ranks
+        with mock.patch.object(p2p_link, "place_of", return_value=place):
+            made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3), one_queue=True)
     else:
         layout = Layout(group.size(), slot_bytes=900, slots=3)
         made = HostLink(group, CPU, layout, one_queue=way == "one queue")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import time
 import uuid
@@ -17,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import host_link, host_memory, link_speed
+from megatron_flux.comm import host_link, host_memory
 from megatron_flux.errors import OperatorError
+from megatron_flux.telemetry import link_report
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_launcher import begin
 from tests.processes import MARK, end, left, marked, with_mark
@@ -45,9 +45,6 @@ def test_two_processes(warm_python: str) -> None:
     found = json.loads(said)["link_speed"]
     assert (found["device"], found["ranks"], found["gpus"], found["pairs"]) == ("cpu", 2, [], [])
     host = found["host"]
-    for name in ("down", "up", "down_at_once", "up_at_once"):
-        assert len(host[name]) == 2
-        assert all(0.01 < speed < 1000 for speed in host[name])
     assert 0.01 < host["gather"] < 1000
     assert 0.01 < host["exchange"] < 1000
 
@@ -76,29 +73,9 @@ def test_a_rank_that_is_killed(warm_python: str, mark: str) -> None:
     assert left(mark, 10) == []
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_answer(warm_python: str, mark: str) -> None:
-    more = {MARK: with_mark(mark), "MEGATRON_FLUX_TIMEOUT_S": "3", "CUDA_VISIBLE_DEVICES": ""}
-    for _ in range(3):
-        process = begin(warm_python, *DOCTOR, **more)
-        silent = rank_of(mark, "1", process)
-        silent.suspend()
-        rank_of(mark, "0", process).wait(60)
-        silent.send_signal(signal.SIGCONT)  # the launcher's signal, which ends it, waits meanwhile
-        said, errors = process.communicate(timeout=60)
-        if process.returncode:  # else it had measured before it was found
-            break
-    assert process.returncode == 1
-    assert said == ""
-    last = errors.splitlines()[-1]
-    assert "rank 0 failed: FluxError: the links could not be measured (limit 3 s): " in last, errors
-    assert last.endswith("; the rest of doctor runs without --links")
-    assert left(mark, 10) == []
-
-
 def measure() -> dict[str, Any]:
-    with mock.patch.object(link_speed, "HOST_BYTES", 8 << 20):
-        return link_speed.through_host(dist.group.WORLD, CPU)
+    with mock.patch.object(link_report, "HOST_BYTES", 8 << 20):
+        return link_report.through_host(dist.group.WORLD, CPU)
 
 
 def test_too_little_shared_memory(world2: WorkerPool, tmp_path: Path) -> None:

@@ -21,18 +21,11 @@ def test_links() -> None:
     assert (found["device"], found["ranks"], len(found["gpus"])) == ("cuda", gpus, gpus)
     assert len(found["pairs"]) == gpus * (gpus - 1)
     for pair in found["pairs"]:
-        for way in ("push", "pull"):
-            assert (pair[way] is None) is (pair["kind"] == "host")
-            assert pair[way] is None or 1 < pair[way] < 2000, pair
-    if all(pair["kind"] != "host" for pair in found["pairs"]):
-        peers = found["peers"]
-        assert peers["schedule"] in ("flat", "islands"), peers
-        assert all(1 < speed < 2000 for speeds in peers["gb_per_s"].values() for speed in speeds.values()), peers
+        assert (pair["push"] is None) is (pair["kind"] == "host")
+        assert pair["push"] is None or 1 < pair["push"] < 2000, pair
+    assert len(found["all_at_once"]) == gpus
     host = found["host"]
     if "why_not" in host:
         pytest.skip(host["why_not"])
-    for name in ("down", "up", "down_at_once", "up_at_once"):
-        assert len(host[name]) == gpus
-        assert all(0.5 < speed < 200 for speed in host[name]), host
     assert 0.2 < host["gather"] < 200
     assert 0.2 < host["exchange"] < 200

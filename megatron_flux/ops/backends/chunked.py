@@ -1,9 +1,10 @@
 """The ``chunked`` backends: cuBLAS multiplies what has arrived while the rest is on its way, over any transport.
 
-For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transport`): through host
-memory on one host, by send and receive between several. ``all_gather_gemm`` multiplies the rank's own rows first, then
-each piece of each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon
-as it is there, its own rows last, and then adds all in fp32, in the order of ranks: results are the same in every run.
+For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transports`): through
+host memory on one host, by send and receive between several. ``all_gather_gemm`` multiplies the rank's own rows first,
+then each piece of each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as
+soon as it is there, its own rows last, and then adds all in fp32, in the order of ranks: results are the same in every
+run.
 
 ==================  =====================================================================================
 name                what travels (:mod:`megatron_flux.kernels.wire`)
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.transport import unbroken
+from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
@@ -105,7 +106,7 @@ class ChunkedBackend(Backend):
         y, full = x.new_empty(call.m, call.n), x.new_empty(call.m, k)
         own = call.group.rank() * mp
         gather = _Gathered(self, call, full, pieces)
-        with unbroken(gather.transport, call.operator):
+        with poison_on_error(gather.transport, call.operator):
             gather.begin()
             gemm(x, y[own : own + mp])
             if call.return_gathered:
@@ -126,7 +127,7 @@ class ChunkedBackend(Backend):
         if pair.blocks:  # first, on their own: 4 bytes for 128
             gathers.insert(0, _Gathered(self, call, all_scales.view(-1, scales.shape[1]), 1, scales))
         transport, own = gathers[0].transport, slice(rank * mp, (rank + 1) * mp)
-        with unbroken(transport, call.operator):
+        with poison_on_error(transport, call.operator):
             for ahead in gathers[:-1]:
                 ahead.begin()
                 ahead.flight.enqueue()
@@ -150,14 +151,14 @@ class ChunkedBackend(Backend):
         full = x.new_empty(call.m, k)
         own = call.group.rank() * mp
         gather = _Gathered(self, call, full, pieces)
-        with unbroken(gather.transport, call.operator):
+        with poison_on_error(gather.transport, call.operator):
             gather.begin()
             gather.flight.enqueue()
             full[own : own + mp].copy_(x)
         begun = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
         def wait() -> None:
-            with unbroken(gather.transport, call.operator):
+            with poison_on_error(gather.transport, call.operator):
                 gather.flight.wait()
                 gather.decode_all()
             _used_behind(begun, gather.arrived)
@@ -180,7 +181,7 @@ class ChunkedBackend(Backend):
         empty = functools.partial(x.new_empty, dtype=call.out)
         y, own = empty(mp, n), empty(mp, n)
         partial = None if wire == wires.EXACT else empty(max(b - a for a, b in itertools.pairwise(rows)), n)
-        with unbroken(transport, call.operator):
+        with poison_on_error(transport, call.operator):
             if (table := state_of(group).table) is not None:
                 table.enter()
             exchange = transport.exchange(call.operator, theirs, cuts)
@@ -198,7 +199,7 @@ class ChunkedBackend(Backend):
         begun = torch.cuda.current_stream(x.device) if x.is_cuda and call.async_op else None
 
         def wait() -> None:
-            with unbroken(transport, call.operator):
+            with poison_on_error(transport, call.operator):
                 exchange.wait()
                 if wire == wires.EXACT:
                     wires.add(wire, theirs, own, rank, y, known)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_flux.comm.host_memory import FOLDER
-from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, Rule, validated

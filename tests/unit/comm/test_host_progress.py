@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import host_program, host_progress, timeouts
-from megatron_flux.comm.host_program import DOWN, LANES, UP
+from megatron_flux.comm import host_progress, host_schedule, timeouts
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress
-from megatron_flux.comm.host_ring import BEGUN, BUSY, EMPTY, EPOCH, FULL, POSITION, Layout, place
+from megatron_flux.comm.host_schedule import (
+    BEGUN,
+    BUSY,
+    DOWN,
+    EMPTY,
+    EPOCH,
+    FULL,
+    LANES,
+    POSITION,
+    UP,
+    Layout,
+    progress_word,
+)  # fmt: skip
 from megatron_flux.comm.lanes import Wait, read, store
 
 LAYOUT = Layout(3, 600, 4)
@@ -40,7 +51,7 @@ class Scene:
         self.host = [region.data_ptr() for region in self.memory]
         self.now = 100.0
         monkeypatch.setattr(host_progress.time, "monotonic", lambda: self.now)
-        self.program = host_program.gather(LAYOUT, ME, self.host, [0, 5000])
+        self.program = host_schedule.gather(LAYOUT, ME, self.host, [0, 5000])
         self.progress = found = object.__new__(Progress)
         found.regions, found.alarm = SimpleNamespace(host=self.host), Bell()  # type: ignore[assignment]
         found.calls = {5: Call("all_gather_gemm", self.program)}
@@ -57,7 +68,7 @@ class Scene:
             self.say(lane, BUSY, 1)
 
     def say(self, lane: int, what: int, value: int) -> None:
-        store(self.host[ME] + place(lane, what), value)
+        store(self.host[ME] + progress_word(lane, what), value)
 
     def later(self, seconds: float) -> list[Any]:
         self.now += seconds

@@ -1,27 +1,164 @@
-"""Who sends what to whom between GPUs that share PCIe: everything once, one stream each way, few crossings."""
+"""The schedule of the link through peers' memory: everything once, one stream each way, few crossings.
+
+What it enqueues is run in one process in every order that queues allow, as in test_host_schedule; a copy takes a while
+here, so that two at once into a GPU, or out of one, are seen.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import random
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_flux.comm import p2p_schedule
-from megatron_flux.comm.p2p_schedule import Islands, of_rank
+from megatron_flux.comm import p2p_link, p2p_schedule
+from megatron_flux.comm.host_schedule import Program
+from megatron_flux.comm.lanes import read, store
+from megatron_flux.comm.p2p_schedule import CLOSED, IN, OUT, Islands, PeerLayout, of_rank
+from tests.unit.comm.test_host_schedule import CUTS, SIZE, Ranks, driven, run
 
-HALVES = [((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0, 1, 2), (3, 4, 5)), ((0, 1, 2, 3), (4, 5, 6, 7)),
+BUS = "0000:3b:00.0"
+KINDS = ("gather", "exchange")
+HALVES = {4: ((0, 1), (2, 3)), 6: ((0, 1, 2), (3, 4, 5)), 8: ((0, 2, 4, 6), (1, 3, 5, 7))}
+
+
+class Gpus:
+    """The memory of all ranks of a group, and what copies now."""
+
+    def __init__(self, layout: PeerLayout) -> None:
+        self.layout, self.tp = layout, layout.tp
+        self.words = [torch.zeros(layout.region_bytes, dtype=torch.uint8) for _ in range(self.tp)]
+        self.memory = [torch.zeros(layout.device_bytes, dtype=torch.uint8) for _ in range(self.tp)]
+        self.regions = [words.data_ptr() for words in self.words]
+        self.slots = [memory.data_ptr() for memory in self.memory]
+        self.sent = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
+        self.theirs = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
+        for region in self.regions:
+            for word in layout.own_words():
+                store(region + word, CLOSED)
+        self.outbound: set[int] = set()
+        self.inbound: set[int] = set()
+
+    fill = Ranks.fill
+
+    def program(self, kind: str, rank: int, islands: Islands | None) -> Program:
+        rounds = getattr(p2p_schedule, kind)(self.tp, islands)
+        exchange = kind == "exchange"
+        return p2p_schedule.program(self.layout, rank, self.regions, self.slots, CUTS, rounds, exchange=exchange)
+
+    def operations(
+        self, rank: int, program: Program, kind: str, islands: Islands | None
+    ) -> list[tuple[int, Callable[[], bool]]]:
+        found: list[tuple[int, Callable[[], bool]]] = []
+        order = of_rank(getattr(p2p_schedule, kind)(self.tp, islands), rank)
+        sends = [(turn.target, piece) for piece in range(len(CUTS) - 1) for turn in order]
+        sends = sends if kind == "exchange" else [(0, 0)] * len(program.parts)
+        done = {OUT: 0, IN: 0}
+        for part, (peer, piece) in zip(program.parts, sends, strict=True):
+            for lane, batch, copies, after in part.steps:
+                if after is not None:
+                    given = sum(at == after for at, _ in found)
+                    found.append((lane, lambda after=after, given=given: done[after] >= given))
+                found += [(lane, Ranks.word(one)) for one in driven(batch)]
+                for row, offset, slot, nbytes in copies:
+                    if lane == OUT:
+                        target = next(r for r in range(self.tp) if 0 <= slot - self.slots[r] < self.layout.device_bytes)
+                        if row == self.tp:
+                            at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr()
+                            at += CUTS[piece] if kind == "exchange" else 0
+                        else:
+                            at = self.theirs[rank][row].data_ptr()
+                        found += [(lane, one) for one in self.push(rank, target, (slot, at + offset, nbytes))]
+                    else:
+                        copy = (self.theirs[rank][row].data_ptr() + offset, slot, nbytes)
+                        found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
+        counted = []
+        for lane, operation in found:
+
+            def one(lane: int = lane, operation: Callable[[], bool] = operation) -> bool:
+                has_run = operation()
+                done[lane] += has_run
+                return has_run
+
+            counted.append((lane, one))
+        return counted
+
+    def push(self, rank: int, target: int, copy: tuple[int, int, int]) -> list[Callable[[], bool]]:
+        def begin() -> bool:
+            assert rank not in self.outbound
+            assert target not in self.inbound, "two write into a GPU at once"
+            self.outbound.add(rank)
+            self.inbound.add(target)
+            return True
+
+        def end() -> bool:
+            ctypes.memmove(*copy)
+            self.outbound.remove(rank)
+            self.inbound.remove(target)
+            return True
+
+        return [begin, end]
+
+
+@pytest.mark.parametrize("one_queue", [True, False], ids=["one queue", "two lanes"])
+@pytest.mark.parametrize("tp", [2, 4, 6, 8])
+def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
+    rng = random.Random(tp)
+    for islands in dict.fromkeys((None, HALVES.get(tp))):
+        for slots in (3, 4)[: 1 + (tp <= 4)]:
+            gpus = Gpus(PeerLayout(tp, 1500, slots))
+            programs = {kind: [gpus.program(kind, rank, islands) for rank in range(tp)] for kind in KINDS}
+            for seed in range(2 + (tp <= 4)):
+                kind = KINDS[seed % 2]
+                gpus.fill(seed)
+                queues = []
+                for rank in range(tp):
+                    every = gpus.operations(rank, programs[kind][rank], kind, islands)
+                    lanes = [[one for at, one in every if one_queue or at == lane] for lane in (OUT, IN)]
+                    queues += lanes[:1] if one_queue else lanes
+                run(queues, rng)
+                for rank in range(tp):
+                    for peer in range(tp):
+                        want = gpus.sent[peer][rank if kind == "exchange" else 0]
+                        if peer == rank:
+                            want = torch.full_like(want, 0xEE)
+                        assert torch.equal(gpus.theirs[rank][peer], want), (kind, rank, peer)
+                    words = {read(gpus.regions[rank] + word) for word in gpus.layout.own_words()}
+                    assert words == {CLOSED}, "as before"
+
+
+def test_a_flush_stands_between_a_wait_and_the_copy_behind_it() -> None:
+    parts = Gpus(PeerLayout(2, 600, 3)).program("gather", 0, None).parts
+    steps = [step for part in parts for step in part.steps]
+    flushed = [one for step in steps for one in p2p_link._flushed(step)]
+    reads = [step for step in steps if step.lane == IN and step.copies]
+    assert len(flushed) == len(steps) + len(reads)
+    for at, step in enumerate(flushed):
+        if step.lane == IN and step.copies:
+            (flush,) = driven(step.batch)
+            assert (flush.operation, flush.address, flush.value, flush.flags) == (3, 0, 0, 0)
+            assert flushed[at - 1].batch.waits
+            assert not flushed[at - 1].copies
+
+
+ISLANDS = [((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0, 1, 2), (3, 4, 5)), ((0, 1, 2, 3), (4, 5, 6, 7)),
           ((0, 2, 4, 6), (1, 3, 5, 7)), (tuple(range(6)), tuple(range(6, 12)))]  # fmt: skip
-CASES = [*((tp, None) for tp in (2, 3, 4, 8)), *((2 * len(islands[0]), islands) for islands in HALVES)]
+CASES = [*((tp, None) for tp in (2, 3, 4, 8)), *((2 * len(islands[0]), islands) for islands in ISLANDS)]
 
 
 @pytest.mark.parametrize(("tp", "islands"), CASES)
 def test_every_block_comes_once_and_nobody_is_idle(tp: int, islands: Islands | None) -> None:
     for make in (p2p_schedule.gather, p2p_schedule.exchange):
-        turns = make(tp, islands)
-        assert len(turns) == tp - 1, "as few as there are blocks to get"
+        rounds = make(tp, islands)
+        assert len(rounds) == tp - 1, "as few as there are blocks to get"
         has = {rank: {rank} for rank in range(tp)}
         got = Counter()
-        for moves in turns:
+        for moves in rounds:
             assert sorted(move.source for move in moves) == sorted(move.target for move in moves) == list(range(tp))
             assert all(move.origin in has[move.source] for move in moves), "what is forwarded has come before"
             for move in moves:
@@ -30,19 +167,19 @@ def test_every_block_comes_once_and_nobody_is_idle(tp: int, islands: Islands | N
         wanted = {(target, origin) for target in range(tp) for origin in range(tp) if target != origin}
         assert got == dict.fromkeys(wanted, 1)
         if make is p2p_schedule.exchange:
-            assert all(move.origin == move.source for moves in turns for move in moves), "straight there"
+            assert all(move.origin == move.source for moves in rounds for move in moves), "straight there"
 
 
-def crossings(turns: list[list[p2p_schedule.Move]], islands: Islands) -> list[int]:
-    """By turn, from the first island to the second; as many come back."""
+def crossings(rounds: list[list[p2p_schedule.Move]], islands: Islands) -> list[int]:
+    """By round, from the first island to the second; as many come back."""
     one, other = map(set, islands)
-    counts = [[sum(move.source in a and move.target in b for move in moves) for moves in turns]
+    counts = [[sum(move.source in a and move.target in b for move in moves) for moves in rounds]
               for a, b in ((one, other), (other, one))]  # fmt: skip
     assert counts[0] == counts[1]
     return counts[0]
 
 
-@pytest.mark.parametrize("islands", HALVES)
+@pytest.mark.parametrize("islands", ISLANDS)
 def test_few_cross_at_once(islands: Islands) -> None:
     size = len(islands[0])
     across = crossings(p2p_schedule.gather(2 * size, islands), islands)
@@ -56,5 +193,39 @@ def test_few_cross_at_once(islands: Islands) -> None:
 
 
 def test_what_a_rank_does() -> None:
-    turns = of_rank(p2p_schedule.gather(4, ((0, 1), (2, 3))), 0)
-    assert turns == [(2, 0, 2, 2), (1, 0, 1, 1), (1, 2, 1, 3)]
+    rounds = of_rank(p2p_schedule.gather(4, ((0, 1), (2, 3))), 0)
+    assert rounds == [(2, 0, 2, 2), (1, 0, 1, 1), (1, 2, 1, 3)]
+
+
+def test_where_a_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / "devices" / "pci0000:3a" / "0000:3a:01.0" / BUS
+    there.mkdir(parents=True)
+    root = tmp_path / "bus"
+    root.mkdir()
+    (root / BUS).symlink_to(there)
+    gpu, bus = torch.device("cuda", 0), BUS
+    monkeypatch.setattr(p2p_link.nvml, "pci_address", lambda device: bus)
+    for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
+        (there / "numa_node").write_text(text)
+        assert p2p_link.place_of(gpu, root) == {"bus": BUS, "numa_node": node, "root_complex": "pci0000:3a"}
+    bus = "0000:ff:00.0"
+    assert p2p_link.place_of(gpu, root) == {"bus": bus, "numa_node": None, "root_complex": None}
+    assert set(p2p_link.place_of(torch.device("cpu")).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "roots", "islands"),
+    [
+        ((0, 0, 1, 1), "abcd", ((0, 1), (2, 3))),
+        ((1, 0, 1, 0), "aaab", ((0, 2), (1, 3))),
+        ((0, 0, 0, 0), "abba", ((0, 3), (1, 2))),
+        ((None, 0, 1, 1), "aabb", ((0, 1), (2, 3))),
+        ((0, 0, 0, 1), "aaaa", None),
+        ((0, 0, 1, 2), "abcd", None),
+        ((0, 1), "ab", None),
+        ((None, None, None, None), (None,) * 4, None),
+    ],
+)
+def test_islands(nodes: Any, roots: Any, islands: Any) -> None:
+    gpus = [{"numa_node": node, "root_complex": root} for node, root in zip(nodes, roots, strict=True)]
+    assert p2p_link.find_islands(gpus) == islands

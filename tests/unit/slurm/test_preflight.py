@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.comm.host_ring import Layout
+from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.slurm.preflight import rules
 from megatron_flux.telemetry import environment
 

@@ -1,39 +1,24 @@
-"""What ``doctor --links`` says of GPUs (imitated: there are none), and where sysfs says they are."""
+"""``doctor --links`` on imitated GPUs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megatron_flux import cuda_driver
-from megatron_flux.comm import link_speed, links, p2p_probe
+from megatron_flux.comm import links
 from megatron_flux.telemetry import link_report
 
 BUS = "0000:3b:00.0"
-
-
-def test_where_a_gpu_is(tmp_path: Path) -> None:
-    there = tmp_path / "devices" / "pci0000:3a" / "0000:3a:01.0" / BUS
-    there.mkdir(parents=True)
-    root = tmp_path / "bus"
-    root.mkdir()
-    (root / BUS).symlink_to(there)
-    for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
-        (there / "numa_node").write_text(text)
-        assert p2p_probe.place(BUS, root) == {"bus": BUS, "numa_node": node, "root_complex": "pci0000:3a"}
-    unknown = {"numa_node": None, "root_complex": None}
-    assert p2p_probe.place("0000:ff:00.0", root) == {"bus": "0000:ff:00.0", **unknown}
-    assert p2p_probe.place(None, root) == {"bus": None, **unknown}
 
 
 def test_kinds_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four GPUs, NVLink between 0 and 1 alone, no peer access to GPU 3."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b != 3)
     monkeypatch.setattr(links, "between", lambda gpus: links.Link("nvlink" if set(gpus) == {0, 1} else "p2p", ""))
-    found = link_speed.kinds(4)
+    found = link_report.kinds(4)
     assert len(found) == 12
     for (a, b), kind in found.items():
         assert kind == ("host" if 3 in (a, b) else "nvlink" if {a, b} == {0, 1} else "p2p")
@@ -95,70 +80,46 @@ def test_who_copies_what_and_in_whose_stream(monkeypatch: pytest.MonkeyPatch) ->
         stream.copied.append((owner(source), owner(target)))
 
     Stream.made.clear()
-    monkeypatch.setattr(link_speed, "PAIR_BYTES", 4096)
-    monkeypatch.setattr(link_speed, "kinds", lambda count: kinds)
-    monkeypatch.setattr(link_speed.torch, "zeros", zeros)
+    monkeypatch.setattr(link_report, "PAIR_BYTES", 4096)
+    monkeypatch.setattr(link_report, "kinds", lambda count: kinds)
+    monkeypatch.setattr(link_report.torch, "zeros", zeros)
     monkeypatch.setattr(cuda_driver, "copy", copy)
     for name, what in (("Stream", Stream), ("Event", Event), ("device", Current), ("synchronize", lambda d: None)):
         monkeypatch.setattr(torch.cuda, name, what)
-    found = link_speed.pairs(3)
+    found = link_report.pairs(3)
     speed = pytest.approx(4096 / 1e6)  # bytes in a millisecond
     by_pair = {(line["from"], line["to"]): line for line in found["pairs"]}
-    assert by_pair[0, 1] == {"from": 0, "to": 1, "kind": "p2p", "push": speed, "pull": speed}
-    assert by_pair[1, 2] == {"from": 1, "to": 2, "kind": "host", "push": None, "pull": None}
-    assert found["all_at_once"] == {name: [speed, speed, None] for name in ("push", "pull")}
+    assert by_pair[0, 1] == {"from": 0, "to": 1, "kind": "p2p", "push": speed}
+    assert by_pair[1, 2] == {"from": 1, "to": 2, "kind": "host", "push": None}
+    assert found["all_at_once"] == [speed, speed, None]
     first, second, third = (stream.copied for stream in Stream.made)
     assert third == []
-    assert set(first) == {(0, 1), (1, 0)}, "pushes and pulls of GPU 0"
-    assert set(second) == {(0, 1), (1, 0)}
+    assert (set(first), set(second)) == ({(0, 1)}, {(1, 0)})
 
 
 def test_the_table() -> None:
-    found = {
+    unknown = {"bus": None, "numa_node": None, "root_complex": None}
+    result = {
         "ranks": 2,
         "seconds": 6.04,
-        "gpus": [{"bus": BUS, "numa_node": 0, "root_complex": "pci0000:3a"}, p2p_probe.place(None)],
+        "gpus": [{"bus": BUS, "numa_node": 0, "root_complex": "pci0000:3a"}, unknown],
+        "islands": [[0, 1], [2, 3]],
         "pairs": [
-            {"from": 0, "to": 1, "kind": "p2p", "push": 24.04, "pull": 21.0},
-            {"from": 1, "to": 0, "kind": "host", "push": None, "pull": None},
+            {"from": 0, "to": 1, "kind": "p2p", "push": 24.04},
+            {"from": 1, "to": 0, "kind": "host", "push": None},
         ],
-        "all_at_once": {"push": [24.0, None], "pull": [21.0, None]},
-        "host": {"why_not": "too little"},
+        "all_at_once": [24.0, None],
+        "host": {"gather": 20.04, "exchange": 19.0},
     }
-    assert link_report.lines(found) == [
+    assert link_report.lines(result) == [
         "2 GPUs, speeds in GB/s, measured in 6.0 s",
         f"GPU 0: {BUS}, NUMA node 0, pci0000:3a",
         "GPU 1: bus not known, NUMA node not known, root not known",
-        "GPU 0 to GPU 1: p2p  push 24.0  pull 21.0",
+        "two islands: GPUs 0, 1 and 2, 3",
+        "GPU 0 to GPU 1: p2p  24.0",
         "GPU 1 to GPU 0: host",
-        "all GPUs at once, push: 24.0 -",
-        "all GPUs at once, pull: 21.0 -",
-        "through host memory: not measured: too little",
+        "all GPUs at once: 24.0 -",
+        "through host memory, received by each GPU: gather 20.0, exchange 19.0",
     ]
-    speeds = {"gather": 20.04, "exchange": 19.0}
-    peers = {"schedule": "islands", "islands": [[0, 1], [2, 3]], "gb_per_s": {"flat": speeds, "islands": speeds}}
-    assert link_report.lines({**found, "peers": peers})[-4:-1] == [
-        "through peers' memory: schedule islands, islands 0, 1 and 2, 3",
-        "through peers' memory, received by each GPU, flat: gather 20.0, exchange 19.0",
-        "through peers' memory, received by each GPU, islands: gather 20.0, exchange 19.0",
-    ]
-    why_not = link_report.lines({**found, "peers": {"why_not": "the link is host: no peer access"}})[-2]
-    assert why_not == "through peers' memory: not measured: the link is host: no peer access"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "roots", "islands"),
-    [
-        ((0, 0, 1, 1), "abcd", ((0, 1), (2, 3))),
-        ((1, 0, 1, 0), "aaab", ((0, 2), (1, 3))),
-        ((0, 0, 0, 0), "abba", ((0, 3), (1, 2))),
-        ((None, 0, 1, 1), "aabb", ((0, 1), (2, 3))),
-        ((0, 0, 0, 1), "aaaa", None),
-        ((0, 0, 1, 2), "abcd", None),
-        ((0, 1), "ab", None),
-        ((None, None, None, None), (None,) * 4, None),
-    ],
-)
-def test_islands(nodes: Any, roots: Any, islands: Any) -> None:
-    gpus = [{"numa_node": node, "root_complex": root} for node, root in zip(nodes, roots, strict=True)]
-    assert p2p_probe.islands(gpus) == islands
+    result["host"] = {"why_not": "too little"}
+    assert link_report.lines(result)[-1] == "through host memory: not measured: too little"

@@ -14,15 +14,33 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_flux import cuda_memory_ops as memory_ops
-from megatron_flux.comm import host_program
-from megatron_flux.comm.host_program import DOWN, LANES, Program
-from megatron_flux.comm.host_ring import BEGUN, BUSY, EPOCH, POSITION, Layout, place
+from megatron_flux.comm import host_schedule
+from megatron_flux.comm.host_schedule import (
+    BEGUN,
+    BUSY,
+    DOWN,
+    EPOCH,
+    HEAD,
+    LANES,
+    LINE,
+    MIB,
+    PAGE,
+    POSITION,
+    Layout,
+    Program,
+    chunks,
+    default_layout,
+    exchange_source,
+    exchange_steps,
+    progress_word,
+)  # fmt: skip
 from megatron_flux.comm.lanes import Batch, Wait, read, store
-from megatron_flux.comm.transport import source, steps
 from megatron_flux.cuda_memory_ops import MOST, WAIT, WRITE, WordOp
-from megatron_flux.errors import OperatorError
+from megatron_flux.errors import OperatorError, UserError
 
 CUTS = [0, 700, 701, 9000]
 SIZE = CUTS[-1]
@@ -56,7 +74,7 @@ class Driver:
 def driven(batch: Batch) -> list[Params]:
     driver = Driver()
     with mock.patch.object(memory_ops, "_driver", driver):
-        memory_ops.enqueue(batch.at, batch.count, 0)
+        memory_ops.enqueue(batch.address, batch.count, 0)
     assert [(one.operation, one.address, one.value) for one in driver.got] == batch.operations
     return driver.got
 
@@ -80,7 +98,7 @@ class Ranks:
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
         found = []
-        order = steps(rank, self.tp, len(CUTS) - 1) if kind == "exchange" else [(0, 0)] * len(program.parts)
+        order = exchange_steps(rank, self.tp, len(CUTS) - 1) if kind == "exchange" else [(0, 0)] * len(program.parts)
         for part, (peer, piece) in zip(program.parts, order, strict=True):
             for lane, batch, copies, _ in part.steps:
                 found += [(lane, self.word(one)) for one in driven(batch)]
@@ -133,7 +151,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
         ranks = Ranks(Layout(tp, 600, slots))
         programs = {
             kind: [
-                ranks.operations(rank, getattr(host_program, kind)(ranks.layout, rank, ranks.regions, CUTS), kind)
+                ranks.operations(rank, getattr(host_schedule, kind)(ranks.layout, rank, ranks.regions, CUTS), kind)
                 for rank in range(tp)
             ]
             for kind in ("gather", "exchange")
@@ -158,7 +176,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
 
 
 def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
-    program = host_program.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
+    program = host_schedule.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
     assert [[piece for _, piece in part.arrived] for part in program.parts] == [[], [0, 0], [1, 1], [2, 2]]
     assert all(step.lane == DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
 
@@ -167,7 +185,7 @@ def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
 def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
     """Seen from outside before and behind every batch, in the second call of a program."""
     ranks = Ranks(Layout(2, 600, 3))
-    program = getattr(host_program, kind)(ranks.layout, 0, ranks.regions, CUTS)
+    program = getattr(host_schedule, kind)(ranks.layout, 0, ranks.regions, CUTS)
     for epoch in (7, 8):
         program.stamp(epoch)
         for lane, batches in enumerate(program.batches):
@@ -177,24 +195,51 @@ def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
                 for one in batch.operations:
                     if one.kind == WRITE:
                         store(one.address, one.value)
-                seen.append(tuple(read(ranks.regions[0] + place(lane, what)) for what in (EPOCH, POSITION, BUSY)))
+                seen.append(
+                    tuple(read(ranks.regions[0] + progress_word(lane, what)) for what in (EPOCH, POSITION, BUSY))
+                )
             assert seen == [(epoch, i, int(i < len(batches) - 1)) for i in range(len(batches))]
         assert read(ranks.regions[0] + BEGUN) == epoch
-
-
-def test_a_call_of_one_chunk_leaves_lanes_alone() -> None:
-    for kind in ("gather", "exchange"):
-        program = getattr(host_program, kind)(Layout(2, 600, 3), 0, [0, 1 << 30], [0, 10])
-        assert [bool(batches) for batches in program.batches] == [True, True]
-        program.stamp(3)
 
 
 def test_steps_of_an_exchange_fit_each_other() -> None:
     for tp in (2, 3, 4, 8):
         for number in range(2 * (tp - 1)):
-            sends = {rank: steps(rank, tp, 2)[number] for rank in range(tp)}
+            sends = {rank: exchange_steps(rank, tp, 2)[number] for rank in range(tp)}
             for rank, (peer, piece) in sends.items():
-                assert sends[source(rank, tp, peer)] == (rank, piece)
+                assert sends[exchange_source(rank, tp, peer)] == (rank, piece)
+
+
+@given(tp=st.integers(2, 8), slot_bytes=st.sampled_from([5000, 2 * MIB]), slots=st.integers(3, 6))
+def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None:
+    layout = Layout(tp, slot_bytes, slots)
+    starts = sorted(layout.slot(use) for use in range(slots))
+    assert layout.slot(slots) == layout.slot(0)
+    assert all(after - before >= slot_bytes for before, after in itertools.pairwise(starts))
+    assert all(start % PAGE == 0 for start in starts)
+    assert starts[-1] + slot_bytes <= layout.region_bytes
+    words = [word for reader in range(tp) for word in layout.words_of(reader)]
+    assert len(set(words)) == len(words)
+    assert set(words) <= set(layout.own_words())
+    assert max(words) + LINE <= starts[0]
+    counters = [BEGUN, *(progress_word(lane, what) for lane in LANES for what in (EPOCH, POSITION, BUSY))]
+    assert len(set(counters)) == len(counters)
+    assert max(counters) + 4 <= HEAD <= min(words)
+
+
+def test_default_size() -> None:
+    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [32, 32, 64]
+    with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
+        Layout(2, MIB, 2)
+
+
+@given(first=st.integers(0, 10**6), total=st.integers(0, 10**6), most=st.integers(600, 10**6))
+def test_chunks_cover_everything_once(first: int, total: int, most: int) -> None:
+    parts = chunks(first, first + total, most)
+    assert len(parts) == -(-total // most)
+    assert [offset for offset, _ in parts] == [first + sum(n for _, n in parts[:i]) for i in range(len(parts))]
+    assert sum(nbytes for _, nbytes in parts) == total
+    assert all(0 < nbytes <= most for _, nbytes in parts)
 
 
 def test_more_than_the_driver_takes_is_refused() -> None:

@@ -1,0 +1,354 @@
+"""Memory layout and schedule of the link through host memory: arithmetic and addresses, no GPU.
+
+Layout
+    Every rank owns one region, which it alone writes data into and which all ranks of the group map::
+
+        [head: counters of the owner][words][slots]
+
+    The slots are a ring. Everything a rank sends goes through it, to one peer (reduce-scatter) or to all of them
+    (all-gather: the shard is copied to host memory once). Each slot has a word per reader: EMPTY or FULL. The writer
+    waits until the words of all readers are EMPTY, copies, and sets FULL for the readers that the data is for. A reader
+    waits for FULL, copies, and sets EMPTY. Words return to their old values, so a schedule depends on nothing but
+    sizes and is built once per size.
+
+    Slots are small, so that data stays in the last-level cache between write and read. In large slots everything goes
+    through memory twice, and four GPUs share that bandwidth. Many slots are no better than few, for the same reason.
+
+Schedule
+    A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
+    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way, one copying while
+    the other waits for words, were no faster (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and
+    cost more host time.
+
+Hazard: with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for) the whole program is one
+queue, in which a wait holds back everything behind it. So no wait may stand before what ends it on a peer *in the order
+of the whole program*:
+
+* S(i), writing chunk i, waits for the peers' reads R(i - slots). R(i) waits for their S(i).
+* Words that end a step are written with those that begin the lane's next one (fewer driver calls): FULL of S(i) with
+  S(i + 1), EMPTY of R(i) with R(i + 1).
+* The order is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 2, at least 1. So R(i) comes behind S(i + 1), or
+  behind what ends the last S, and S(i) comes behind R(i - slots + 1).
+* GEMMs stand between them in the same places on all ranks.
+
+Nothing waits for what stands behind it or beside it: by induction over places there is no deadlock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_flux.comm.lanes import Batch, Wait
+from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
+from megatron_flux.errors import UserError
+
+EMPTY, FULL = 0, 1
+DOWN, UP = LANES = (0, 1)
+"""Lanes: from the device to host memory, and back."""
+
+PAGE = 4096
+LINE = 64
+"""Bytes between words: words that share a cache line would slow each other's writers."""
+MIB = 1 << 20
+
+BEGUN = 0
+"""Offset in the head: number of the last call that the owner has begun."""
+EPOCH, POSITION, BUSY = 0, 4, 8
+"""A lane's progress, from its own line in the head: its call, the batch within it, and whether it is in it still."""
+HEAD = PAGE
+MIN_SLOTS = 3
+"""One is written and one read at a time, and words are enqueued one chunk late."""
+
+
+def progress_word(lane: int, what: int) -> int:
+    """Return the offset of a lane's EPOCH, POSITION or BUSY word in its owner's region."""
+    return (1 + lane) * LINE + what
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes within one rank's region, for a group of ``tp`` ranks."""
+
+    tp: int
+    slot_bytes: int = 2 * MIB
+    slots: int = 4
+
+    def __post_init__(self) -> None:
+        """Raise UserError if the ring is too short for the schedule."""
+        if self.slots < MIN_SLOTS:
+            raise UserError(f"a link needs at least {MIN_SLOTS} slots, {self.slots} were given")
+
+    @property
+    def slot_pitch(self) -> int:
+        """Bytes from one slot to the next."""
+        return _round_up(self.slot_bytes, PAGE)
+
+    @property
+    def data(self) -> int:
+        """Offset of the first slot."""
+        return HEAD + _round_up(self.slots * self.tp * LINE, PAGE)
+
+    @property
+    def region_bytes(self) -> int:
+        """Size of a rank's region."""
+        return self.data + self.slots * self.slot_pitch
+
+    @property
+    def total_bytes(self) -> int:
+        """Shared memory of all ranks of the group."""
+        return self.tp * self.region_bytes
+
+    def slot(self, use: int) -> int:
+        """Offset of the slot for the ``use``-th chunk of a call."""
+        return self.data + use % self.slots * self.slot_pitch
+
+    def word(self, use: int, reader: int) -> int:
+        """Offset of that slot's word for rank ``reader``."""
+        return HEAD + (use % self.slots * self.tp + reader) * LINE
+
+    def own_words(self) -> range:
+        """Offsets of all words of a region."""
+        return range(HEAD, HEAD + self.slots * self.tp * LINE, LINE)
+
+    def words_of(self, reader: int) -> list[int]:
+        """Offsets of the words that rank ``reader`` waits for and empties."""
+        return [self.word(use, reader) for use in range(self.slots)]
+
+
+def default_layout(tp: int) -> Layout:
+    """Return the layout for ``tp`` ranks: 32 MB for two or four, half of a container's shared memory.
+
+    With two GPUs, slots of 4 MB are faster (results/host-link-h200x2: 2.5 ms for 101 MB, against 2.8) and halve the
+    driver calls. With more, smaller slots leave room in the cache for all; that was not measured here.
+    """
+    return Layout(tp, (4 if tp == 2 else 2) * MIB)
+
+
+def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
+    """Cut bytes ``first`` to ``last`` into ``(offset, nbytes)`` of at most ``most`` bytes, as few as possible and of
+    about equal size: a short one costs as much host time as a long one.
+    """
+    total = last - first
+    if total <= 0:
+        return []
+    count = -(-total // most)
+    size = min(most, _round_up(-(-total // count), 512))
+    return [(offset, min(size, last - offset)) for offset in range(first, last, size)]
+
+
+def exchange_steps(rank: int, tp: int, pieces: int) -> list[tuple[int, int]]:
+    """Return an exchange's ``(peer, piece)`` in sending order. In step ``d`` rank ``r`` sends to ``r + d``."""
+    return [((rank + d) % tp, piece) for piece in range(pieces) for d in range(1, tp)]
+
+
+def exchange_source(rank: int, tp: int, peer: int) -> int:
+    """Return the rank that sends to ``rank`` while ``rank`` sends to ``peer``."""
+    return (2 * rank - peer) % tp
+
+
+class Copy(NamedTuple):
+    """A copy between the device and a slot."""
+
+    row: int  # of the tensor on the device: a peer's number, or tp for what is sent
+    offset: int  # in that row
+    slot: int  # address
+    nbytes: int
+
+
+class Step(NamedTuple):
+    """A batch of memory operations and the copies behind it, in one lane."""
+
+    lane: int
+    batch: Batch
+    copies: tuple[Copy, ...]
+    after: int | None  # lane whose operations so far must have run before
+
+
+class Part(NamedTuple):
+    """Steps that are enqueued together."""
+
+    steps: list[Step]
+    arrived: Sequence[tuple[int, int]]  # of a gather: the ``(peer, piece)`` that are here once they have run
+
+
+@dataclass
+class Program:
+    """Everything a rank enqueues for one call."""
+
+    parts: list[Part] = field(default_factory=list)
+    """Of a gather: what can leave before anything is waited for, then one part per piece. Of an exchange: one part per
+    block, in the order of :func:`exchange_steps`."""
+    batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
+    """All batches of each lane. A batch writes its index into the head as it begins."""
+
+    def stamp(self, epoch: int) -> None:
+        """Set the number of the next call."""
+        for batches in self.batches:
+            if batches:
+                batches[0].stamp(epoch)
+
+
+class Transfer(NamedTuple):
+    """One end of a slot's use: what to wait for, what to copy, and the words to write behind it."""
+
+    waits: list[tuple[WordOp, Wait]]
+    copies: list[Copy]
+    words: list[WordOp]
+
+
+class ProgramBuilder:
+    """Builds a program; holds a step's closing words back until the lane's next step."""
+
+    def __init__(self, region: int) -> None:
+        """``region``: address of the rank's own region."""
+        self.program = Program()
+        self._region = region
+        self._words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
+        self._steps: list[Step] = []
+
+    def step(self, lane: int, transfer: Transfer, after: int | None = None) -> None:
+        """Wait and copy; the closing words come with the lane's next step."""
+        self._add(lane, transfer.waits, transfer.copies, after=after)
+        self._words[lane].extend(transfer.words)
+
+    def write(self, lane: int, words: Sequence[WordOp]) -> None:
+        """Write ``words`` now."""
+        self._words[lane].extend(words)
+        self._add(lane)
+
+    def flush(self, lane: int, *, last: bool) -> None:
+        """Write the closing words of the lane's last step; ``last``: the call ends in this lane."""
+        self._add(lane, last=last)
+
+    def end_part(self, arrived: Sequence[tuple[int, int]] = ()) -> None:
+        """Close the current part."""
+        self.program.parts.append(Part(self._steps, arrived))
+        self._steps = []
+
+    def interleave(
+        self,
+        count: int,
+        slots: int,
+        write: Callable[[int], Transfer],
+        read: Callable[[int], Transfer],
+        on_read: Callable[[int], None] = lambda use: None,
+        *,
+        last: bool,
+    ) -> None:
+        """Add ``count`` writes and reads in the order that the module gives; ``on_read`` is called behind each read."""
+        ahead = slots - 2
+        for i in range(count + ahead):
+            if i < count:
+                self.step(DOWN, write(i))
+            if i == count - 1:
+                self.flush(DOWN, last=last)
+            if (j := i - ahead) >= 0:
+                self.step(UP, read(j))
+                if j == count - 1:
+                    self.flush(UP, last=last)
+                on_read(j)
+
+    def _add(
+        self,
+        lane: int,
+        waits: Sequence[tuple[WordOp, Wait]] = (),
+        copies: Sequence[Copy] = (),
+        *,
+        last: bool = False,
+        after: int | None = None,
+    ) -> None:
+        batches = self.program.batches[lane]
+        epoch, position, busy = (self._region + progress_word(lane, what) for what in (EPOCH, POSITION, BUSY))
+        stamped: list[int] = []
+        operations: list[WordOp] = []
+        if not batches:
+            stamped = [epoch, self._region + BEGUN] if lane == DOWN else [epoch]
+            operations = [*(WordOp(WRITE, word, 0) for word in stamped), WordOp(WRITE, busy, 1)]
+        operations.append(WordOp(WRITE, position, len(batches)))
+        operations += self._words[lane]
+        operations += [operation for operation, _ in waits]
+        if last:
+            operations.append(WordOp(WRITE, busy, 0))
+        batches.append(Batch(operations, [wait for _, wait in waits], range(len(stamped))))
+        self._words[lane].clear()
+        self._steps.append(Step(lane, batches[-1], tuple(copies), after))
+
+
+def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
+    """Build the program of a gather whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions."""
+    tp, own = layout.tp, regions[rank]
+    peers = [(rank + d) % tp for d in range(1, tp)]
+    builder = ProgramBuilder(own)
+    parts = [
+        (piece, offset, nbytes)
+        for piece, (first, last) in enumerate(itertools.pairwise(cuts))
+        for offset, nbytes in chunks(first, last, layout.slot_bytes)
+    ]
+
+    def write(use: int) -> Transfer:
+        _, offset, nbytes = parts[use]
+        words = {peer: own + layout.word(use, peer) for peer in peers}
+        return Transfer(
+            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],
+            [Copy(tp, offset, own + layout.slot(use), nbytes)],
+            [WordOp(WRITE, word, FULL) for word in words.values()],
+        )
+
+    def read(use: int) -> Transfer:
+        if not use:
+            builder.end_part()
+        _, offset, nbytes = parts[use]
+        words = {peer: regions[peer] + layout.word(use, rank) for peer in peers}
+        return Transfer(
+            [(WordOp(WAIT, word, FULL), Wait(peer, peer)) for peer, word in words.items()],
+            [Copy(peer, offset, regions[peer] + layout.slot(use), nbytes) for peer in peers],
+            [WordOp(WRITE, word, EMPTY) for word in words.values()],
+        )
+
+    def on_read(use: int) -> None:
+        if use == len(parts) - 1 or parts[use + 1][0] != parts[use][0]:
+            builder.end_part([(peer, parts[use][0]) for peer in peers])
+
+    builder.interleave(len(parts), layout.slots, write, read, on_read, last=True)
+    return builder.program
+
+
+def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
+    """Build the program of an exchange whose blocks are cut at ``cuts``, in the order of :func:`exchange_steps`."""
+    tp, own = layout.tp, regions[rank]
+    readers = [(rank + d) % tp for d in range(1, tp)]
+    builder, use = ProgramBuilder(own), 0
+    order = exchange_steps(rank, tp, len(cuts) - 1)
+    for number, (peer, piece) in enumerate(order):
+        source = exchange_source(rank, tp, peer)
+        parts = chunks(cuts[piece], cuts[piece + 1], layout.slot_bytes)
+
+        def write(i: int, peer: int = peer, piece: int = piece, use: int = use, parts: Sequence = parts) -> Transfer:
+            offset, nbytes = parts[i]
+            return Transfer(
+                # Any of them may have read this slot last.
+                [(WordOp(WAIT, own + layout.word(use + i, to), EMPTY), Wait(to, to)) for to in readers],
+                [Copy(tp, offset - cuts[piece], own + layout.slot(use + i), nbytes)],
+                [WordOp(WRITE, own + layout.word(use + i, peer), FULL)],
+            )
+
+        def read(i: int, source: int = source, use: int = use, parts: Sequence = parts) -> Transfer:
+            offset, nbytes = parts[i]
+            word = regions[source] + layout.word(use + i, rank)
+            return Transfer(
+                [(WordOp(WAIT, word, FULL), Wait(source, rank))],
+                [Copy(source, offset, regions[source] + layout.slot(use + i), nbytes)],
+                [WordOp(WRITE, word, EMPTY)],
+            )
+
+        builder.interleave(len(parts), layout.slots, write, read, last=number == len(order) - 1)
+        builder.end_part()
+        use += len(parts)
+    return builder.program

@@ -8,13 +8,12 @@ replaced methods, and when a call runs stock), ``originals`` (what other librari
 (what is assumed of TransformerEngine), ``tuning``, ``unused`` (a switch that had no effect).
 """
 
+from megatron_flux.patch.layer_options import set_backend, set_keep_gathered
 from megatron_flux.patch.patcher import (
     is_patched,
     patch,
     patched,
     report,
-    set_backend,
-    set_keep_gathered,
     tune_model,
     unpatch,
 )

@@ -6,11 +6,12 @@ says what to compare. All functions raise :class:`UnsupportedVersionError` where
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from operator import attrgetter
@@ -86,7 +87,7 @@ def shown(versions: SpecifierSet) -> str:
 
 
 def te_layers() -> ModuleType | None:
-    """megatron-core's module of TransformerEngine layers, or None where it could not import TransformerEngine.
+    """Return megatron-core's module of TransformerEngine layers, None where it could not import TransformerEngine.
 
     Imports nothing: megatron-core tries to import TransformerEngine wherever it is installed.
     """
@@ -94,19 +95,24 @@ def te_layers() -> ModuleType | None:
     return module if getattr(module, "HAVE_TE", False) else None
 
 
+def te_layer_classes(over_te: ModuleType) -> list[type]:
+    """Return the classes of :data:`TE_REPLACED`, in its order."""
+    return [getattr(over_te, path.partition(":")[2].partition(".")[0]) for path in TE_REPLACED]
+
+
 def inference_layers(over_te: ModuleType) -> list[tuple[type, type]]:
-    """megatron-core's inference-optimized layers, each with the class of ``over_te`` that flux replaces a method of and
-    that it overrides. Imports nothing.
+    """Return megatron-core's inference-optimized layers, each with the class of ``over_te`` that it overrides.
+
+    Imports nothing.
     """
-    bases = [getattr(over_te, path.partition(":")[2].partition(".")[0]) for path in TE_REPLACED]
     module = sys.modules.get(INFERENCE_LAYERS)
-    defined = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
-    own = [found for found in defined if found.__module__ == INFERENCE_LAYERS]
-    return [(found, base) for found in own for base in bases if issubclass(found, base) and "forward" in vars(found)]
+    classes = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
+    own = [cls for cls in classes if cls.__module__ == INFERENCE_LAYERS and "forward" in vars(cls)]
+    return [(cls, base) for cls in own for base in te_layer_classes(over_te) if issubclass(cls, base)]
 
 
 def installed_megatron_core() -> str:
-    """The version of what ``import megatron.core`` finds: the installed package's, or a source checkout's own.
+    """Return the version of what ``import megatron.core`` finds: the installed package's, or a checkout's own.
 
     A Megatron-LM checkout comes before the installed package when one of its scripts runs, and need not be of the same
     version. Nothing is imported.
@@ -116,53 +122,43 @@ def installed_megatron_core() -> str:
     except ModuleNotFoundError:
         spec = None
     core = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
-    try:
+    with suppress(PackageNotFoundError):
         packaged = Path(str(distribution("megatron-core").locate_file("megatron/core"))).resolve()
         if core in (None, packaged):
             return version("megatron-core")
-    except PackageNotFoundError:
-        pass
-    try:
-        if core is not None:
+    if core is not None:
+        with suppress(FileNotFoundError, ValueError):
             return version_of_tree(core)
-    except (FileNotFoundError, ValueError):
-        pass
+    supported = shown(SUPPORTED_MEGATRON_CORE)
     raise UnsupportedVersionError(
-        f"megatron-core is not installed; install a version {shown(SUPPORTED_MEGATRON_CORE)}: "
-        f"pip install 'megatron-core{shown(SUPPORTED_MEGATRON_CORE)}'"
+        f"megatron-core is not installed; install a version {supported}: pip install 'megatron-core{supported}'"
     )
 
 
 def version_of_tree(core: Path) -> str:
-    """The version that the sources in a ``megatron/core`` folder state, such as ``0.16.1``; nothing of them is run.
+    """Return the version that the sources in a ``megatron/core`` folder state, ``0.16.1`` say; nothing of them is run.
 
     Raises:
         FileNotFoundError: there is no ``package_info.py``.
         ValueError: it does not assign the constants ``MAJOR``, ``MINOR`` and ``PATCH``.
     """
     path = core / "package_info.py"
-    constants = {}
+    text = path.read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([^'\"\s]*)", text, re.MULTILINE))
     try:
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
-                    constants[name] = value
-    except SyntaxError as error:
-        raise ValueError(f"{path} is not Python: {error}") from error
-    parts = ("MAJOR", "MINOR", "PATCH")
-    if missing := [name for name in parts if name not in constants]:
-        raise ValueError(f"{path} does not assign {', '.join(missing)}")
-    return ".".join(str(constants[name]) for name in parts) + str(constants.get("PRE_RELEASE", ""))
+        return f"{stated['MAJOR']}.{stated['MINOR']}.{stated['PATCH']}{stated.get('PRE_RELEASE', '')}"
+    except KeyError as missing:
+        raise ValueError(f"{path} does not assign {missing.args[0]}") from None
 
 
 def find_line(megatron_core: str) -> MegatronCoreLine:
-    """The line that a megatron-core version belongs to."""
+    """Return the line that a megatron-core version belongs to."""
     release = check_release("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
     return next(line for line in LINES if release in line.versions)
 
 
 def check_release(package: str, found: str, supported: SpecifierSet) -> Version:
-    """The release that the version ``found`` of ``package`` belongs to, which must be in the supported range."""
+    """Return the release that the version ``found`` of ``package`` belongs to, which must be supported."""
     release = release_of(found)
     if release is None or release not in supported:
         raise UnsupportedVersionError(
@@ -173,7 +169,7 @@ def check_release(package: str, found: str, supported: SpecifierSet) -> Version:
 
 
 def release_of(version_text: str) -> Version | None:
-    """The release that a version belongs to; None if it is not a version.
+    """Return the release that a version belongs to; None if it is not a version.
 
     Pre-releases and vendor builds (``2.11.0a0+...nv26.01``) have the interface of the release they lead to, but sort
     before it, and would be refused at the lower bound.
@@ -204,12 +200,6 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
         raise UnsupportedVersionError(
             f"{path} is missing from the installed megatron-core ({error}); use an unmodified release {releases}"
         ) from error
-    except IndexError as error:
-        raise UnsupportedVersionError(
-            f"megatron-core {installed_megatron_core()} cannot be imported here ({error}); 0.15 builds a CUDA "
-            "extension on import where it finds nvcc, and without a visible GPU must be told for which: "
-            "export TORCH_CUDA_ARCH_LIST=9.0"
-        ) from error
     if name_of_other(target, qualified.rpartition(".")[2]) is not None:
         return
     present = inspect.signature(target).parameters
@@ -221,18 +211,19 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
 
 
 def checked_versions() -> MegatronCoreLine:
-    """The installed megatron-core's line, torch's version checked; quick, since megatron-core is not imported."""
+    """Return the installed megatron-core's line; check torch's version. Quick: megatron-core is not imported."""
     check_release("torch", version("torch"), SUPPORTED_TORCH)
     return find_line(installed_megatron_core())
 
 
 def checked_line() -> MegatronCoreLine:
-    """The installed megatron-core's line, with all symbols checked: those over TransformerEngine where it has that."""
+    """Return the installed megatron-core's line and check all symbols, over TransformerEngine where it has that."""
     line = checked_versions()
     row = f"{LAYERS}:RowParallelLinear._forward_impl"
     symbols = {**REPLACED, row: _IMPL, _LINEAR: (*_LINEAR_PARAMETERS, *line.added)}
     for path, parameters in symbols.items():
         check_symbol(path, parameters)
-    for path, parameters in TE_REPLACED.items() if te_layers() is not None else ():
-        check_symbol(path, parameters)
+    if te_layers() is not None:  # known once megatron-core's layers are imported
+        for path, parameters in TE_REPLACED.items():
+            check_symbol(path, parameters)
     return line

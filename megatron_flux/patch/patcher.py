@@ -1,4 +1,4 @@
-"""patch(), unpatch(), patched(): installing replacements so that they come off again; set_backend(): a layer's own.
+"""patch(), unpatch(), patched(), report(): installing replacements so that they come off again.
 
 Contract
     * idempotent: a second ``patch()`` replaces nothing; with another config it exchanges the config;
@@ -12,35 +12,36 @@ Hazard: the process has one megatron-core, so there is one patch; ``patched()`` 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_flux.comm import links
-from megatron_flux.config import STOCK, Backends, FluxConfig
+from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
-from megatron_flux.ops import backend_names, stats
-from megatron_flux.patch import originals, te_seam, tuning, unused
-from megatron_flux.patch.linears import CHOICE, KEEP, TE_KINDS, LinearPatch
+from megatron_flux.ops import stats
+from megatron_flux.patch import te_seam, tuning, unused
+from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
+from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
     LINEARS,
-    REPLACED,
-    TE_REPLACED,
     checked_line,
     inference_layers,
     installed_megatron_core,
+    te_layer_classes,
     te_layers,
 )
+from megatron_flux.patch.originals import CALLED, Originals
 from megatron_flux.patch.provenance import name_of
-from megatron_flux.settings import LINKS, WIRES, one_queue
+from megatron_flux.patch.reasons import TE_KINDS
+from megatron_flux.settings import LINKS, WIRES
 
 logger = logging.getLogger("megatron_flux")
 
@@ -59,15 +60,12 @@ class _Replacement(NamedTuple):
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
-Model = torch.nn.Module | Sequence[torch.nn.Module]
-"""A model, or Megatron's list of its chunks."""
-
 _linears: LinearPatch | None = None
 _replacements: list[_Replacement] = []
 
 
 def is_patched() -> bool:
-    """Whether megatron-core's layers currently run flux."""
+    """Return True if megatron-core's layers currently run flux."""
     return _linears is not None
 
 
@@ -91,37 +89,32 @@ def patch(config: FluxConfig | None = None) -> None:
             _log("megatron_flux: already patched, now with %s", config)
         return
     line = checked_line()
-    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     unused.settle()
-    linears = LinearPatch(config or FluxConfig(), line, layers.RowParallelLinear)
-    makers: list[Any] = [linears.column_forward_impl, linears.row_forward]
-    wanted = [(layers, path) for path in REPLACED]
+    linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
+    methods: list[tuple[type, str, str, Any]] = [
+        (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),
+        (RowParallelLinear, "forward", "row", linears.row_forward),
+    ]
     if (over_te := te_layers()) is not None:
         try:
             linears.te = te_seam.load()
         except UnsupportedVersionError as error:
             linears.te = str(error)
-        makers += [functools.partial(linears.te_forward, kind) for kind in TE_KINDS]
-        wanted += [(over_te, path) for path in TE_REPLACED]
-    methods: list[tuple[type, str]] = []
-    for module, path in wanted:
-        class_name, _, name = path.partition(":")[2].partition(".")
-        methods.append((getattr(module, class_name), name))
-    if over_te is not None:
-        kinds = dict(zip((owner for owner, _ in methods[len(REPLACED) :]), TE_KINDS, strict=True))
-        for owner, base in inference_layers(over_te):
-            methods.append((owner, "forward"))
-            makers.append(functools.partial(linears.inference_forward, kinds[base]))
-    for (kind, paths), (owner, name) in zip(originals.CALLED.items(), methods, strict=False):
-        if kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine):
-            method = f"{owner.__qualname__}.{name}"
-            linears.originals[kind] = originals.Originals(paths, method, getattr(owner, name))
+        kinds = dict(zip(te_layer_classes(over_te), TE_KINDS, strict=True))
+        methods += [(owner, "forward", kind, partial(linears.te_forward, kind)) for owner, kind in kinds.items()]
+        methods += [
+            (owner, "forward", "", partial(linears.inference_forward, kinds[base]))
+            for owner, base in inference_layers(over_te)
+        ]
     replacements = []
-    for (owner, name), make in zip(methods, makers, strict=True):
-        inherited = name not in owner.__dict__
-        stock = getattr(owner, name) if inherited else owner.__dict__[name]
-        flux = torch.compiler.disable(make(getattr(owner, name)))  # torch.compile would trace the state of groups
+    for owner, name, kind, make in methods:
+        current, inherited = getattr(owner, name), name not in owner.__dict__
+        if kind in CALLED and (kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine)):
+            linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", current)
+        stock = current if inherited else owner.__dict__[name]
+        flux = torch.compiler.disable(make(current))  # torch.compile would trace the state of groups
         flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
         flux.__doc__ = stock.__doc__
         flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
@@ -130,7 +123,7 @@ def patch(config: FluxConfig | None = None) -> None:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _linears, _replacements[:] = linears, replacements
-    _trace_anew(r.owner for r in replacements)
+    _forget_compiled()
     _want(linears.config)
     total, backend = len(replacements), linears.config.backend
     _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
@@ -157,7 +150,7 @@ def unpatch() -> None:
             delattr(r.owner, r.name)
         else:
             setattr(r.owner, r.name, r.stock)
-    _trace_anew(r.owner for r in _replacements)
+    _forget_compiled()
     _linears.close()
     _log("megatron_flux: %d replacements undone", len(_replacements))
     _linears = None
@@ -195,17 +188,7 @@ def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
     """
     if _linears is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return tuning.tune(chunks, _linears, sequence, micro_batch_size)
-
-
-def _linears_of(model: Model, classes: set[str]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The linears of ``classes`` by the names that users know."""
-    for chunk in [model] if isinstance(model, torch.nn.Module) else model:
-        for name, module in chunk.named_modules():
-            if any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
-                # Without the names of DistributedDataParallel and Float16Module.
-                yield name.removeprefix("module.").removeprefix("module."), module
+    return tuning.tune(chunks_of(model), _linears, sequence, micro_batch_size)
 
 
 def report(model: Model | None = None) -> dict[str, Any]:
@@ -233,84 +216,12 @@ def report(model: Model | None = None) -> dict[str, Any]:
         "bytes_received": stats.bytes_received,
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
-        **({} if model is None else {"layers": {name: ran(layer) for name, layer in _linears_of(model, LINEARS)}}),
+        **({} if model is None else {"layers": {name: ran(layer) for name, layer in linears_of(model, LINEARS)}}),
     }
 
 
-def set_backend(
-    model: Model,
-    backend: str | None,
-    *,
-    names: str = "*",
-    forward: str | None = None,
-    dgrad: str | None = None,
-    wgrad: str | None = None,
-) -> list[str]:
-    """Choose the operator backend of some layers of a built model, before or after :func:`megatron_flux.patch`.
-
-    For instance ``set_backend(model, "reference", names="*.mlp.*")``, or ``set_backend(model, "stock",
-    names="output_layer")``. All ranks of a tensor-parallel group must choose alike.
-
-    ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
-    leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
-    :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
-    is all tensor-parallel linears. ``forward``, ``dgrad`` and ``wgrad`` are as in :class:`~megatron_flux.FluxConfig`.
-
-    Returns the names of the layers.
-
-    Raises:
-        UserError: an unknown backend, directions together with ``stock`` or None, or no layer of such a name.
-    """
-    directions = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
-    choice: Backends | str | None = backend
-    if backend is None or backend == STOCK:
-        if given := [name for name, value in directions.items() if value is not None]:
-            raise UserError(f"set_backend: {', '.join(given)} cannot be combined with backend={backend!r}")
-    else:
-        choice = Backends(*(value or backend for value in directions.values()))
-        _check_backends(choice, f"; or {STOCK!r}")
-    return _mark("set_backend", model, names, CHOICE, choice, LINEARS)
-
-
-def set_keep_gathered(model: Model, keep_gathered: bool | None, *, names: str = "*") -> list[str]:
-    """Choose for some layers whether their gathered input is kept for wgrad: ``keep_gathered`` of
-    :class:`~megatron_flux.FluxConfig`, which holds for all others, and for these again after None.
-
-    For instance ``set_keep_gathered(model, False, names="*.linear_qkv")``, so that the budget is that of the MLPs. Of
-    column-parallel linears; ``model``, ``names`` and what is returned are as in :func:`set_backend`. All ranks of a
-    tensor-parallel group must choose alike.
-
-    Raises:
-        UserError: a value that is none of the three, or no layer of such a name.
-    """
-    if keep_gathered not in (True, False, None):
-        raise UserError(f"set_keep_gathered: give True, False or None, not {keep_gathered!r}")
-    return _mark("set_keep_gathered", model, names, KEEP, keep_gathered, _COLUMNS)
-
-
-def _mark(function: str, model: Model, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
-    """Give the layers of ``classes`` that are called so ``attribute``, or with None take it away; their names."""
-    chosen, known = [], []
-    for name, module in _linears_of(model, classes):
-        known.append(name)
-        if fnmatchcase(name, names):
-            chosen.append(name)
-            if value is None:
-                module.__dict__.pop(attribute, None)
-            else:
-                module.__dict__[attribute] = value
-    if not chosen:
-        shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-        kind = "tensor-parallel" if classes is LINEARS else "column-parallel"
-        raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
-    return chosen
-
-
-_COLUMNS = {path for path in LINEARS if "Column" in path}
-
-
 def _check(config: FluxConfig) -> None:
-    _check_backends(config.backends)
+    check_backends(config.backends)
     if config.link is not None and config.link not in LINKS:
         raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
     for wire in config.wires:
@@ -323,52 +234,19 @@ def _check(config: FluxConfig) -> None:
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
 
 
-def _trace_anew(owners: Iterable[type]) -> None:
-    """Have torch.compile forget what it has traced of layers of ``owners``, whose methods have just been exchanged.
+def _forget_compiled() -> None:
+    """Have torch.compile trace anew: it takes a class's methods for constants.
 
-    It takes a class's methods for constants: what it compiled before would run on, and where other guards fail on some
-    ranks only, these alone would run the new methods, while their peers wait elsewhere.
+    What it compiled before would run on; where other guards fail on some ranks only, these alone would run the new
+    methods, while their peers wait elsewhere.
     """
-    kinds, classes = set(), list(owners)
-    while classes:
-        cls = classes.pop()
-        if id(cls) not in kinds:
-            kinds.add(id(cls))
-            classes += cls.__subclasses__()
-    try:
-        from torch._dynamo import convert_frame, eval_frame
-
-        for code in filter(None, (seen() for seen in convert_frame.input_codes.seen)):
-            guards = [entry.guard_manager.code_parts for entry in eval_frame._debug_get_cache_entry_list(code)]
-            # Whatever reads an attribute of a layer asks for its class first: ___check_type_id(..., id).
-            if any(not parts or kinds & set(map(int, _IDS.findall(" ".join(parts)))) for parts in guards):
-                eval_frame.reset_code(code)
-    except (ImportError, AttributeError):  # another release of torch
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
         torch.compiler.reset()
 
 
-_IDS = re.compile(r", (\d+)\)")
-
-
 def _want(config: FluxConfig) -> None:
-    """It holds beyond :func:`unpatch`, for backwards that are still to come and for whoever patches again."""
+    """Set the link beyond :func:`unpatch`: for backwards that are still to come, and for a later patch."""
     links.want(links.Wanted(config.link, config.strict))
-
-
-def _check_backends(backends: Backends, more: str = "") -> None:
-    """Refuse a backend that does not exist (``more`` ends the list of those that do), and what could stand still:
-    NCCL's gather for wgrad beside a fused dgrad kernel on another hardware queue; each could wait for SMs that the
-    other holds.
-    """
-    for name in backends:
-        if name not in backend_names():
-            raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}{more}")
-    nccl, fused = ("reference", "pipelined"), ("auto", "tuned", "fused")
-    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
-        raise UserError(
-            f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"
-        )
 
 
 def _log(message: str, *args: object) -> None:

@@ -33,9 +33,10 @@ Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/laye
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,21 +54,38 @@ _COMPACT = SpecifierSet("<2.12")
 DTYPES = (torch.bfloat16, torch.float16)
 """Of activations."""
 
-KERNELS = {"bgrad_quantize": 2, "fp8_transpose": 3}
-"""As :data:`megatron_flux.patch.te_seam.KERNELS`."""
-
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess",
     "transformer_engine.pytorch.distributed:_all_gather_fp8",
     "transformer_engine.pytorch.distributed:gather_along_first_dim",
 )
-"""What flux's layers do in its place, beside the two linears."""
+"""What flux's layers do in its place, beside the two linears; scripts/seams.py compares it."""
 
-BY_RELEASE = (
-    "transformer_engine.pytorch.module.base:quantize_weight",
-    "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
-)
-"""What not all supported releases have; see the module."""
+_API = {
+    "bgrad_quantize": "transformer_engine_torch:bgrad_quantize",
+    "fp8_transpose": "transformer_engine_torch:fp8_transpose",
+    "format_of": "transformer_engine.pytorch.quantization:get_fp8_torch_dtype",
+    "gemm": "transformer_engine.pytorch.cpp_extensions:general_gemm",
+    "torch_dtypes": "transformer_engine.pytorch.constants:TE_DType_To_Torch",
+    "any_layout": "transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported",
+    "whole": "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage",
+    "blocks": "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage",
+    "quantized": "transformer_engine.pytorch.quantized_tensor:QuantizedTensor",
+    "prepare_for_saving": "transformer_engine.pytorch.quantized_tensor:prepare_for_saving",
+    "restore_from_saved": "transformer_engine.pytorch.quantized_tensor:restore_from_saved",
+    "recompute_enabled": "transformer_engine.pytorch.distributed:is_fp8_activation_recompute_enabled",
+    "recompute_phase": "transformer_engine.pytorch.distributed:in_fp8_activation_recompute_phase",
+    "graph_capturing": "transformer_engine.pytorch.graph:is_graph_capturing",
+    "split_forward": "transformer_engine.pytorch.module.base:_2X_ACC_FPROP",
+    "split_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
+    "split_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
+}
+"""What is used of all supported releases, by the name that it has here."""
+_API_BY_RELEASE = {
+    "quantize_weight": "transformer_engine.pytorch.module.base:quantize_weight",
+    "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
+}
+"""What older ones do not have; see the module."""
 
 _WITHOUT_FP8 = ("pipelined", "chunked_fp8", "chunked_int8")
 
@@ -75,46 +93,23 @@ _WITHOUT_FP8 = ("pipelined", "chunked_fp8", "chunked_int8")
 class TransformerEngineFp8:
     """What flux calls and asks of the installed TransformerEngine for FP8."""
 
-    def __init__(self, symbol: Any, installed: str) -> None:
+    def __init__(self, symbol: Callable[[str], Any], installed: str) -> None:
         """``symbol`` finds ``module:name``; ImportError or AttributeError where one is missing."""
         self.supported, self.installed = installed in SUPPORTED_FP8, installed
         self.state = symbol("transformer_engine.pytorch.quantization:FP8GlobalStateManager")
         if not self.supported:
             return
-        self.kernels = (
-            symbol("transformer_engine_torch:bgrad_quantize"),
-            symbol("transformer_engine_torch:fp8_transpose"),
-        )
+        self.api = api = SimpleNamespace(**{name: symbol(path) for name, path in _API.items()})
+        for name, path in _API_BY_RELEASE.items():
+            with suppress(AttributeError):
+                setattr(api, name, symbol(path))
         self.compact = installed in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
             self.laid_out = (symbol("transformer_engine_torch:Float8BlockScaleTensorFormat").GEMM_READY,)
-        self.quantize_weight, self.set_amax_group = None, None
-        with contextlib.suppress(AttributeError):
-            self.quantize_weight = symbol(BY_RELEASE[0])
-            self.set_amax_group = symbol(BY_RELEASE[1])
-        self.format_of = symbol("transformer_engine.pytorch.quantization:get_fp8_torch_dtype")
-        self.gemm = symbol("transformer_engine.pytorch.cpp_extensions:general_gemm")
-        self.torch_dtypes = symbol("transformer_engine.pytorch.constants:TE_DType_To_Torch")
-        self.any_layout = symbol("transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported")
-        self.whole = symbol("transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage")
-        self.blocks = symbol(
-            "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage"
-        )
-        self.quantized = symbol("transformer_engine.pytorch.quantized_tensor:QuantizedTensor")
-        self.prepare_for_saving = symbol("transformer_engine.pytorch.quantized_tensor:prepare_for_saving")
-        self.restore_from_saved = symbol("transformer_engine.pytorch.quantized_tensor:restore_from_saved")
-        self.recompute_enabled = symbol("transformer_engine.pytorch.distributed:is_fp8_activation_recompute_enabled")
-        self.recompute_phase = symbol("transformer_engine.pytorch.distributed:in_fp8_activation_recompute_phase")
-        self.graph_capturing = symbol("transformer_engine.pytorch.graph:is_graph_capturing")
-        self.default_split = (
-            symbol("transformer_engine.pytorch.module.base:_2X_ACC_FPROP"),
-            symbol("transformer_engine.pytorch.module.base:_2X_ACC_DGRAD"),
-            symbol("transformer_engine.pytorch.module.base:_2X_ACC_WGRAD"),
-        )
 
     def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
-        """Why TransformerEngine must run this FP8 call itself, or None."""
+        """Return why TransformerEngine must run this FP8 call itself, or None."""
         if not self.supported:
             return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
         recipe = self.state.get_fp8_recipe()
@@ -126,16 +121,17 @@ class TransformerEngineFp8:
             return f"fp8 with backward_override {override}"
         if recipe.delayed() and not recipe.reduce_amax:
             return "fp8 without reduce_amax"
-        if self.any_layout():
+        if self.api.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
         if getattr(layer, "save_original_input", False) and recipe.delayed():
             return "delayed fp8 scaling with save_original_input"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
-        if type(weight) is not torch.nn.Parameter and not isinstance(weight, (self.whole, self.blocks)):
+        if type(weight) is not torch.nn.Parameter and not isinstance(weight, self.api.whole | self.api.blocks):
             return f"weight of type {type(weight).__name__}"
-        if without := [name for name in dict.fromkeys(backends) if name in _WITHOUT_FP8]:
-            return f"fp8 over backend {without[0]}"
+        for name in backends:
+            if name in _WITHOUT_FP8:
+                return f"fp8 over backend {name}"
         return self._why_stock_shapes(layer, x, weight, recipe)
 
     def _why_stock_shapes(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> str | None:
@@ -162,11 +158,11 @@ class TransformerEngineFp8:
         return None
 
     def captured(self) -> bool:
-        """Whether a call now becomes part of a CUDA graph, or warms up for it."""
+        """Return True if a call now becomes part of a CUDA graph, or warms up for it."""
         return bool(self.state.fp8_graph_capturing())
 
     def skip_flag(self) -> torch.Tensor | None:
-        """Of a captured call, what says on the GPU that the cached weight is still good."""
+        """Return the flag on the GPU that says that a captured call's cached weight is still good; else None."""
         if not self.captured():
             return None
         if hasattr(self.state, "get_skip_fp8_weight_update_tensor"):
@@ -174,37 +170,41 @@ class TransformerEngineFp8:
         return self.state.quantization_state.skip_fp8_weight_update_tensor  # 2.15, 2.16
 
     def is_first(self) -> bool:
-        """Whether no layer of this autocast has asked; a recomputed forward asks again what it was told before."""
+        """Return True to the first layer of this autocast that asks; a recomputed forward gets its answer again."""
         state, name = self.state, "IS_FIRST_FP8_MODULE"
         if not hasattr(state, name):  # from 2.15 on
             state, name = state.quantization_state, "is_first_fp8_module"
         before = getattr(state, name)
         first = self.state.is_first_fp8_module()
-        if self.recompute_phase():
+        if self.api.recompute_phase():
             setattr(state, name, before)
         return bool(first)
 
     def splits(self, recipe: Any) -> tuple[bool, bool, bool]:
-        """Whether sums are split by ``recipe`` in forward, dgrad and wgrad."""
-        names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-        forward, dgrad, wgrad = (
-            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-            for name, default in zip(names, self.default_split, strict=True)
+        """Return whether ``recipe`` splits the sums of forward, dgrad and wgrad."""
+
+        def split(name: str, default: bool) -> bool:
+            return getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
+
+        api = self.api
+        return (
+            split("fp8_gemm_fprop", api.split_forward),
+            split("fp8_gemm_dgrad", api.split_dgrad),
+            split("fp8_gemm_wgrad", api.split_wgrad),
         )
-        return forward, dgrad, wgrad
 
     def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:
-        """What a layer would multiply, to ``out``, in forward and dgrad under the present autocast."""
+        """Return what a layer multiplies, to ``out``, in forward and dgrad under the present autocast."""
         recipe = self.state.get_fp8_recipe()
         blocks, splits = recipe.float8_block_scaling(), self.splits(recipe)
         how = [("1x128" if blocks else "tensor", out, split or blocks) for split in splits]
-        weight, gradient = self.format_of(recipe, True), self.format_of(recipe, False)
+        weight, gradient = (self.api.format_of(recipe, forward) for forward in (True, False))
         return Fp8Kind(weight, weight, *how[0]), Fp8Kind(gradient, weight, *how[1])
 
     def run(
         self, linear: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, operands: Any, **options: Any
     ) -> torch.Tensor:
-        """``linear`` (of :mod:`megatron_flux.layers`) of ``x`` and the other ``operands``, its weight first, in FP8."""
+        """Run ``linear`` of :mod:`megatron_flux.layers` in FP8; ``operands`` beside ``x``, the weight first."""
         with getattr(layer, "prepare_forward_ctx", layer.prepare_forward)(x) as x:
             call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options)
             return linear(x, *operands, precision=call, **options)
@@ -223,16 +223,16 @@ class Fp8Call:
         self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, has_norm: bool
     ) -> None:
         """Ask the layer for its quantizers."""
-        self._te = te
+        self._te, self._api, api = te, te.api, te.api
         self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
         self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
         recipe, grad = te.state.get_fp8_recipe(), torch.is_grad_enabled()
         self._x_quantizer, self._weight_quantizer, _, _, _, self._dy_quantizer = layer._get_quantizers(
             False, False, grad
         )
-        if te.set_amax_group is not None:
-            te.set_amax_group(self._x_quantizer, layer.tp_group if self._gathers_x else None)
-            te.set_amax_group(self._dy_quantizer, layer.tp_group if self._gathers_dy else None)
+        if hasattr(api, "set_amax_group"):
+            api.set_amax_group(self._x_quantizer, layer.tp_group if self._gathers_x else None)
+            api.set_amax_group(self._dy_quantizer, layer.tp_group if self._gathers_dy else None)
         self._in_blocks = recipe.float8_block_scaling()
         self.serves_wgrad = not self._in_blocks  # bytes in blocks by columns are not those by rows
         *splits, self._wgrad_split = te.splits(recipe)
@@ -244,33 +244,28 @@ class Fp8Call:
         self._grad, self._need_wgrad = grad, grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
         self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
-        self.updates_scales = grad and self._is_first(layer, x, weight)
-
-    def _is_first(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether the end of this layer's backward updates the scales of all: the first of an autocast does."""
-        te = self._te
-        parameters = (
-            x,
-            weight,
-            *(getattr(layer, name, None) for name in ("bias", "layer_norm_weight", "layer_norm_bias")),
+        names = ("bias", "layer_norm_weight", "layer_norm_bias")
+        trained = (x, weight, *(getattr(layer, name, None) for name in names))
+        # The end of backward updates the scales of all layers: that of the first layer of an autocast does.
+        self.updates_scales = (
+            grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in trained) and te.is_first()
         )
-        if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in parameters):
-            return False
-        return te.is_first()
 
     def _weight_of(self, layer: Any, weight: torch.Tensor, for_dgrad: bool) -> Any:
-        """The quantised weight, out of the layer's cache from its second micro-batch on. A graph serves all of them: it
-        quantises where a flag on the GPU says so, and otherwise leaves what is cached.
+        """Return the quantised weight, from the layer's cache from its second micro-batch on.
+
+        A graph serves all micro-batches: it quantises where a flag on the GPU says so, and otherwise leaves what is
+        cached.
         """
-        te, first = self._te, None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
-        skip = te.skip_flag()
+        api, first = self._api, None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
+        skip = self._te.skip_flag()
         if skip is not None:
             first = False
-        if isinstance(weight, te.quantized):
+        if isinstance(weight, api.quantized):
             quantizer = weight._quantizer
         else:
             quantizer = self._weight_quantizer
-            again = te.recompute_enabled() and not te.recompute_phase()  # its second forward is with gradients
+            again = api.recompute_enabled() and not api.recompute_phase()  # its second forward is with gradients
             quantizer.set_usage(rowwise=True, columnwise=for_dgrad or again)
         how = {
             "tensor": weight,
@@ -280,16 +275,16 @@ class Fp8Call:
             "fsdp_group": None,
             "workspace_dtype": self._dtype,
         }
-        cached = None if first is None else "weight"
-        if te.quantize_weight is None:
-            found = layer.get_weight_workspace(cache_name=cached, **how)
-        else:
-            kept = layer._fp8_workspaces
-            found, new = te.quantize_weight(workspace=kept.get(cached), cache=cached is not None, **how)
+        name = None if first is None else "weight"
+        if hasattr(api, "quantize_weight"):
+            cache = layer._fp8_workspaces
+            quantized, new = api.quantize_weight(workspace=cache.get(name), cache=name is not None, **how)
             if new is not None:
-                kept[cached] = new.detach() if isinstance(new, torch.Tensor) else new
-        found.update_usage(rowwise_usage=True)
-        return found
+                cache[name] = new.detach() if isinstance(new, torch.Tensor) else new
+        else:
+            quantized = layer.get_weight_workspace(cache_name=name, **how)
+        quantized.update_usage(rowwise_usage=True)
+        return quantized
 
     def operands(
         self,
@@ -313,21 +308,21 @@ class Fp8Call:
             return operand, multiplied, ()
         local_x = self._local(quantized) if for_wgrad else None
         saved = (x if self._need_wgrad else None, None) if local_x is None else (local_x.data, local_x.scale_inv)
-        saved_weight, self._weight_form = self._te.prepare_for_saving(self._quantized_weight)
+        saved_weight, self._weight_form = self._api.prepare_for_saving(self._quantized_weight)
         self._quantized_weight = None
         return operand, multiplied, (*statistics, *saved, *saved_weight)
 
     def _local(self, x: Any) -> Rows | Fp8Operand:
-        """The rank's quantised ``x`` for wgrad: rows if other ranks have some, else transposed."""
+        """Return the local quantised ``x`` for wgrad: rows if other ranks have some, else transposed."""
         return self._rows(x) if self._gathers_x else self._transposed(x)
 
     def _restored(self, saved: Saved) -> Any:
-        """The same in backward; None if wgrad is not needed."""
+        """Return the same in backward; None if wgrad is not needed."""
         data, scale_inv = saved[4:6]
         if data is None:
             return None
         if scale_inv is not None:
-            dtype = self._te.torch_dtypes[self._x_quantizer.dtype]
+            dtype = self._api.torch_dtypes[self._x_quantizer.dtype]
             return Rows(data, scale_inv) if self._gathers_x else Fp8Operand(data, dtype, scale_inv, self._scaling)
         if self._x_again is None:
             quantizer = self._x_quantizer
@@ -337,7 +332,7 @@ class Fp8Call:
 
     @property
     def _by_columns(self) -> bool:
-        """Whether ``x`` is also quantised by columns for wgrad: bytes that ranks gather are transposed after it."""
+        """True if ``x`` is also quantised by columns for wgrad: bytes that ranks gather are transposed after it."""
         return self._in_blocks or not self._gathers_x
 
     def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
@@ -346,7 +341,7 @@ class Fp8Call:
         columns = self._need_wgrad and (not self._gathers_dy or self._in_blocks)
         quantizer.set_usage(rowwise=True, columnwise=columns or need_db)
         if need_db and not self._in_blocks:
-            db, quantized = self._te.kernels[0](dy, quantizer)
+            db, quantized = self._api.bgrad_quantize(dy, quantizer)
         else:
             db = dy.sum(dim=0) if need_db else None
             quantized = quantizer(dy)
@@ -354,16 +349,16 @@ class Fp8Call:
         if self._need_wgrad:
             local_dy = self._rows(quantized) if self._gathers_dy else self._transposed(quantized)
         if need_dx:
-            (restored,) = self._te.restore_from_saved(self._weight_form, list(saved[6:]))
+            (restored,) = self._api.restore_from_saved(self._weight_form, list(saved[6:]))
             restored.update_usage(columnwise_usage=True)
             weight = self._transposed(restored)
         return self._operand(quantized), weight, local_dy, db
 
     def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
         """See the protocol."""
-        y, *_ = self._te.gemm(
-            (self._stored if dgrad else self._stored_rows)(weight, self._weight_quantizer),
-            self._stored_rows(x, self._dy_quantizer if dgrad else self._x_quantizer),
+        y, *_ = self._api.gemm(
+            self._stored(weight, self._weight_quantizer, transposed=dgrad),
+            self._stored(x, self._dy_quantizer if dgrad else self._x_quantizer, transposed=False),
             layout="NN" if dgrad else "TN",
             grad=dgrad,
             out_dtype=self._dtype,
@@ -393,19 +388,19 @@ class Fp8Call:
         return self.column_operand(saved, None), dy
 
     def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
-        """Gathered rows for wgrad; with one scale an operand has the same bytes."""
+        """Transpose gathered rows for wgrad; with one scale an operand has the same bytes."""
         if isinstance(whole, Rows) and whole.transpose is not None:
             data = whole.transpose()
         else:
-            data = self._te.kernels[1](whole.data, quantizer.dtype, out=None)
-        return Fp8Operand(data, self._te.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)
+            data = self._api.fp8_transpose(whole.data, quantizer.dtype, out=None)
+        return Fp8Operand(data, self._api.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)
 
     def wgrad(self, linear: LinearState, x: Fp8Operand, dy: Fp8Operand) -> torch.Tensor | None:
         """See the protocol: ``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``."""
         main_grad = linear.main_grad
-        dw, *_ = self._te.gemm(
-            self._stored(x, self._x_quantizer),
-            self._stored(dy, self._dy_quantizer),
+        dw, *_ = self._api.gemm(
+            self._stored(x, self._x_quantizer, transposed=True),
+            self._stored(dy, self._dy_quantizer, transposed=True),
             layout="NT",
             grad=True,
             out=main_grad,
@@ -417,7 +412,7 @@ class Fp8Call:
 
     def end_backward(self) -> None:
         """See the protocol."""
-        if not self._te.graph_capturing():
+        if not self._api.graph_capturing():
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
 
     @property
@@ -425,8 +420,8 @@ class Fp8Call:
         return "1x128" if self._in_blocks else "tensor"
 
     def _operand(self, tensor: Any) -> Fp8Operand:
-        """Of what TransformerEngine has quantised, to multiply over its columns."""
-        dtype = self._te.torch_dtypes[tensor._fp8_dtype]
+        """Return what TransformerEngine has quantised, to multiply over its columns."""
+        dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
             return Fp8Operand(_matrix(tensor._data), dtype, tensor._scale_inv)
         data, scales = _matrix(tensor._rowwise_data), tensor._rowwise_scale_inv
@@ -437,17 +432,17 @@ class Fp8Call:
         return Fp8Operand(data, dtype, scales, "1x128")
 
     def _rows(self, tensor: Any) -> Rows:
-        """The same to be gathered for wgrad."""
+        """Return the same to be gathered for wgrad."""
         if not self._in_blocks:
             return Rows(_matrix(tensor._data), tensor._scale_inv)
         data = tensor._columnwise_data
         if not self._te.compact:
-            data = self._te.kernels[1](data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
+            data = self._api.fp8_transpose(data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
         return Rows(_matrix(data), tensor._columnwise_scale_inv)
 
     def _transposed(self, tensor: Any) -> Fp8Operand:
-        """The same of the transposed matrix, to multiply over its rows."""
-        dtype = self._te.torch_dtypes[tensor._fp8_dtype]
+        """Return the same transposed, to multiply over its rows."""
+        dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
             data = tensor._transpose
             return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._scale_inv)
@@ -455,24 +450,15 @@ class Fp8Call:
         scaling = "128x128" if tensor._is_2D_scaled else "1x128"
         return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._columnwise_scale_inv, scaling)
 
-    def _stored(self, operand: Fp8Operand, quantizer: Any) -> Any:
-        """A transposed operand as TransformerEngine's GEMM takes it."""
-        te = self._te
+    def _stored(self, operand: Fp8Operand, quantizer: Any, *, transposed: bool) -> Any:
+        """Return an operand, which may be ``transposed``, as TransformerEngine's GEMM takes it."""
+        data, scales, dtype = operand.data, operand.scale_inv, quantizer.dtype
         if not self._in_blocks:
-            return te.whole(
-                data=None, fp8_scale_inv=operand.scale_inv, fp8_dtype=quantizer.dtype, data_transpose=operand.data,
-                quantizer=quantizer,
-            )  # fmt: skip
+            form = {"data": None, "data_transpose": data} if transposed else {"data": data}
+            return self._api.whole(**form, fp8_scale_inv=scales, fp8_dtype=dtype, quantizer=quantizer)
+        forms = (None, None, data, scales) if transposed else (data, scales, None, None)
         square = operand.scaling == "128x128"
-        return te.blocks(None, None, operand.data, operand.scale_inv, quantizer.dtype, quantizer, square, *te.laid_out)
-
-    def _stored_rows(self, operand: Fp8Operand, quantizer: Any) -> Any:
-        """Likewise one that is not transposed."""
-        te, data, scales = self._te, operand.data, operand.scale_inv
-        if not self._in_blocks:
-            return te.whole(data=data, fp8_scale_inv=scales, fp8_dtype=quantizer.dtype, quantizer=quantizer)
-        square = operand.scaling == "128x128"
-        return te.blocks(data, scales, None, None, quantizer.dtype, quantizer, square, *te.laid_out)
+        return self._api.blocks(*forms, dtype, quantizer, square, *self._te.laid_out)
 
 
 def _matrix(data: torch.Tensor) -> torch.Tensor:

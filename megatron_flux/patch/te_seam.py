@@ -10,7 +10,7 @@ Used of it
       which are attributes of a module; weights that are distributed once more (2.19), which say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
-beyond, or one whose symbols are not as expected, leaves its layers stock with that reason.
+beyond, or one that lacks a symbol, leaves its layers stock with that reason.
 
 ``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
 layers were asked for.
@@ -19,9 +19,6 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
-import inspect
-import re
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -39,9 +36,6 @@ from megatron_flux.patch.te_fp8 import TransformerEngineFp8
 
 SUPPORTED_TE = SpecifierSet(">=2.9,<2.21")
 
-KERNELS = {"layernorm_fwd": 9, "layernorm_bwd": 7, "rmsnorm_fwd": 8, "rmsnorm_bwd": 6}
-"""Functions of ``transformer_engine_torch`` and how many parameters they take, all of them positional."""
-
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.linear",
     "transformer_engine.pytorch.module.layernorm_linear",
@@ -49,15 +43,18 @@ REIMPLEMENTED = (
 )
 """What flux's layers do in place of TransformerEngine: to be read anew in another release's source."""
 
-USERBUFFERS = (
-    *(f"ub_overlap_{which}" for which in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")),
-    *("ub_bulk_wgrad", "ub_bulk_dgrad"),
+_userbuffers = attrgetter(
+    "ub_overlap_ag_fprop",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_wgrad",
+    "ub_bulk_dgrad",
 )
-_userbuffers = attrgetter(*USERBUFFERS)
 
 
 def load() -> TransformerEngine:
-    """The installed TransformerEngine, or UnsupportedVersionError where its release or symbols are not as expected."""
+    """Return the installed TransformerEngine. Raises UnsupportedVersionError: its release, or a symbol is missing."""
     try:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
@@ -67,7 +64,7 @@ def load() -> TransformerEngine:
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
     try:
         return TransformerEngine(installed)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
             f"{shown(SUPPORTED_TE)}"
@@ -75,7 +72,7 @@ def load() -> TransformerEngine:
 
 
 def why_unusable() -> str | None:
-    """Why no layer over TransformerEngine could run flux, or be built at all; None where they can.
+    """Return why no layer over TransformerEngine could run flux, or be built at all; None where they can.
 
     Imports TransformerEngine: for where its layers were asked for. megatron-core does not say why it could not.
     """
@@ -93,21 +90,17 @@ class TransformerEngine:
     """What flux calls and asks of the installed TransformerEngine."""
 
     def __init__(self, installed: str) -> None:
-        """Find and check the symbols of release ``installed``.
-
-        ImportError, AttributeError or TypeError: one is not as expected.
-        """
+        """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
         self.installed = installed
-        self.kernels = kernels = importlib.import_module("transformer_engine_torch")
-        for name, expected in KERNELS.items():
-            found = _parameter_count(getattr(kernels, name))
-            if found is not None and found != expected:
-                raise TypeError(f"{name} takes {found} parameters, not {expected}")
+        kernels = "transformer_engine_torch"
+        self.norms = {
+            "LayerNorm": (_symbol(f"{kernels}:layernorm_fwd"), _symbol(f"{kernels}:layernorm_bwd")),
+            "RMSNorm": (_symbol(f"{kernels}:rmsnorm_fwd"), _symbol(f"{kernels}:rmsnorm_bwd")),
+        }
         self.dtypes = _symbol("transformer_engine.pytorch.constants:TE_DType")
-        self._fp8_enabled = _symbol("transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_fp8_enabled")
-        self._fp8_calibration = _symbol(
-            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_fp8_calibration"
-        )
+        fp8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
+        self.in_fp8 = _symbol(f"{fp8}.is_fp8_enabled")
+        self._fp8_calibration = _symbol(f"{fp8}.is_fp8_calibration")
         self._offloading = _symbol("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
         self._exporting = _symbol("transformer_engine.pytorch.export:is_in_onnx_export_mode")
         self._debug = _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState")
@@ -116,18 +109,14 @@ class TransformerEngine:
 
     @cached_property
     def fp8(self) -> TransformerEngineFp8 | str:
-        """What flux uses of it in FP8, or why that cannot be used."""
+        """Return what flux uses of it in FP8, or why that cannot be used."""
         try:
             return TransformerEngineFp8(_symbol, self.installed)
         except (ImportError, AttributeError) as error:
             return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 
-    def in_fp8(self) -> bool:
-        """Whether its FP8 autocast is on."""
-        return bool(self._fp8_enabled())
-
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool = False) -> str | None:
-        """Why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
+        """Return why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
 
         ``weight`` is ``layer.weight``, which is slow to get. ``fp8``: the call is to run FP8, whose own reasons
         :meth:`why_stock_fp8` has.
@@ -139,7 +128,7 @@ class TransformerEngine:
             return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
         if layer.wgrad_store.delay_wgrad_compute():
             return "delayed wgrad (delay_wgrad_compute)"
-        if not fp8 and self._fp8_enabled():
+        if not fp8 and self.in_fp8():
             return "fp8 (autocast)"
         if self._fp8_calibration():
             return "fp8 calibration"
@@ -164,11 +153,11 @@ class TransformerEngine:
         return None
 
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
-        """Likewise of a call under its FP8 autocast."""
+        """Return why it must run a call under its FP8 autocast itself, or None."""
         return self.fp8 if isinstance(self.fp8, str) else self.fp8.why_stock(layer, x, weight, backends)
 
     def norm(self, layer: Any) -> Norm:
-        """The norm of a ``LayerNormLinear``, for use in the current grad mode."""
+        """Return the norm of a ``LayerNormLinear``, for use in the current grad mode."""
         sms = layer.fwd_ln_sm_margin if torch.is_grad_enabled() else layer.inf_ln_sm_margin
         return _norm(self, layer.normalization, layer.eps, layer.zero_centered_gamma, sms, layer.bwd_ln_sm_margin)
 
@@ -177,9 +166,9 @@ class TransformerEngine:
 def _norm(
     te: TransformerEngine, kind: str, eps: float, zero_centered: bool, sms_forward: int, sms_backward: int
 ) -> Norm:
-    """One for all layers with the same options: it has no state. The kernels leave ``sms_*`` SMs free."""
-    has_mean, name = {"LayerNorm": (True, "layernorm"), "RMSNorm": (False, "rmsnorm")}[kind]
-    kernel_forward, kernel_backward = (getattr(te.kernels, f"{name}_{which}") for which in ("fwd", "bwd"))
+    """Make one norm for all layers with the same options: it has no state. The kernels leave ``sms_*`` SMs free."""
+    has_mean = kind == "LayerNorm"
+    kernel_forward, kernel_backward = te.norms[kind]
 
     def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quantizer: Any = None) -> Any:
         affine = (weight, bias) if has_mean else (weight,)
@@ -194,22 +183,6 @@ def _norm(
         return found if has_mean else (*found, None)
 
     return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
-
-
-def _parameter_count(function: Callable[..., Any]) -> int | None:
-    """How many parameters a function takes; of a compiled one by its docstring, None where that does not say."""
-    try:
-        return len(inspect.signature(function).parameters)
-    except ValueError:
-        pass
-    # pybind11's first line: name(first: type, second: type[a, b]) -> type
-    line = re.match(rf"{re.escape(function.__name__)}\((.*)\) ->", function.__doc__ or "")
-    if line is None:
-        return None
-    inside = line[1]
-    while (outer := re.sub(r"\[[^][]*\]", "", inside)) != inside:
-        inside = outer
-    return len(re.findall(r"\w: ", inside))  # the colons of a C++ type's name have no space behind them
 
 
 def _symbol(path: str) -> Any:

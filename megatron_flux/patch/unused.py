@@ -18,14 +18,10 @@ from megatron_flux.settings import OFF
 
 logger = logging.getLogger("megatron_flux")
 
+_NOT_CALLED = "it works through Megatron-LM's megatron.training, which this process has not called"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _handle: Any = None
 _settled = False
-
-
-def autoload() -> bool:
-    """Return True if torch loads this package by itself."""
-    return os.environ.get(_AUTOLOAD, "1") == "1"
 
 
 def watch() -> None:
@@ -48,20 +44,16 @@ def settle() -> None:
 
 
 def _look(module: Any, *_: Any) -> None:
-    if any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
-        settle()
-        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
-            logger.warning("megatron_flux: MEGATRON_FLUX=%s has switched nothing on: %s", *_why())
-
-
-def _why() -> tuple[str, str]:
-    given = os.environ.get("MEGATRON_FLUX", "")
-    if not autoload():
-        return given, (
-            f"with {_AUTOLOAD}={os.environ[_AUTOLOAD]} torch does not load it, and layers run stock; unset that, start "
-            "with python -m megatron_flux.run SCRIPT, or call megatron_flux.patch() before the model is built"
-        )
-    return given, (
-        "it works through Megatron-LM's megatron.training, which this process has not called, and layers run stock; "
-        "call megatron_flux.patch() before the model is built"
-    )
+    if not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+        return
+    settle()
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+        why, how = _NOT_CALLED, ""
+        if os.environ.get(_AUTOLOAD, "1") != "1":
+            why = f"with {_AUTOLOAD}={os.environ[_AUTOLOAD]} torch does not load it"
+            how = "unset that, start with python -m megatron_flux.run SCRIPT, or "
+        logger.warning(
+            "megatron_flux: MEGATRON_FLUX=%s has switched nothing on: %s, and layers run stock; %scall "
+            "megatron_flux.patch() before the model is built",
+            os.environ.get("MEGATRON_FLUX", ""), why, how,
+        )  # fmt: skip

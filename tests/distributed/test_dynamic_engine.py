@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig
-from megatron_flux.patch.linears import INFERENCE_OPTIMIZED
 from megatron_flux.patch.megatron_core import installed_megatron_core
+from megatron_flux.patch.reasons import INFERENCE_OPTIMIZED
 from tests.distributed import te_stand_in
 from tests.distributed.data import normals
 from tests.distributed.megatron_world import FAMILIES, SEQUENCE, VOCABULARY, flux, gpt_model, megatron, model_config

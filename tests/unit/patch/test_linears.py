@@ -1,14 +1,13 @@
-"""Which calls run flux and which run stock, decided from the layer and the call alone; every reason once.
+"""The replaced methods: what is counted, what is passed on to flux, and the mode that CUDA graphs need.
 
-Covered: the table of reasons of both layers, at call time; that each is logged once, counted always, and an error when
-strict; what is passed on to flux when there is none; the mode that a layer's CUDA graphs need.
+The layers themselves: tests/distributed/test_layers.py and test_te_layers.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,143 +16,28 @@ import torch
 from megatron_flux import FallbackError, FluxConfig
 from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch import linears as module
-from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch import linears
+from megatron_flux.patch.linears import KEEP, LinearPatch
 from megatron_flux.patch.megatron_core import LINES
-from tests.unit.groups import group_of
+from megatron_flux.patch.reasons import TE_KINDS
+from tests.unit.patch.layers import GROUP, Layer, TeLayer, Traced, X
 
-GROUP = group_of(2)
-
-
-class Config(SimpleNamespace):
-    """What the patch reads of a TransformerConfig; anything else is missing."""
-
-
-class Layer(torch.nn.Module):
-    """What the patch reads of a layer."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__()
-        config = Config(fp8=None, fp4=None, _cpu_offloading_context=None)
-        attributes = {
-            "config": config,
-            "explicit_expert_comm": False,
-            "sequence_parallel": True,
-            "input_is_parallel": True,
-            "skip_bias_add": False,
-            "gradient_accumulation_fusion": False,
-            "tp_group": GROUP,
-        }
-        for name, value in {**attributes, **changes}.items():
-            setattr(self, name, value)
-        self.weight = torch.nn.Parameter(torch.ones(3, 4))
-        self.bias = torch.nn.Parameter(torch.ones(3))
-
-    def _forward_impl(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("not called: the stock row layer is stubbed as a whole")
+KINDS = ("column", "row", *TE_KINDS)
+PASSED = {"backend": Backends.of("reference"), "wires": ALL_EXACT}
+GATHERED = {"gather_ahead": True, "keep_gathered": None, "keep_gathered_bytes": None}
 
 
-class Other(Layer):
-    def _forward_impl(self, *args: Any, **kwargs: Any) -> None: ...
+def layer_of(kind: str, **changes: Any) -> Any:
+    return TeLayer(**changes) if kind in TE_KINDS else Layer(**changes)
 
 
-def keywords(**changes: Any) -> dict[str, Any]:
-    stock = {
-        "bias": None,
-        "gradient_accumulation_fusion": False,
-        "allreduce_dgrad": False,
-        "sequence_parallel": True,
-        "grad_output_buffer": None,
-        "wgrad_deferral_limit": None,
-        "tp_group": GROUP,
-    }
-    return {name: value for name, value in {**stock, **changes}.items() if value is not REMOVED}
-
-
-REMOVED = object()
-
-
-@pytest.fixture(params=(LINES[0], LINES[-1]), ids=lambda line: str(line.versions))  # the others are as the first
-def seam(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A patch of one line whose flux and stock layers say which they are."""
-    patch = LinearPatch(FluxConfig(backend="reference", fp8=False), request.param, Layer)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def flux(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append((args, kwargs))
-        return torch.zeros(2, 1, 3)
-
-    monkeypatch.setattr(module, "column_parallel_linear", flux)
-    monkeypatch.setattr(module, "row_parallel_linear", flux)
-    return SimpleNamespace(
-        patch=patch,
-        calls=calls,
-        line=request.param,
-        column=patch.column_forward_impl(lambda *args, **kwargs: "stock"),
-        row=patch.row_forward(lambda *args, **kwargs: "stock"),
-    )
-
-
-X = torch.ones(2, 1, 4)
-
-
-def low_precision(t: torch.Tensor) -> torch.Tensor:
-    return t.bfloat16()
-
-
-def changed(**attributes: Any) -> Callable[[], Layer]:
-    return lambda: Layer(**attributes)
-
-
-def configured(**attributes: Any) -> Callable[[], Layer]:
-    def make() -> Layer:
-        layer = Layer()
-        vars(layer.config).update(attributes)
-        return layer
-
-    return make
-
-
-def fsdp() -> Layer:
-    layer = Layer()
-    layer.weight.__fsdp_param__ = True
+def configured(kind: str, **attributes: Any) -> Any:
+    layer = layer_of(kind)
+    vars(layer.config).update(attributes)
     return layer
 
 
-COMMON: dict[str, Callable[[], Layer]] = {
-    "expert layer with explicit communication": changed(explicit_expert_comm=True),
-    "fp8 (hybrid)": configured(fp8="hybrid"),
-    "fp4 (e2m1)": configured(fp4="e2m1"),
-    "Megatron-FSDP weight": fsdp,
-    "activation offloading to the CPU": configured(_cpu_offloading_context=SimpleNamespace(inside_context=True)),
-}
-
-COLUMN_CALLS = {
-    "deferred embedding wgrad (defer_embedding_wgrad_compute)": keywords(grad_output_buffer=[]),
-    "tp = 1": keywords(tp_group=group_of(1)),
-    "unsupported keyword wgrad_deferral_limit=3": keywords(wgrad_deferral_limit=3),
-    "unsupported keyword output_dtype=torch.float32": keywords(output_dtype=torch.float32),
-    "unsupported keyword output_dtype=None": keywords(output_dtype=None),
-    "unsupported keyword gtp_remat_size=2": keywords(gtp_remat_size=2),
-    "_forward_impl was called without allreduce_dgrad": keywords(allreduce_dgrad=REMOVED),
-    "allreduce_dgrad together with sequence parallelism": keywords(allreduce_dgrad=True),
-    "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer": keywords(
-        sequence_parallel=False
-    ),
-}
-
-
-def require_stock(seam: SimpleNamespace, kind: str, reason: str, call: Callable[[], Any]) -> None:
-    seam.patch.config = FluxConfig(fp8=False)
-    assert call() == "stock"
-    assert dict(seam.patch.fallbacks) == {(kind, reason): 1}
-    assert seam.calls == []
-    assert seam.patch.active_layers == 0
-    seam.patch.config = FluxConfig(strict=True, fp8=False)
-    with pytest.raises(FallbackError) as error:
-        call()
-    assert f"{kind} layer" in str(error.value)
-    assert reason in str(error.value)
+# Counting
 
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,135 +62,98 @@ def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCap
 def test_strict_names_layer_and_reason_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     patch = LinearPatch(FluxConfig(strict=True), LINES[0], Layer)
     with pytest.raises(FallbackError) as error:
-        patch.runs_stock("row", "input_is_parallel=False", "RowParallelLinear(8, 4)")
+        patch.runs_stock("row", "input_is_parallel=False", "RowParallelLinear(8, 4)")  # type: ignore[arg-type]
     facts = ("row layer RowParallelLinear(8, 4)", "input_is_parallel=False", "strict=False")
     assert all(fact in str(error.value) for fact in facts)
     assert (caplog.records, dict(patch.fallbacks)) == ([], {})
 
 
-@pytest.mark.parametrize("reason", list(COMMON))
-def test_column_layer(seam: SimpleNamespace, reason: str) -> None:
-    layer = COMMON[reason]()
-    require_stock(seam, "column", reason, lambda: seam.column(layer, X, layer.weight, **keywords()))
+# What is passed on
 
 
-@pytest.mark.parametrize("reason", list(COLUMN_CALLS))
-def test_column_call(seam: SimpleNamespace, reason: str) -> None:
-    layer = Layer()
-    require_stock(seam, "column", reason, lambda: seam.column(layer, X, layer.weight, **COLUMN_CALLS[reason]))
-
-
-def test_column_positional(seam: SimpleNamespace) -> None:
-    layer, reason = Layer(), "_forward_impl was called with 1 unknown positional argument(s)"
-    require_stock(seam, "column", reason, lambda: seam.column(layer, X, layer.weight, None, **keywords(bias=REMOVED)))
-
-
-def test_column_frozen_weight_with_a_trainable_bias(seam: SimpleNamespace) -> None:
-    layer = Layer()
-    layer.weight.requires_grad_(False)
-    reason = "trainable bias on a frozen weight"
-    require_stock(seam, "column", reason, lambda: seam.column(layer, X, layer.weight, **keywords(bias=layer.bias)))
-
-
-@pytest.mark.parametrize("reason", list(COMMON))
-def test_row_layer(seam: SimpleNamespace, reason: str) -> None:
-    layer = COMMON[reason]()
-    require_stock(seam, "row", reason, lambda: seam.row(layer, X))
-
-
-@pytest.mark.parametrize(
-    ("reason", "make"),
-    [
-        ("tp = 1", changed(tp_group=group_of(1))),
-        ("tp = 1", changed(tp_group=group_of(1), sequence_parallel=False)),
-        ("input_is_parallel=False", changed(input_is_parallel=False)),
-        ("input_is_parallel=False", changed(input_is_parallel=False, sequence_parallel=False)),
-        ("Other overrides _forward_impl", lambda: Other()),
-    ],
-)
-def test_row_only(seam: SimpleNamespace, reason: str, make: Callable[[], Layer]) -> None:
-    layer = make()
-    require_stock(seam, "row", reason, lambda: seam.row(layer, X))
-
-
-def test_row_unknown_arguments(seam: SimpleNamespace) -> None:
-    layer = Layer()
-    require_stock(
-        seam, "row", "forward was called with unknown argument(s) ['mode']", lambda: seam.row(layer, X, mode=1)
-    )
-
-
-def test_dtypes_and_autocast(seam: SimpleNamespace) -> None:
-    layer = Layer()
-    reason = "dtypes torch.bfloat16 and torch.float32"
-    require_stock(seam, "row", reason, lambda: seam.row(layer, low_precision(X)))
-    seam.patch.fallbacks.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        require_stock(seam, "row", "autocast", lambda: seam.row(layer, X))
-    seam.patch.fallbacks.clear()
-    layer.weight.data, x = layer.weight.double(), X.double()
-    reason = "dtypes torch.float64 and torch.float64"
-    require_stock(seam, "column", reason, lambda: seam.column(layer, x, layer.weight, **keywords()))
-
-
-def test_attributes_of_a_line(seam: SimpleNamespace) -> None:
-    if not seam.line.added:
-        seam.row(Layer(gtp_remat_size=2), X)
-        assert len(seam.calls) == 1
-        return
-    layer = Layer(gtp_remat_size=1)
-    seam.row(layer, X)
-    seam.column(layer, X, layer.weight, **keywords(gtp_remat_size=1))
-    assert len(seam.calls) == 2
-    seam.calls.clear()
-    seam.patch._active.clear()
-    for kind, call in (
-        ("row", lambda layer: seam.row(layer, X)),
-        ("column", lambda layer: seam.column(layer, X, layer.weight, **keywords())),
-    ):
-        layer = Layer(gtp_remat_size=2)
-        require_stock(seam, kind, "unsupported layer attribute gtp_remat_size=2", lambda: call(layer))  # noqa: B023
-        seam.patch.fallbacks.clear()
-
-
-def test_a_column_call_without_a_graph_has_no_dgrad_to_be_summed(seam: SimpleNamespace) -> None:
-    layer = Layer()
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            seam.column(layer, X, layer.weight, **keywords(sequence_parallel=False))
-    assert [options["sequence_parallel"] for _, options in seam.calls] == [False, False]
-    assert not seam.patch.fallbacks
-
-
-@pytest.mark.parametrize("fusion", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_is_passed_on(seam: SimpleNamespace, fusion: bool, sequence_parallel: bool) -> None:
-    layer = Layer(gradient_accumulation_fusion=fusion, sequence_parallel=sequence_parallel)
-    how = keywords(
-        bias=layer.bias,
-        gradient_accumulation_fusion=fusion,
-        sequence_parallel=sequence_parallel,
-        allreduce_dgrad=not sequence_parallel,
-    )
-    output = seam.column(layer, X, layer.weight, **how)
-    assert isinstance(output, torch.Tensor)
-    y, bias = seam.row(layer, X)
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_of_megatron_core(traced: Traced, fused: bool) -> None:
+    """``fused``: gradient accumulation; with it, without sequence parallelism."""
+    layer = Layer(gradient_accumulation_fusion=fused, sequence_parallel=not fused)
+    how = {"gradient_accumulation_fusion": fused, "sequence_parallel": not fused}
+    traced.run("column", layer, bias=layer.bias, allreduce_dgrad=fused, **how)
+    y, bias = traced.run("row", layer)
     assert bias is None
     assert torch.equal(y, torch.ones(2, 1, 3))  # the bias is added to the zeros of the stub
     layer.skip_bias_add = True
-    y, bias = seam.row(layer, X)
+    y, bias = traced.run("row", layer)
     assert bias is layer.bias
     assert not y.any()
-    options = {"sequence_parallel": sequence_parallel, "gradient_accumulation_fusion": fusion}
-    options |= {"backend": Backends.of("reference"), "wires": ALL_EXACT}
-    column = options | {"gather_ahead": True, "keep_gathered": None, "keep_gathered_bytes": None}
-    assert seam.calls == [
-        ((layer.weight, layer.bias, GROUP), column),
-        ((layer.weight, GROUP), options),
-        ((layer.weight, GROUP), options),
+    assert traced.calls == [
+        ((layer.weight, layer.bias, GROUP), how | PASSED | GATHERED),
+        ((layer.weight, GROUP), how | PASSED),
+        ((layer.weight, GROUP), how | PASSED),
     ]
-    assert seam.patch.active_layers == 1
-    assert not seam.patch.fallbacks
+    assert traced.patch.active_layers == 1
+    assert not traced.patch.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "skip", "fused"),
+    [(kind, *how) for kind, how in product(TE_KINDS, [(False, True, False), (True, True, True), (True, False, False)])],
+)
+def test_layers_over_transformer_engine(traced: Traced, kind: str, bias: bool, skip: bool, fused: bool) -> None:
+    layer = TeLayer(bias=bias, skip_bias_add=skip, fuse_wgrad_accumulation=fused, sequence_parallel=not fused)
+    y, returned = traced.run(kind, layer)
+    assert returned is (layer.bias if bias and skip else None)
+    applied = layer.bias if bias and not skip else None
+    added = applied is not None and kind == "TE row"  # the others add it inside
+    assert torch.equal(y, torch.full((2, 1, 3), float(added)))
+    [(args, options)] = traced.calls
+    expected = (layer.weight, GROUP) if kind == "TE row" else (layer.weight, applied, GROUP)
+    assert all(one is other for one, other in zip(args, expected, strict=True))
+    if kind == "TE norm column":
+        norm = options.pop("norm")
+        assert (norm[0], norm[1] is layer.layer_norm_weight, norm[2]) == ("norm", True, None)
+    column = {} if kind == "TE row" else GATHERED | {"epilogue_bias": True}  # the bias as in stock's GEMM
+    how = {"gradient_accumulation_fusion": fused, "overwrite_main_grad": True, "sequence_parallel": not fused}
+    assert options == how | PASSED | column
+    assert traced.patch.active_layers == 1
+    assert not traced.patch.fallbacks
+
+
+@pytest.mark.parametrize("kind", ["column", "TE norm column"])
+def test_what_is_gathered_ahead_and_kept(traced: Traced, kind: str) -> None:
+    given = {"gather_ahead": False, "keep_gathered": True, "keep_gathered_bytes": 4096}
+    traced.patch.config = FluxConfig(backend="reference", fp8=False, **given)
+    layer = layer_of(kind)
+    traced.run(kind, layer)
+    assert given.items() <= traced.calls[0][1].items()
+    layer.__dict__[KEEP] = False  # as set_keep_gathered does
+    traced.run(kind, layer)
+    assert traced.calls[1][1]["keep_gathered"] is False
+
+
+def test_the_first_micro_batch_replaces_main_grad(traced: Traced) -> None:
+    layer = TeLayer()
+
+    def overwrites() -> bool:
+        traced.calls.clear()
+        traced.run("TE column", layer)
+        assert layer.is_first_microbatch is False
+        return traced.calls[0][1]["overwrite_main_grad"]
+
+    assert overwrites() is True
+    assert overwrites() is False
+    layer.is_first_microbatch = layer.disable_parameter_transpose_cache = True
+    assert overwrites() is False  # stock then has no first micro-batch
+    layer.weight.overwrite_main_grad = True
+    assert overwrites() is True
+
+
+def test_in_a_graph_no_micro_batch_replaces_main_grad(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "capture_id", lambda x: 1 if x is X else None)
+    layer, on_request = TeLayer(), TeLayer()
+    on_request.weight.overwrite_main_grad = True
+    for one in (layer, on_request):
+        traced.run("TE row", one)
+        assert one.is_first_microbatch is False
+    assert [options["overwrite_main_grad"] for _, options in traced.calls] == [False, True]
 
 
 # CUDA graphs
@@ -320,51 +167,32 @@ def mode() -> Iterator[None]:
     cuda_graphs.always(False)
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize(
+    ("kind", "impl"), zip(KINDS, ("local", "full_iteration", *3 * ("transformer_engine",)), strict=True)
+)
 @pytest.mark.usefixtures("mode")
 def test_a_layer_that_asks_for_graphs_switches_the_mode_until_the_patch_is_undone(
-    seam: SimpleNamespace, kind: str, impl: str
+    traced: Traced, kind: str, impl: str
 ) -> None:
-    run = {
-        "column": lambda layer: seam.column(layer, X, layer.weight, **keywords()),
-        "row": lambda layer: seam.row(layer, X),
-    }[kind]
-    for config in ({}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": None}):
-        run(configured(**config)())
-    assert (seam.patch.cuda_graphs, cuda_graphs.capturing(X)) == (False, False)
-    seam.patch.close()
-    layer = configured(cuda_graph_impl=impl)()
-    run(layer)
-    assert (seam.patch.cuda_graphs, cuda_graphs.capturing(X)) == (True, True)
-    with cuda_graphs.captured_calls():
-        run(layer)
-    assert cuda_graphs.capturing(X)
-    assert seam.patch.active_layers >= 1
-    seam.patch.close()
+    for config in (
+        {},
+        {"cuda_graph_impl": "none"},
+        {"cuda_graph_impl": None},
+        {"cuda_graph_impl": impl, "fp4": "e2m1"},
+    ):
+        traced.run(kind, configured(kind, **config))
+    assert (traced.patch.cuda_graphs, cuda_graphs.capturing(X)) == (False, False)
+    traced.patch.close()
+    with cuda_graphs.captured_calls():  # a warm-up by hand leaves it on
+        traced.run(kind, configured(kind, cuda_graph_impl=impl))
+    assert (traced.patch.cuda_graphs, cuda_graphs.capturing(X)) == (True, True)
+    traced.patch.close()
     assert not cuda_graphs.capturing(X)
 
 
 @pytest.mark.usefixtures("mode")
-def test_a_warm_up_by_hand_in_which_it_is_switched_leaves_it_on(seam: SimpleNamespace) -> None:
-    with cuda_graphs.captured_calls():
-        seam.row(configured(cuda_graph_impl="local")(), X)
-    assert cuda_graphs.capturing(X)
-    with cuda_graphs.captured_calls():
-        seam.patch.close()
-        assert cuda_graphs.capturing(X)
-    assert not cuda_graphs.capturing(X)
-
-
-@pytest.mark.usefixtures("mode")
-def test_a_stock_layer_does_not_switch_it(seam: SimpleNamespace) -> None:
-    seam.row(configured(cuda_graph_impl="local", fp4="e2m1")(), X)
-    assert not cuda_graphs.capturing(X)
-
-
-@pytest.mark.usefixtures("mode")
-def test_a_patch_without_graphs_leaves_the_mode_to_whoever_switched_it(seam: SimpleNamespace) -> None:
+def test_a_patch_without_graphs_leaves_the_mode_as_it_is(traced: Traced) -> None:
     cuda_graphs.always(True)
-    seam.row(Layer(), X)
-    seam.patch.close()
+    traced.run("row", Layer())
+    traced.patch.close()
     assert cuda_graphs.capturing(X)

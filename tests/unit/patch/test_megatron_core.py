@@ -12,13 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import megatron_flux
 from megatron_flux import UnsupportedVersionError
-from megatron_flux.errors import UserError
 from megatron_flux.patch import megatron_core
 from megatron_flux.patch.megatron_core import LAYERS, REPLACED, TE_LAYERS, check_symbol, version_of_tree
 
@@ -28,21 +26,12 @@ RANGE = ("0.15", "0.20")
 @pytest.mark.parametrize(
     ("version", "line"),
     [
-        ("0.15.0", "0.15"),
         ("0.15.0rc7", "0.15"),
-        ("0.15.3", "0.15"),
-        ("0.16.0", "0.16"),
-        ("0.16.1", "0.16"),
-        ("0.16.9", "0.16"),
         ("0.16.1.post1", "0.16"),
         ("0.17.0", "0.17"),
-        ("0.17.0rc0", "0.17"),
-        ("0.17.1", "0.17"),
-        ("0.18.2", "0.18"),
         ("0.18.0+abc123", "0.18"),
-        ("0.19.0rc1", "0.19"),
         ("0.19.0.dev3", "0.19"),
-        ("0.19.2", "0.19"),
+        ("0.19.99", "0.19"),
     ],
 )
 def test_supported_versions_find_their_line(version: str, line: str) -> None:
@@ -51,7 +40,7 @@ def test_supported_versions_find_their_line(version: str, line: str) -> None:
     assert [other for other in megatron_core.LINES if Version(line + ".5") in other.versions] == [found]
 
 
-@pytest.mark.parametrize("version", ["0.13.1", "0.14.0", "0.14.9", "0.20.0", "0.20.0rc0", "0.21.1", "1.0"])
+@pytest.mark.parametrize("version", ["0.14.9", "0.20.0rc0", "1.0", "main-branch"])
 def test_other_versions_are_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError) as error:
         megatron_core.find_line(version)
@@ -62,31 +51,16 @@ def test_other_versions_are_refused_with_the_range(version: str) -> None:
     assert "\n" not in message
 
 
-def test_a_version_that_is_none_is_refused_with_the_range() -> None:
-    with pytest.raises(UnsupportedVersionError, match="megatron-core main-branch is not supported") as error:
-        megatron_core.find_line("main-branch")
-    assert all(bound in str(error.value) for bound in RANGE)
-
-
-@pytest.mark.parametrize("version", ["2.11", "2.11.0a0+1234567.nv26.01", "2.13.0+cpu", "2.13.0+cu130", "3.0"])
+@pytest.mark.parametrize("version", ["2.11.0a0+1234567.nv26.01", "2.13.0+cu130", "3.0"])
 def test_supported_torch(version: str) -> None:
     megatron_core.check_release("torch", version, megatron_core.SUPPORTED_TORCH)
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "1.13", "2.10.0+cu128"])
+@pytest.mark.parametrize("version", ["1.13", "2.10.1+cu128"])
 def test_other_torch_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=r">=2\.11") as error:
         megatron_core.check_release("torch", version, megatron_core.SUPPORTED_TORCH)
     assert version in str(error.value)
-
-
-def test_the_lines_cover_the_supported_range_without_overlap() -> None:
-    for version in ("0.15", "0.15.99", "0.16", "0.16.99", "0.17", "0.17.99", "0.18", "0.18.99", "0.19", "0.19.99"):
-        assert Version(version) in megatron_core.SUPPORTED_MEGATRON_CORE
-        assert sum(Version(version) in line.versions for line in megatron_core.LINES) == 1
-    for version in ("0.14.99", "0.20"):
-        assert Version(version) not in megatron_core.SUPPORTED_MEGATRON_CORE
-        assert not any(Version(version) in line.versions for line in megatron_core.LINES)
 
 
 def test_the_installed_release_is_what_its_line_says() -> None:
@@ -138,11 +112,11 @@ def test_a_checkout_ahead_of_the_installed_package_decides(monkeypatch: pytest.M
     assert megatron_core.checked_versions() is megatron_core.LINES[0]
 
 
-@pytest.mark.parametrize("text", ["MAJOR = 0\nMINOR = 16\n", "MAJOR =", "VERSION = '0.16.1'\n"])
+@pytest.mark.parametrize("text", ["MAJOR = 0\nMINOR = 16\n", "VERSION = '0.16.1'\n"])
 def test_a_tree_without_a_version_is_said_to_have_none(text: str, tmp_path: Path) -> None:
     core = _checkout(tmp_path, "0.16.1")
     (core / "package_info.py").write_text(text)
-    with pytest.raises(ValueError, match=r"package_info\.py (does not assign|is not Python)"):
+    with pytest.raises(ValueError, match=r"package_info\.py does not assign"):
         version_of_tree(core)
 
 
@@ -154,7 +128,6 @@ def test_the_installed_package_states_its_version_in_its_tree() -> None:
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        (f"{LAYERS}:ColumnParallelLinear._no_such_method", "_no_such_method"),
         (f"{LAYERS}:NoSuchLinear.forward", "NoSuchLinear"),
         ("megatron.core.no_such_module:function", "no_such_module"),
     ],
@@ -187,7 +160,6 @@ def test_a_missing_parameter_is_refused_by_name() -> None:
     "refusal",
     [
         pytest.param(("installed_megatron_core", lambda: "0.14.0"), id="megatron-core version"),
-        pytest.param(("REPLACED", {**REPLACED, f"{LAYERS}:Gone": ()}), id="symbol"),
         pytest.param(("REPLACED", {**REPLACED, f"{LAYERS}:RowParallelLinear.forward": ("gone",)}), id="parameter"),
         pytest.param(
             ("LINES", (megatron_core.LINES[-1]._replace(versions=SpecifierSet(">=0"), added={"gone": None}),)),
@@ -219,11 +191,6 @@ def test_transformer_engine_is_in_use_only_where_megatron_core_has_it(monkeypatc
         else:
             monkeypatch.setitem(sys.modules, TE_LAYERS, extension)
         assert megatron_core.te_layers() is (extension if expected else None)
-
-
-def test_an_unsupported_version_is_a_user_error() -> None:
-    assert issubclass(UnsupportedVersionError, UserError)
-    assert torch.__version__ in megatron_core.SUPPORTED_TORCH
 
 
 def test_the_docs_have_every_line_in_their_table_of_versions() -> None:

@@ -10,8 +10,9 @@ import torch
 import megatron_flux
 from megatron_flux import FluxConfig, UserError, set_backend, set_keep_gathered
 from megatron_flux.config import Backends
-from megatron_flux.patch.linears import KEEP, backends_of
-from megatron_flux.patch.patcher import _check_backends
+from megatron_flux.patch.layer_options import check_backends
+from megatron_flux.patch.linears import KEEP
+from megatron_flux.patch.reasons import backends_of
 
 DEFAULT = Backends("auto", "auto", "auto")
 
@@ -84,10 +85,10 @@ def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPa
     risky = Backends("auto", "auto", "reference")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     with pytest.raises(UserError, match=r"wgrad='reference' gathers with NCCL .* CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        _check_backends(risky)
-    _check_backends(Backends("auto", "reference", "reference"))
+        check_backends(risky)
+    check_backends(Backends("auto", "reference", "reference"))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _check_backends(risky)
+    check_backends(risky)
 
 
 def test_which_layers_keep_what_they_gather(model: torch.nn.Module) -> None:

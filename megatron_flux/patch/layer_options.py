@@ -1,0 +1,120 @@
+"""set_backend() and set_keep_gathered(): what single layers of a built model run, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from megatron_flux.config import STOCK, Backends
+from megatron_flux.errors import UserError
+from megatron_flux.ops import backend_names
+from megatron_flux.patch.linears import KEEP
+from megatron_flux.patch.megatron_core import LINEARS
+from megatron_flux.patch.reasons import CHOICE
+from megatron_flux.settings import one_queue
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+"""A model, or Megatron's list of its chunks."""
+
+_COLUMNS = {path for path in LINEARS if "Column" in path}
+
+
+def set_backend(
+    model: Model,
+    backend: str | None,
+    *,
+    names: str = "*",
+    forward: str | None = None,
+    dgrad: str | None = None,
+    wgrad: str | None = None,
+) -> list[str]:
+    """Choose the operator backend of some layers of a built model, before or after :func:`megatron_flux.patch`.
+
+    For instance ``set_backend(model, "reference", names="*.mlp.*")``, or ``set_backend(model, "stock",
+    names="output_layer")``. All ranks of a tensor-parallel group must choose alike.
+
+    ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
+    leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
+    :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
+    is all tensor-parallel linears. ``forward``, ``dgrad`` and ``wgrad`` are as in :class:`~megatron_flux.FluxConfig`.
+
+    Returns the names of the layers.
+
+    Raises:
+        UserError: an unknown backend, directions together with ``stock`` or None, or no layer of such a name.
+    """
+    directions = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    choice: Backends | str | None = backend
+    if backend is None or backend == STOCK:
+        if given := [name for name, value in directions.items() if value is not None]:
+            raise UserError(f"set_backend: {', '.join(given)} cannot be combined with backend={backend!r}")
+    else:
+        choice = Backends(*(value or backend for value in directions.values()))
+        check_backends(choice, f"; or {STOCK!r}")
+    return _mark("set_backend", model, names, CHOICE, choice, LINEARS)
+
+
+def set_keep_gathered(model: Model, keep_gathered: bool | None, *, names: str = "*") -> list[str]:
+    """Choose for some layers whether their gathered input is kept for wgrad: ``keep_gathered`` of
+    :class:`~megatron_flux.FluxConfig`, which holds for all others, and for these again after None.
+
+    For instance ``set_keep_gathered(model, False, names="*.linear_qkv")``, so that the budget is that of the MLPs. Of
+    column-parallel linears; ``model``, ``names`` and what is returned are as in :func:`set_backend`. All ranks of a
+    tensor-parallel group must choose alike.
+
+    Raises:
+        UserError: a value that is none of the three, or no layer of such a name.
+    """
+    if keep_gathered not in (True, False, None):
+        raise UserError(f"set_keep_gathered: give True, False or None, not {keep_gathered!r}")
+    return _mark("set_keep_gathered", model, names, KEEP, keep_gathered, _COLUMNS)
+
+
+def _mark(function: str, model: Model, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
+    """Give the layers of ``classes`` that are called so ``attribute``, or with None take it away; their names."""
+    chosen, known = [], []
+    for name, module in linears_of(model, classes):
+        known.append(name)
+        if fnmatchcase(name, names):
+            chosen.append(name)
+            if value is None:
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = value
+    if not chosen:
+        shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+        kind = "tensor-parallel" if classes is LINEARS else "column-parallel"
+        raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
+    return chosen
+
+
+def chunks_of(model: Model) -> list[torch.nn.Module]:
+    """Return the model's chunks, of which it may be the only one."""
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def linears_of(model: Model, classes: set[str]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the linears of ``classes`` (``module:class``, subclasses too) by the names that users know."""
+    for chunk in chunks_of(model):
+        for name, module in chunk.named_modules():
+            if any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
+                # Without the names of DistributedDataParallel and Float16Module.
+                yield name.removeprefix("module.").removeprefix("module."), module
+
+
+def check_backends(backends: Backends, more: str = "") -> None:
+    """Refuse a backend that does not exist (``more`` ends the list of those that do), and what could stand still:
+    NCCL's gather for wgrad beside a fused dgrad kernel on another hardware queue; each could wait for SMs that the
+    other holds.
+    """
+    for name in backends:
+        if name not in backend_names():
+            raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}{more}")
+    nccl, fused = ("reference", "pipelined"), ("auto", "tuned", "fused")
+    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
+        raise UserError(
+            f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"
+        )

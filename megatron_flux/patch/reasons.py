@@ -1,0 +1,201 @@
+"""When a call of a layer must run stock Megatron, and why.
+
+Each ``why_stock_*`` returns the reason as it stands in the report, or None where flux may run the call. Flags are read
+in every call: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers. Whatever is not
+recognised runs stock.
+
+Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
+since, or with ``disable_grad_reduce``, its dgrad is summed elsewhere or not at all: a call with a graph runs stock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flux.config import ALL_AUTO, Backends, FluxConfig
+from megatron_flux.ops.call import DTYPES
+from megatron_flux.patch.megatron_core import MegatronCoreLine
+from megatron_flux.patch.originals import Originals, batch_invariant
+from megatron_flux.patch.provenance import name_of
+from megatron_flux.patch.te_seam import TransformerEngine
+
+TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
+"""Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
+
+CHOSEN = "chosen with set_backend"
+"""Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
+MANY_ROWS = 128
+NO_GAIN = (
+    f"training without sequence parallelism, {MANY_ROWS} rows or more: stock is as fast or faster; name a backend to "
+    "run flux"
+)
+"""Nor is this a fallback. Stock hides dgrad's all-reduce behind wgrad; flux's sum of so many rows takes more than it
+gains."""
+INFERENCE_OPTIMIZED = "megatron-core's inference-optimized layer (transformer_impl=inference_optimized)"
+CHOICE = "_megatron_flux_backends"
+"""A layer's own backends are in its ``__dict__``: found without a search through parameters, gone with the layer."""
+
+_EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
+_EXPERT = "expert layer with explicit communication"
+_FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
+
+
+def backends_of(layer: Any, default: Backends) -> Backends | str:
+    """Return the backends chosen for ``layer``, or ``default``; ``stock`` as a string."""
+    return layer.__dict__.get(CHOICE, default)
+
+
+class StockReasons:
+    """The reasons of all kinds of layers, for one configuration, megatron-core line and TransformerEngine."""
+
+    def __init__(
+        self, config: FluxConfig, line: MegatronCoreLine, row: type, te: TransformerEngine | str | None = None
+    ) -> None:
+        """``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
+
+        ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
+        """
+        self.config, self.line, self.te = config, line, te
+        """``config`` may be exchanged while patched: every call reads it."""
+        self.originals: dict[str, Originals] = {}
+        """By kind of layer, the objects that stock calls and flux does not."""
+        self._row: Any = row
+        self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **line.added}
+
+    def why_stock_column(
+        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Of a call of ``ColumnParallelLinear._forward_impl``."""
+        if layer.explicit_expert_comm:
+            return _EXPERT
+        if args:
+            return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
+        if kwargs.get("grad_output_buffer") is not None:
+            return "deferred embedding wgrad (defer_embedding_wgrad_compute)"
+        group = kwargs.get("tp_group")
+        if group is None or group.size() == 1:
+            return "tp = 1"
+        for name in kwargs.keys() - _EXPECTED:
+            value, neutral = kwargs[name], self._neutral.get(name, ...)
+            # The types are compared first: == of a tensor is a tensor, and has no truth value.
+            if type(value) is not type(neutral) or value != neutral:
+                return f"unsupported keyword {name}={value!r}"
+        if missing := _EXPECTED - kwargs.keys():
+            return f"_forward_impl was called without {', '.join(sorted(missing))}"
+        if not (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]) and torch.is_grad_enabled():
+            return "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
+        bias = kwargs["bias"]
+        if bias is not None and bias.requires_grad and not weight.requires_grad:
+            return _FROZEN
+        return self._why_stock_exchanged("column") or self.why_stock_common(layer, x, weight)
+
+    def why_stock_row(
+        self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Of a call of ``RowParallelLinear.forward``."""
+        if layer.explicit_expert_comm:
+            return _EXPERT
+        if args or kwargs:
+            return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
+        if layer.tp_group is None or layer.tp_group.size() == 1:
+            return "tp = 1"
+        if not layer.input_is_parallel:
+            return "input_is_parallel=False"
+        if "_forward_impl" in layer.__dict__:
+            return set_on(layer, "_forward_impl")
+        cls = type(layer)
+        if cls._forward_impl is not self._row._forward_impl and _owner(cls, "_forward_impl") is not self._row:
+            return f"{cls.__name__} overrides _forward_impl"
+        return self._why_stock_exchanged("row") or self.why_stock_common(layer, x, weight)
+
+    def why_stock_te(
+        self,
+        kind: str,
+        layer: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str | None:
+        """Of a call of ``forward`` of a layer over TransformerEngine."""
+        if isinstance(self.te, str):
+            return self.te
+        if args or kwargs:
+            return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
+        if layer.parallel_mode is None:  # how megatron-core takes the communication away from TransformerEngine
+            return _EXPERT
+        if layer.tp_size == 1:
+            return "tp = 1"
+        if layer.tp_group is None:
+            return "no tensor-parallel group"
+        if getattr(layer, "te_quant_params", None) is not None:
+            return "quantization of single modules (te_quant_params)"
+        fp8 = self.runs_fp8()
+        reason = self._why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
+        reason = reason or self.why_stock_common(layer, x, weight)
+        if reason is None and fp8:
+            reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
+        if reason is not None:
+            return reason
+        if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
+            return f"dtypes {x.dtype} and {layer.layer_norm_weight.dtype} (norm)"
+        for name, neutral in self.line.added.items():
+            if getattr(weight, name, neutral) not in (None, neutral):
+                return f"unsupported weight attribute {name}={getattr(weight, name)!r}"
+        if kind != TE_ROW and layer.apply_bias and layer.bias.requires_grad and not weight.requires_grad:
+            return _FROZEN
+        return None
+
+    def runs_fp8(self) -> bool:
+        """Return True if a call over TransformerEngine is to run in FP8 now."""
+        return self.config.fp8 and isinstance(self.te, TransformerEngine) and self.te.in_fp8()
+
+    def _why_stock_exchanged(self, kind: str) -> str | None:
+        """Name another library's object where stock would call the release's own."""
+        if batch_invariant():
+            return "batch-invariant mode (batch_invariant_mode)"
+        originals = self.originals.get(kind)
+        return None if originals is None else originals.why_stock()
+
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+        """Of any kind of layer."""
+        for name, neutral in self.line.added.items():
+            if getattr(layer, name, neutral) != neutral:
+                return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
+        config = layer.config
+        # Layers of an FP8 model outside of TransformerEngine's autocast (output layer, first_last_layers_bf16) are as
+        # those of any other.
+        if getattr(config, "fp8", None) and not self.config.fp8:
+            recipe = getattr(config, "fp8_recipe", "delayed")
+            named = "" if recipe in (None, "delayed") else f", {getattr(recipe, 'value', recipe)}"
+            return f"fp8 ({config.fp8}{named})"
+        if getattr(config, "fp4", None):
+            return f"fp4 ({config.fp4})"
+        if hasattr(weight, "__fsdp_param__"):
+            return "Megatron-FSDP weight"
+        offloading = getattr(config, "_cpu_offloading_context", None)
+        if offloading is not None and offloading.inside_context:
+            return "activation offloading to the CPU"
+        if getattr(config, "fine_grained_activation_offloading", False):
+            return "activation offloading to the CPU (fine_grained_activation_offloading)"
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
+            return "autocast"
+        if x.dtype != weight.dtype or x.dtype not in DTYPES:
+            return f"dtypes {x.dtype} and {weight.dtype}"
+        # A recomputed layer's first pass has no gradients; it is as the second one, whose numbers must be the same.
+        if not layer.sequence_parallel and (layer.training or torch.is_grad_enabled()):
+            many = x.numel() >= MANY_ROWS * x.shape[-1]
+            if many and backends_of(layer, self.config.backends) == ALL_AUTO:
+                return NO_GAIN
+        return None
+
+
+def _owner(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+def set_on(layer: Any, name: str) -> str:
+    """Return the reason where ``name`` is set on the layer itself."""
+    return f"{name} set on the layer: {name_of(vars(layer)[name])}"

@@ -201,7 +201,7 @@ def look_inside(arm: Arm) -> None:
         return
     kept = report()["kept_gathered"]["total"]
     ops.stats.reset()  # calls and fallbacks of this arm's step, not of what ran in this process before
-    keep.forget_most()
+    keep.reset_peak()
     with arm.active():
         arm.step()
         seen = report()

@@ -95,7 +95,7 @@ class ColumnState(LinearState):
         """
         if self.kept is not None:
             kept, self.kept = self.kept, None
-            return kept.taken()
+            return kept.take()
         pending, self._pending = self._pending, None
         if pending is not None and self._begun != ops.all_gathers_begun(self.group):
             pending.wait()  # it must be finished all the same

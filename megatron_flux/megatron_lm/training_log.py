@@ -106,7 +106,7 @@ def log(iteration: int) -> None:
         return
     seen = report()
     row = _log.row(iteration, seen)
-    keep.forget_most()
+    keep.reset_peak()
     if _log.samples is None:
         _announce(args.rank, row, seen["fallbacks"])
         # --yaml-cfg in a patched tree drops what the file does not name.

@@ -239,7 +239,7 @@ class OwnMemory:
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew, and that of gathered inputs that are kept."""
-        keep.forget_most()
+        keep.reset_peak()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -220,7 +220,7 @@ def rank_kept(kind: str, recipe: str, backend: str, budget: int | None) -> tuple
     case = fp8_case(kind)
     before = report()["kept_gathered"]
     config = replace(FP8, backend=backend, keep_gathered=True, keep_gathered_bytes=budget)
-    keep.forget_most()
+    keep.reset_peak()
     with fp8_megatron():
         stock = train(case, built(case), (recipe,) * 2)
         fresh()

@@ -63,42 +63,42 @@ def optimizer_step() -> None:
 def test_a_quarter_of_what_a_whole_step_has_never_needed(ranks: Ranks) -> None:
     first, second = group_of(2), group_of(2)
     optimizer_step()  # of another model, whose memory says nothing of what this one will need
-    for _ in range(3):
-        assert kept(first, 1) is None
-    assert kept(second, 1) is None
-    assert ranks.said == [None] * 3, "asked at the first and second call of the one, at the first of the other"
+    assert kept(first, 1) is kept(first, 1) is kept(second, 1) is None
+    assert ranks.said == []
     optimizer_step()
-    held = kept(first, 200)  # the fourth call
+    held = kept(first, 200)
     assert held is not None
     assert held.nbytes == 2 * 200 * 2
-    more = kept(first, 51)
-    assert more is None
-    rest = kept(first, 50)
-    assert rest is not None
+    assert kept(first, 51) is None
+    assert kept(first, 50) is not None
+    assert ranks.said == [1000], "agreed once"
     assert kept(second, 1) is None, "the budget is the process's"
-    held.taken()
+    held.take()
     assert kept(first, 200) is not None
 
 
-def test_a_rank_whose_optimizer_is_late_makes_all_wait(ranks: Ranks) -> None:
+def test_the_least_that_any_rank_grants(ranks: Ranks) -> None:
     group = group_of(2)
-    assert kept(group, 1) is None
-    optimizer_step()
-    ranks.theirs = [None]
-    assert kept(group, 1) is None
-    assert ranks.said == [None, 1000]
-    assert kept(group, 1) is None
-    assert len(ranks.said) == 2
     ranks.theirs = [8]
-    held = [kept(group, 1) for _ in range(3)]
-    assert [one is not None for one in held] == [True, True, False], "the least that any rank grants"
+    assert [kept(group, 1, 100) is not None for _ in range(3)] == [True, True, False]
+    assert ranks.said == [100]
+
+
+def test_a_graph_that_was_dropped_counts_until_the_next_step() -> None:
+    group = group_of(2)
+    dropped = kept(group, 1, 4)
+    assert dropped is not None
+    assert kept(group, 1, 4) is None
+    optimizer_step()
+    assert kept(group, 1, 4) is not None
+    dropped.take()  # of a graph that outlived its step: not given back twice
+    assert kept(group, 1, 4) is None
 
 
 def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
     group = group_of(2)
     assert kept(group, 1, 3) is None
-    held = kept(group, 1, 4)
-    assert held is not None
+    assert kept(group, 1, 4) is not None
     assert ranks.said == [3, 4]
     assert kept(group, 1) is None, "without one again, it waits for an optimizer"
 

@@ -25,8 +25,6 @@ import torch
 _P2P_READ, _P2P_NVLINK = 0, 2
 """``nvmlGpuP2PCapsIndex_t``. The binding's own constant of the first is a tuple, which its functions do not take."""
 
-_MOST_XIDS = 64
-
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
@@ -165,37 +163,6 @@ class Gpu:
             return float(getattr(pynvml, f"nvmlDeviceGet{what}")(self.handle, *arguments))
         except pynvml.NVMLError:  # an old driver or another kind of GPU
             return None
-
-
-class XidWatch:
-    """Collects the Xid errors that GPUs report from its making on.
-
-    NVML tells of new errors only; those before are in the kernel's log. Where the driver tells of none, or stops
-    telling, as it does when a GPU is lost, there is a LookupError that says why.
-    """
-
-    def __init__(self, gpus: Sequence[Gpu]) -> None:
-        try:
-            self._set = pynvml.nvmlEventSetCreate()
-            for gpu in gpus:
-                pynvml.nvmlDeviceRegisterEvents(gpu.handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
-        except pynvml.NVMLError as error:
-            raise LookupError(f"NVML tells of no Xid errors: {error}") from error
-
-    def seen(self) -> list[tuple[str, int]]:
-        """``(bus id, Xid)`` of each error since the watch began; ends the watch."""
-        found = []
-        try:
-            # An error that comes again and again must not keep this here.
-            while len(found) < _MOST_XIDS:
-                event = pynvml.nvmlEventSetWait_v2(self._set, 0)
-                found.append((pynvml.nvmlDeviceGetPciInfo(event.device).busId, int(event.eventData)))
-        except pynvml.NVMLError as error:
-            if error.value != pynvml.NVML_ERROR_TIMEOUT:
-                raise LookupError(f"NVML stopped telling of Xid errors: {error}") from error
-        finally:
-            pynvml.nvmlEventSetFree(self._set)
-        return found
 
 
 def of_device(device: torch.device) -> Gpu:

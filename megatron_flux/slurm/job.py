@@ -1,7 +1,7 @@
-"""Jobs: a model, its layout on nodes and its training options; checked for a cluster as a run is checked.
+"""Jobs: a model, its layout on nodes and its training options, checked for a cluster.
 
-What a job asks of ``megatron-flux train`` or ``compare`` goes through the commands' own checks here, for the world
-size that the job will have: what they would refuse on 128 GPUs is refused on the login node.
+A job's options go through the checks of ``megatron-flux train`` and ``compare`` for the job's world size: what they
+would refuse on 128 GPUs is refused on the login node.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Job(FromYaml):
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A job on a cluster in a mode: all that a script needs."""
+    """A job on a cluster in a mode: the input of a script."""
 
     job: Job
     profile: Profile
@@ -75,7 +75,7 @@ class Resolved:
 
     @property
     def spans(self) -> bool:
-        """Whether tensor-parallel groups reach over several nodes."""
+        """True if tensor-parallel groups span nodes."""
         return self.profile.processes_per_node % self.job.tp > 0
 
     @property
@@ -88,33 +88,28 @@ class Resolved:
 
     @property
     def sends_fp8(self) -> bool:
-        """Whether flux may send fp8."""
+        """True if flux may send fp8."""
         return self._in_chunks(("host", "p2p")) and FP8 in (self.run.wire, self.run.grad_wire)
 
     @property
     def through_host(self) -> bool:
-        """Whether flux may send through host memory, or must when peers' memory cannot be had."""
+        """True if flux may send through host memory."""
         return self._in_chunks(("host",))
 
-    def _in_chunks(self, measured: tuple[str, ...]) -> bool:
-        """Whether a chunked backend may run within nodes: by name, or because the tuner measures it over the link."""
-        run = self.run
-        by_direction = (run.backend, run.forward_backend, run.dgrad_backend, run.wgrad_backend)
-        names = {name for name in by_direction if name} | {choice.rpartition("=")[2] for choice in run.layer_backend}
-        used = any(
-            name.startswith("chunked") or (self.link in measured and name in ("auto", "tuned")) for name in names
-        )
-        return used and self.link != "none" and not self.spans and self.mode != "baseline" and self.job.tp > 1
+    def _in_chunks(self, links: tuple[str, ...]) -> bool:
+        """True if a chunked backend may run within nodes over one of ``links``."""
+        return self.link in links and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
     """Combine and check: ``settings`` win over the job's options, and those over the profile's.
 
-    A :class:`UserError`: no such option, one that does not fit, or a model that cannot fit into the GPUs.
+    Raises:
+        UserError: an unknown option, one that does not fit, or a model that cannot fit into the GPUs.
     """
-    special = CompareOptions if mode == "compare" else CheckpointOptions
+    special: type[CompareOptions | CheckpointOptions] = CompareOptions if mode == "compare" else CheckpointOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
-    known = {**TrainOptions.model_fields, **special.model_fields}
+    allowed = {**TrainOptions.model_fields, **special.model_fields}
     for name in given:
         if name in _OWN:
             how = (
@@ -123,9 +118,9 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
                 else "leave it out of the training options"
             )
             raise UserError(f"{name} of job {job.name} is set by the job itself; {how}")
-        if name not in known:
-            allowed = ", ".join(sorted(set(known) - _OWN))
-            raise UserError(f"{name!r} is no option of a {mode} run; use one of: {allowed}")
+        if name not in allowed:
+            names = ", ".join(sorted(set(allowed) - _OWN))
+            raise UserError(f"{name!r} is no option of a {mode} run; use one of: {names}")
     layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
         layout["flux"] = mode == "flux"
@@ -137,12 +132,12 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     specials = validated(special, "training", _of(special, {**given, **layout}))
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
-    known = gpus.named(profile.gpu.name) if profile.gpu is not None else None
-    if run.fp8 is not None and known is not None:
-        check_capability(run.fp8, known.capability, f"the {known.name} of profile {profile.name}")
+    gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
+    if run.fp8 is not None and gpu is not None:
+        check_capability(run.fp8, gpu.capability, f"the {gpu.name} of profile {profile.name}")
     needed = least_memory(run)
     if profile.gpu is not None and needed >= profile.gpu.memory_gib:
-        both = "both arms of a comparison" if run.command == "compare" else "this run"
+        both = "both variants of a comparison" if run.command == "compare" else "this run"
         raise UserError(
             f"weights, gradients and optimizer state of {both} need {needed:.0f} GiB on each GPU without activations, "
             f"profile {profile.name} has {profile.gpu.memory_gib}; use more nodes, pp or fewer layers "
@@ -157,7 +152,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
 
 
 def _link(job: Job, profile: Profile) -> LinkKind:
-    """The job's, which must not be stronger than the profile's; a :class:`UserError` where it is."""
+    """Return the job's link; a :class:`UserError` refuses one that is stronger than the profile's."""
     link = job.link or profile.link
     allowed = LINKS[: LINKS.index(profile.link) + 1]
     if link not in allowed:
@@ -173,7 +168,7 @@ def _link(job: Job, profile: Profile) -> LinkKind:
 
 
 def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Profile) -> dict[str, str]:
-    """The option ``link`` of every rank, if it has one; a :class:`UserError` for ``wires`` that nothing could use.
+    """Return the ranks' option ``link``, if any; a :class:`UserError` refuses ``wires`` that nothing could use.
 
     A tensor-parallel group that spans nodes has the link none. Where the link is host, none keeps NCCL in the nodes
     from stronger ones as well; where it is p2p, it would keep NCCL from that.
@@ -202,7 +197,7 @@ def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Pr
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` words as options; a name whose option is a list may come again, any other is an error then."""
+    """Parse ``NAME=VALUE`` words as options. Only options that are lists may be repeated."""
     fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -222,15 +217,15 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def least_memory(run: config.RunConfig) -> float:
-    """GiB that weights, gradients and optimizer state take on a GPU, all arms together; activations come on top.
+    """Return the GiB of weights, gradients and optimizer state on a GPU, both variants together, without activations.
 
     bf16 weights (2 bytes a parameter), fp32 gradients (4) and, shared by the data-parallel ranks where the optimizer
     is distributed, fp32 weights and two moments (12). Source: Megatron-LM's documentation of its distributed optimizer.
     """
     optimizer = 12 / run.dp if run.distributed_optimizer else 12
-    arms = 2 if run.command == "compare" else 1
+    variants = 2 if run.command == "compare" else 1
     share = parameters(run.shape, run.padded_vocab_size) / (run.tp * run.pp)
-    return arms * share * (2 + 4 + optimizer) / 2**30
+    return variants * share * (2 + 4 + optimizer) / 2**30
 
 
 def check_time(time: str, lead: int) -> None:
@@ -244,7 +239,7 @@ def check_time(time: str, lead: int) -> None:
 
 
 def _of(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``given`` that is ``model``'s; one value of a list option is a list of one."""
+    """Select ``model``'s part of ``given``; a single value of a list option becomes a list of one."""
     return {
         name: [value] if get_origin(field.annotation) is list and not isinstance(value, list) else value
         for name, field in model.model_fields.items()
@@ -253,7 +248,7 @@ def _of(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """An option as words of a command line; its value stays one word whatever it begins with."""
+    """Format an option as command-line words; its value stays one word whatever it begins with."""
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]

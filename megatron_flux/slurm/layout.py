@@ -1,11 +1,8 @@
-"""Build every rank's process groups and one layer of each pipeline stage of a job in this process, without a GPU.
+"""Check a job's layout without a GPU: build one layer of each pipeline stage as one of its ranks, and run it.
 
-torch's ``fake`` process group knows its rank and size and communicates nothing. With it, megatron-core initialises its
-parallel state as on each rank in turn, and what it says is compared between ranks: sizes, members, that every group's
-members agree on it, that the groups of a kind cover every rank once, and that tensor-parallel groups stay in a node.
-
-On one rank of each pipeline stage, one layer is built by megatron-core and run patched over meta tensors (shapes
-without data): the other ranks of the stage have the same shapes. Whatever does not divide (heads, hidden, MLP,
+torch's ``fake`` process group has a rank and a size and communicates nothing. With it, megatron-core initialises its
+parallel state as the first rank of each stage. One layer is built there and run patched over meta tensors (shapes
+without data); all other ranks of the stage have the same shapes. Whatever does not divide (heads, hidden size, MLP,
 vocabulary, sequence) fails here as it would in the job, and fallbacks are errors. Attention's core is left out: it has
 no linear layer.
 
@@ -26,48 +23,37 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.slurm.job import Resolved, least_memory
 from megatron_flux.train.config import RunConfig
 
-MAX_RANKS = 1024  # each rank is initialised in turn, in a time that grows with their number
-
 
 def check(job: Resolved) -> dict[str, Any]:
-    """Visit every rank of ``job`` and return what was found, ready for JSON; ``problems`` is empty if everything fits.
+    """Run one layer of each stage of ``job`` and return the layout, ready for JSON.
 
-    Each rank has its ``places`` within its ``groups`` (global ranks) and the ``link`` of its tensor-parallel group.
-    Each stage has the number of its ``layers``, the shape of its ``output``, the linears that ran flux
-    (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights, gradients and optimizer
-    state of a GPU.
+    ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output``, the
+    linears that ran flux (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights,
+    gradients and optimizer state of a GPU.
 
     Raises:
-        UserError: more ranks than can be visited, or a process that has process groups.
-        FluxError: a rank and stage that cannot be built or run.
+        UserError: the process has process groups already.
+        FluxError: a stage cannot be built or run; names its rank.
     """
-    if job.run.world_size > MAX_RANKS:
-        raise UserError(
-            f"slurm check visits each rank, up to {MAX_RANKS}, and the job has {job.run.world_size}; lower --nodes: "
-            "more data parallelism repeats the same groups"
-        )
-    ranks, stages = [], []
-    for rank in range(job.run.world_size):
-        with _world(rank, job.run):
-            ranks.append(seen := _rank(rank, job))
-            if seen["places"]["tp"] == seen["places"]["dp"] == 0:
-                stages.append(_check_stage(rank, job.run, seen["places"]["pp"]))
+    run, stages = job.run, []
+    for stage in range(run.pp):
+        rank = stage * run.tp * run.dp  # Megatron's order: tp, then dp, then pp
+        with _world(rank, run):
+            stages.append(_check_stage(rank, run, stage))
     return {
-        "sizes": _sizes(job.run),
-        "ranks": ranks,
+        "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
+        "nodes": job.job.nodes,
+        "link": "none" if job.spans else job.link,
         "stages": stages,
-        "memory_gib": least_memory(job.run),
-        "problems": problems(job, ranks),
+        "memory_gib": least_memory(run),
     }
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return what people read of :func:`check`'s result."""
+    """Format :func:`check`'s result for people."""
     tp, pp, dp = found["sizes"].values()
-    nodes = max(view["node"] for view in found["ranks"]) + 1
-    said = [f"{len(found['ranks'])} ranks on {nodes} node(s): tp {tp} x pp {pp} x dp {dp}"]
-    links = sorted({view["link"] for view in found["ranks"]})
-    said.append(f"link of tensor-parallel groups: {', '.join(links)}")
+    said = [f"{tp * pp * dp} ranks on {found['nodes']} node(s): tp {tp} x pp {pp} x dp {dp}"]
+    said.append(f"link of tensor-parallel groups: {found['link']}")
     for stage in found["stages"]:
         size = " x ".join(map(str, stage["output"]))
         said.append(
@@ -75,23 +61,17 @@ def lines(found: dict[str, Any]) -> list[str]:
             "layer run flux"
         )
     said.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
-    said += [f"problem: {problem}" for problem in found["problems"]]
-    said.append(f"{len(found['problems'])} problem(s)" if found["problems"] else "every rank fits")
-    return said
-
-
-def _sizes(run: RunConfig) -> dict[str, int]:
-    return {"tp": run.tp, "pp": run.pp, "dp": run.dp}
+    return [*said, "every stage fits"]
 
 
 @contextmanager
 def _world(rank: int, run: RunConfig) -> Iterator[None]:
-    """torch.distributed and megatron-core's parallel state as on ``rank``."""
+    """Initialise torch.distributed and megatron-core's parallel state as ``rank``."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UserError("this process has process groups already; check the topology in a process of its own")
+        raise UserError("this process has process groups already; check the layout in a process of its own")
     dist.init_process_group("fake", rank=rank, world_size=run.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(run.tp, run.pp, create_gloo_process_groups=False)
@@ -101,64 +81,25 @@ def _world(rank: int, run: RunConfig) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _rank(rank: int, job: Resolved) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    groups = {
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-    }
-    members = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in groups.items()}
-    per_node = job.profile.processes_per_node
-    nodes = {member // per_node for member in members["tp"]}
-    return {
-        "rank": rank,
-        "node": rank // per_node,
-        "places": {kind: group.rank() for kind, group in groups.items()},
-        "groups": members,
-        "link": job.link if len(nodes) == 1 else "none",
-    }
-
-
-def problems(job: Resolved, ranks: list[dict[str, Any]]) -> list[str]:
-    """List what does not fit in the ranks' views; each line names rank and group, and what was expected."""
-    found, sizes = [], _sizes(job.run)
-    for view in ranks:
-        for kind, members in view["groups"].items():
-            where, place = f"rank {view['rank']}, {kind} group {list(members)}", view["places"][kind]
-            if len(members) != sizes[kind]:
-                found.append(f"{where}: {len(members)} ranks, not {sizes[kind]}")
-            elif members[place] != view["rank"]:
-                found.append(f"{where}: member {place} is not the rank itself")
-            theirs = {other: ranks[other]["groups"][kind] for other in members}
-            found += [f"{where}: rank {other} is in {list(of)}" for other, of in theirs.items() if of != members]
-        if not job.spans and view["link"] == "none":
-            found.append(f"rank {view['rank']}, tp group {list(view['groups']['tp'])}: on more than one node")
-    for kind in sizes:
-        covered = sorted(member for group in {view["groups"][kind] for view in ranks} for member in group)
-        if covered != list(range(job.run.world_size)):
-            found.append(f"the {kind} groups do not cover every rank once")
-    places = {tuple(view["places"].values()) for view in ranks}
-    if len(places) != job.run.world_size:
-        found.append(f"{job.run.world_size} ranks have {len(places)} different places in tp x pp x dp")
-    return found
-
-
 def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
     """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
+    from megatron.core import parallel_state
+
     import megatron_flux
     from megatron_flux.config import FluxConfig
     from megatron_flux.train.shims import cpu_shims
 
     where = f"rank {rank}, pipeline stage {stage}"
+    if (there := parallel_state.get_pipeline_model_parallel_rank()) != stage:
+        raise FluxError(f"{where}: megatron-core puts this rank into stage {there}")
     one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
     before = megatron_flux.report()["calls"]
     try:
         # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
         with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=run.tp > 1)):
-            _, output = _run(one_layer, stage)
+            model, output = _run(one_layer, stage)
             report = megatron_flux.report()  # layers count as long as they live
+            del model
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
         raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
     calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
@@ -172,7 +113,7 @@ def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
 
 
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The stage's model on meta tensors and its output, after a forward and a backward."""
+    """Build the stage's model on meta tensors; return it and its output after a forward and a backward."""
     from megatron_flux.train import model as building
     from megatron_flux.train.trainer import seed_everything
 
@@ -181,7 +122,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
     seed_everything(run.seed)
     config = building.transformer_config(run)
     config.perform_initialization = False  # pages that are never written take no memory
-    model = building.build_model(run, config).to("meta")
+    model: Any = building.build_model(run, config).to("meta")
     inner = getattr(model, "module", model)  # in a Float16Module where it is bf16
     for layer in inner.decoder.layers:
         layer.self_attention.core_attention = _NoAttention()
@@ -202,7 +143,7 @@ def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 class _NoAttention(torch.nn.Module):
-    """Hands the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
+    """Pass the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return query.flatten(2)

@@ -1,11 +1,11 @@
-"""What a user may say of a cluster: types of fields, models that are read from YAML, and the profile itself.
+"""Cluster profiles: field types, models read from YAML, and the profile itself.
 
-Each value is refused here, or inert wherever it ends up. Two kinds of places take values. ``#SBATCH`` lines are read by
-Slurm, which knows no quoting that all its versions share: what goes there is held to letters that mean nothing to it.
-Everything else is a shell word: any text without control characters is allowed, and scripts quote it.
+Every value is refused here, or harmless where it ends up. Values go to two places. ``#SBATCH`` lines are read by Slurm,
+whose versions share no quoting: those values hold only letters without a meaning to it. All else is a shell word: any
+text without control characters, which scripts quote.
 
-Nothing of a site is assumed: partition, account, modules, container and virtual environment are asked for only where
-a profile names them.
+Nothing of a site is assumed: a script asks for partition, account, modules, container and virtual environment only
+where a profile names them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -36,18 +35,19 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Checked(BaseModel):
-    """Unchangeable, and without other fields than its own."""
+    """Immutable; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
 def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
-    """``model(**values)``, or a :class:`UserError`: the first thing wrong with ``what``, in one line."""
+    """Return ``model(**values)``; a :class:`UserError` names the first wrong field of ``what`` in one line."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(part if (part := str(p)).isprintable() else ascii(part) for p in first["loc"]) or "its fields"
+        parts = [str(part) for part in first["loc"]]
+        path = ".".join(part if part.isprintable() else ascii(part) for part in parts) or "its fields"
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
         if first["type"] == "string_type" and isinstance(first["input"], bool):
@@ -60,14 +60,14 @@ class FromYaml(Checked):
 
     @classmethod
     def packaged(cls) -> dict[str, str]:
-        """Texts of the files that come with this package, by name."""
+        """Return the texts of the packaged files, by name."""
         folder = resources.files("megatron_flux.slurm") / f"{cls.__name__.lower()}s"
         files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
         return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files}
 
     @classmethod
     def load(cls, given: str, overrides: dict[str, Any] | None = None) -> Self:
-        """The one of this name or path, with ``overrides``; a :class:`UserError` names file and field."""
+        """Load the one of this name or path, with ``overrides``; a :class:`UserError` names file and field."""
         kind, packaged = cls.__name__.lower(), cls.packaged()
         if given not in packaged and Path(given).suffix not in (".yaml", ".yml"):
             raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
@@ -84,7 +84,7 @@ class FromYaml(Checked):
 
 
 def matching(pattern: str, allowed: str) -> AfterValidator:
-    """Of text that is ``pattern`` from end to end; ``allowed`` says in words what that is."""
+    """Require text that matches ``pattern`` from end to end; ``allowed`` describes it in words."""
 
     def check(value: str) -> str:
         # Not `match`, whose $ lets a last newline pass.
@@ -101,12 +101,12 @@ def _printable(value: str) -> str:
     return value
 
 
-def _secrets_set_in(line: str) -> list[str]:
-    """Variables that a command sets and that are called like a secret."""
-    return [name for name in re.findall(r"\b([A-Za-z_]\w*)=", line) if not without_secrets({name: ""})]
-
-
 _SET_ELSEWHERE = "looks like a secret's name: set it where you call sbatch, which hands it to the job"
+
+
+def _secrets_set_in(line: str) -> list[str]:
+    """Return the variables with a secret's name that a command sets."""
+    return [name for name in re.findall(r"\b([A-Za-z_]\w*)=", line) if not without_secrets({name: ""})]
 
 
 def _no_secret(name: str) -> str:
@@ -128,65 +128,30 @@ def _no_variables(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-_BY_SCRIPT = {
-    "srun": (
-        "nodes ntasks ntasks-per-node cpus-per-task cpu-bind kill-on-bad-exit wait output error input multi-prog pty "
-        "jobid container-image container-name container-env container-mounts container-workdir test-only"
-    ),
-    "sbatch": (
-        "job-name nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gres mem exclusive partition account qos "
-        "reservation constraint nodelist exclude time array signal requeue no-requeue open-mode output error input "
-        "export export-file wrap dependency kill-on-invalid-dep chdir wait test-only parsable"
-    ),
-}
-
-
-def _option_of(command: str) -> AfterValidator:
-    def check(word: str) -> str:
-        found = re.match(r"--([a-z][a-z0-9-]*)(=.|$)", word)
-        if found is None:
-            raise ValueError(f"an option of {command} is one word, --NAME or --NAME=VALUE")
-        # Slurm takes the beginning of a name for the whole.
-        taken = [name for name in _BY_SCRIPT[command].split() if name.startswith(found[1])]
-        if taken:
-            raise ValueError(f"--{taken[0]} is set by the script or by a field of the profile; leave it out")
-        return word
-
-    return AfterValidator(check)
-
-
 Text = Annotated[str, AfterValidator(_printable)]  # a variable's value, a description: quoted wherever it goes
 Word = Annotated[Text, AfterValidator(_no_variable)]  # quoted, where a shell would expand variables
 Value = bool | int | float | Text | list[Text]  # of an option of `megatron-flux train` or `compare`
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")]  # of files too
 Training = Annotated[dict[Name, Value], AfterValidator(_no_variables)]
-SlurmWord = Annotated[
-    str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.,:/@=+-]{0,255}", "letters, digits and . , : / @ = + - _")
-]
-NodeList = Annotated[str, matching(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,1023}", "names of nodes as n[01-16],m3")]
-Constraint = Annotated[
-    str, matching(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]-]{0,255}", "features joined by & | , * ( ) [ ]")
+_HARMLESS = r"A-Za-z0-9_.,:/@=+&|*()\[\]-"
+Directive = Annotated[  # the value of an #SBATCH line: partition, node list, constraint
+    str, matching(rf"[A-Za-z0-9_(\[][{_HARMLESS}]{{0,1023}}", "letters, digits and . , : / @ = + & | * ( ) [ ] - _")
 ]
 Duration = Annotated[
     str, matching(r"(\d{1,3}-\d{1,2}(:\d{2}){0,2}|\d{1,6}|\d{1,4}:\d{2}(:\d{2})?)", "minutes, or [days-]h:mm:ss")
 ]  # Slurm's forms of a time limit; D-H and M:SS too
-Memory = Annotated[str, matching(r"\d{1,9}[KMGT]?", "0 (all of a node), or a number with K, M, G or T")]
-Module = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+/@:=-]{0,255}", "letters, digits and . _ + / @ : = -")]
-# A path, an image, a mount: a word of a command of its own.
-Place = Annotated[Word, matching(r"[^-~].*", "paths and images in full, which begin neither with - nor with ~")]
+# A path, an image, a mount, a module: a word of a command of its own.
+Place = Annotated[Word, matching(r"[^-~].*", "paths and names in full, which begin neither with - nor with ~")]
 Variable = Annotated[
     str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first"), AfterValidator(_no_secret)
 ]
-SrunOption = Annotated[Word, _option_of("srun")]  # a shell word, quoted
-SbatchOption = Annotated[  # a line of #SBATCH
-    str,
-    matching(r"--[A-Za-z0-9_.,:/@=+&|*()\[\]-]{1,256}", "letters, digits and . , : / @ = + & | * ( ) [ ] - _"),
-    _option_of("sbatch"),
-]
+_OPTION = "options of one word, --NAME or --NAME=VALUE"
+SrunOption = Annotated[Word, matching(r"--[a-z][a-z0-9-]*(=.+)?", _OPTION)]  # a shell word, quoted
+SbatchOption = Annotated[str, matching(rf"--[a-z][a-z0-9-]*(=[{_HARMLESS}]+)?", _OPTION)]  # a line of #SBATCH
 
 
 def seconds(duration: str) -> int | None:
-    """A :data:`Duration` (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) in seconds; None for 0, which is no limit."""
+    """Convert a :data:`Duration` (M, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) to seconds; None for 0, no limit."""
     days, dash, rest = duration.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if not dash and len(parts) < 3:
@@ -195,35 +160,20 @@ def seconds(duration: str) -> int | None:
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + more or None
 
 
-Rule = Literal[
-    *("node_bandwidth", "network_bandwidth", "peer_access", "shared_memory", "pcie", "memory_rows", "xid"),
-    *("infiniband", "clock"),
-]
 LinkKind = Literal["nvlink", "p2p", "host", "none"]  # see megatron_flux.comm.links
 Wire = Literal["exact", "fp8", "int8"]  # see megatron_flux.kernels.wire
 
 
 class Floors(Checked):
-    """The least that links and hardware must reach. What a profile does not name has the default of its link."""
+    """The least that links must reach, by the pre-flight's measurement. None: not checked."""
 
     node_gbps: PositiveFloat | None = None
-    """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce and an all_gather among a node's GPUs."""
+    """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce among a node's GPUs."""
     network_gbps: PositiveFloat | None = None
     """The same among the GPUs of two neighbouring nodes, while all other pairs of nodes do the same."""
     peer_access: bool = False  # every pair of a node's GPUs has it. With `link: nvlink` it is asked for anyway
     pcie_width: PositiveInt | None = None  # lanes of each GPU, beside what GPU and slot can do
     pcie_generation: PositiveInt | None = None
-    infiniband_ports: int = Field(0, ge=0)  # active ports of a node, where a job has several nodes
-    infiniband_rate: PositiveFloat | None = None  # Gb/s that a port must have to count
-    xid_hours: PositiveFloat = 24.0  # so long an Xid error of the hardware in the kernel's log counts
-    waived: dict[Rule, Text] = {}  # rules that stop nothing, and why: what they find is printed
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _not_without_a_reason(cls, value: Any) -> Any:
-        if value is None:
-            raise ValueError("null is not allowed; to do without, name the rule under `waived` with a reason")
-        return value
 
 
 DEFAULTS = {
@@ -256,7 +206,7 @@ class Preflight(Checked):
     """What every node must pass before a job begins."""
 
     enabled: bool = True
-    slow_fraction: float = Field(0.8, gt=0, lt=1)
+    slow_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """A GPU or a node that reaches less than this part of the median stops the job."""
     timeout: PositiveInt = 600  # seconds for the test that runs on all nodes together
     floors: Floors = Floors()
@@ -280,14 +230,14 @@ class Profile(FromYaml):
     cpus_per_task: PositiveInt | None = None
     """CPUs of the one task on each node. Default: not asked for; ``exclusive`` gives all of them."""
     exclusive: bool = True
-    memory: Memory | None = "0"
-    partition: SlurmWord | None = None
-    account: SlurmWord | None = None
-    qos: SlurmWord | None = None
-    reservation: SlurmWord | None = None
-    constraint: Constraint | None = None
-    nodelist: NodeList | None = None
-    exclude: NodeList | None = None
+    memory: Directive | None = "0"
+    partition: Directive | None = None
+    account: Directive | None = None
+    qos: Directive | None = None
+    reservation: Directive | None = None
+    constraint: Directive | None = None
+    nodelist: Directive | None = None
+    exclude: Directive | None = None
     time: Duration
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """So long before the time limit a job is asked to save and stop."""
@@ -298,7 +248,7 @@ class Profile(FromYaml):
     """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it."""
     srun_options: tuple[SrunOption, ...] = ()  # more options of every step, such as --mpi=pmix
 
-    modules: tuple[Module, ...] = ()
+    modules: tuple[Place, ...] = ()
     setup: tuple[Text, ...] = ()
     """Commands that the script runs as they are, after the modules, on the first node: what they export is exported to
     all. Each is a command of its own and must succeed.

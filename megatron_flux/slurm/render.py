@@ -1,8 +1,7 @@
-"""Scripts for sbatch: a job's, and that of the job which collects it.
+"""Write scripts for sbatch: a job's, and that of the job which collects it.
 
-They hold what a user edits: the head, the environment and the command. The rest is ``lib/job.sh``, which they source.
-Values reach a script as shell words, quoted here; those of ``#SBATCH`` lines are held to harmless letters by
-:mod:`megatron_flux.slurm.profile`.
+A script holds what a user edits: head, environment and command. The rest is ``lib/job.sh``, which it sources. Values
+become quoted shell words; those of ``#SBATCH`` lines hold harmless letters only (:mod:`megatron_flux.slurm.profile`).
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def job_script(resolved: Resolved, command: str) -> str:
         f"# {job.description}: {mode} on {job.nodes} node(s) x {processes} process(es), "
         f"TP {run.tp} x PP {run.pp} x DP {run.dp}.",
         _cluster(profile),
-        f"# Flux runs with: {_runs_with(resolved)}.",
         f"# Written by: {command}",
         "# Options of sbatch win over the lines below: sbatch --account=... --partition=... THIS_SCRIPT",
         *(f"#SBATCH --{directive}" for directive in directives),
@@ -84,7 +82,7 @@ def collect_script(profile: Profile, command: str) -> str:
 
 
 def _script(lines: Iterable[str]) -> str:
-    """Return the text. Values are checked long before: a line that is more than one is a fault of this package."""
+    """Join the lines. Values were checked long before: a line break inside one is a bug of this package."""
     lines = ["#!/usr/bin/env bash", *lines]
     if odd := [line for line in lines if not line.isprintable()]:
         raise ValueError(f"{odd[0]!r} is not one line")
@@ -96,13 +94,13 @@ def _cluster(profile: Profile) -> str:
 
 
 def _given(profile: Profile, *names: str) -> list[str]:
-    """The fields of a profile that have a value, as directives."""
+    """Format the fields of a profile that have a value as directives."""
     found = {name: getattr(profile, name) for name in names}
     return [f"{name.replace('_', '-')}={value}" for name, value in found.items() if value is not None]
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """Shell words in lines."""
+    """Break shell words into lines."""
     lines = [""]
     for word in map(shlex.quote, words):
         if len(lines[-1]) + len(word) > _WIDTH and lines[-1].strip():
@@ -112,14 +110,14 @@ def _wrapped(words: Sequence[str]) -> list[str]:
 
 
 def _array(name: str, words: Sequence[str]) -> list[str]:
-    """A shell array of ``words``."""
+    """Format a shell array of ``words``."""
     first, *rest = _wrapped(words)
     lines = [f"{name}=({first}", *rest]
     return [*lines[:-1], f"{lines[-1]})"]
 
 
 def _environment(profile: Profile) -> list[str]:
-    """The library; then what it needs to know of the site, and the site's variables and software."""
+    """Format the library's lines, then the site's variables, software, container and srun options."""
     lines = [*_LIBRARY.splitlines(), "", "# A variable that is set where sbatch is called wins."]
     lines += [shlex.join(["default", name, value]) for name, value in profile.environment.items()]
     for module in profile.modules:
@@ -142,7 +140,7 @@ def _environment(profile: Profile) -> list[str]:
 
 
 def _expected(resolved: Resolved) -> list[str]:
-    """What the pre-flight asks of nodes: options of :class:`megatron_flux.slurm.preflight.rules.Expected`."""
+    """Return the pre-flight's requirements: options of :class:`megatron_flux.slurm.preflight.rules.Expected`."""
     profile = resolved.profile
     words = [f"--device={profile.device}", f"--link={resolved.link}"]
     words.append(f"--slow-fraction={profile.preflight.slow_fraction}")
@@ -153,35 +151,10 @@ def _expected(resolved: Resolved) -> list[str]:
     return [*words, f"--floors={resolved.floors.model_dump_json(exclude_defaults=True)}"]
 
 
-def _runs_with(resolved: Resolved) -> str:
-    """What a flux arm runs with on the job's link, for a reader of the script; rules: :mod:`megatron_flux.ops`."""
-    run, link, tp = resolved.run, resolved.link, resolved.job.tp
-    stock = "stock's collectives and GEMMs (backend reference)"
-    if resolved.mode == "baseline":
-        return "stock Megatron"
-    if run.backend != "auto":
-        untested = ", untested without NVLink" if link == "p2p" and run.backend in ("fused", "tuned") else ""
-        return f"backend {run.backend}, asked for by name{untested}"
-    if resolved.profile.device == "cpu":
-        return f"{stock}: there is no GPU"
-    if tp == 1:
-        return "stock Megatron: tp 1 has no communication to hide"
-    if resolved.spans:
-        return f"{stock}: a tensor-parallel group of {tp} spans nodes of {resolved.profile.processes_per_node} GPUs"
-    if link == "host":
-        gradients = f", {run.grad_wire} of gradients" if run.grad_wire != run.wire else ""
-        chunks = "the faster of stock's collective and GEMM and chunks through host memory (backend tuned)"
-        return f"for every call {chunks}, wire {run.wire}{gradients}"
-    if tp not in (2, 4, 8):
-        return f"{stock}: fused kernels take groups of 2, 4 or 8"
-    if link != "nvlink":
-        return f"{stock}: no NVLink between a node's GPUs, and fused kernels have not been run over PCIe"
-    return "for every call the fastest measured of stock, torch's async-TP and fused kernels (backend tuned)"
-
-
 def _tune(resolved: Resolved) -> list[str] | None:
-    """Options of ``megatron-flux tune`` that measure this job's calls; None where nothing is tuned ahead. Through host
-    memory that would mislead: groups of a node share it, and one alone finds it faster than they do in training.
+    """Return the options of ``megatron-flux tune`` for this job's calls; None where nothing is tuned ahead.
+
+    Over host memory that would mislead: groups of a node share it, and one alone finds it faster than in training.
     """
     profile, run = resolved.profile, resolved.run
     tuned = run.backend in ("auto", "tuned") if resolved.link == "nvlink" else run.backend == "tuned"

@@ -55,7 +55,7 @@ class Repetition:
     folder: Path
     run: Path  # the run folder
     index: str
-    iterations: dict[str, int]  # the last recorded step of each arm that has begun
+    iterations: dict[str, int]  # the last recorded step of each variant that has begun
     steps: int | None  # what it trains to; None before it has begun
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
@@ -63,7 +63,7 @@ class Repetition:
 
 
 def split(root: Path) -> tuple[str, str]:
-    """The name and the id of the job whose folder is ``root``; a :class:`UserError` where it is none."""
+    """Return the name and id of the job whose folder is ``root``; a :class:`UserError` if it is no job's."""
     found = _FOLDER.fullmatch(root.resolve().name)
     if found is None or not root.is_dir():
         raise UserError(f"{root} is no folder of a job; give runs/NAME-JOB as the job's script made it")
@@ -71,23 +71,23 @@ def split(root: Path) -> tuple[str, str]:
 
 
 def all_jobs(runs: Path) -> list[Path]:
-    """Folders of jobs in ``runs``, the newest job last."""
+    """List the folders of jobs in ``runs``, the newest job last."""
     folders = [path for path in runs.glob("*-*") if path.is_dir() and _FOLDER.fullmatch(path.name)]
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def jobs(root: Path) -> list[str]:
-    """The ids of the jobs that have written into the folder or will: the first, and those that resumed it."""
+    """Return the ids of the folder's jobs: the first, and those that resumed it."""
     return [split(root)[1], *text(root / RESUMED).split()]
 
 
 def repetitions(root: Path) -> list[Repetition]:
-    """The runs of a job so far, in order."""
+    """Return the runs of a job so far, in order."""
     found = []
     for folder in (path for path in root.glob("rep-*") if path.is_dir()):
         run, index = folder / "run", folder.name.removeprefix("rep-")
-        last = {arm: _recent(run / arm / "metrics.jsonl")[-1:] for arm in ARMS if (run / arm).is_dir()}
-        iterations = {arm: records[0]["iteration"] if records else 0 for arm, records in last.items()}
+        last = {variant: _recent(run / variant / "metrics.jsonl")[-1:] for variant in ARMS if (run / variant).is_dir()}
+        iterations = {variant: records[0]["iteration"] if records else 0 for variant, records in last.items()}
         steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
         state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
         starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
@@ -97,15 +97,15 @@ def repetitions(root: Path) -> list[Repetition]:
 
 
 def describe(root: Path, now: float) -> list[str]:
-    """The lines for the job whose folder is ``root`` at the Unix time ``now``."""
+    """Describe the job whose folder is ``root`` at the Unix time ``now``, in lines."""
     name, first = split(root)
     number = jobs(root)[-1]
     try:
-        known = queue.known(number)
+        known = queue.job_states(number)
     except FluxError as error:
         if isinstance(error, UserError):
             raise
-        known = queue.Known(states={}, source=f"state unknown: {error}")
+        known = queue.JobStates(states={}, source=f"state unknown: {error}")
     states = ", ".join(dict.fromkeys(known.states.values())) or known.source
     if known.states and known.source != "controller":
         states += f" (by {known.source})"
@@ -116,7 +116,7 @@ def describe(root: Path, now: float) -> list[str]:
         lines += [f"    last line of {log}: {_last_line(log)}" for log in submitted.glob(f"{name}-{number}*.log")]
     for repetition in begun:
         task = known.states.get(repetition.index, "")
-        steps = ", ".join(f"{arm} {n}/{repetition.steps}" for arm, n in repetition.iterations.items())
+        steps = ", ".join(f"{variant} {n}/{repetition.steps}" for variant, n in repetition.iterations.items())
         said = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
         said += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
@@ -132,7 +132,7 @@ def describe(root: Path, now: float) -> list[str]:
 
 
 def cause(repetition: Repetition) -> list[str]:
-    """Why the newest start ended: the job's last word or first failure, and what its rank noted; or the last line."""
+    """Return why the newest start ended: the job's error or first failure and its rank's note, else the last line."""
     logs, began = repetition.logs, _began(repetition)
     if logs is None:
         return []
@@ -157,12 +157,12 @@ def cause(repetition: Repetition) -> list[str]:
 
 
 def doing(repetition: Repetition, now: float) -> str | None:
-    """What a run does that is said to be running, as ``watch`` says it; None before it begins and when it is done."""
+    """Say what a running job does, as ``watch`` does: its last step, or stalled. None before it begins and after."""
     began, written, usual = _began(repetition), None, 0.0
     if not began or repetition.state == "finished":
         return None
-    for arm in ARMS:
-        file = repetition.run / arm / "metrics.jsonl"
+    for variant in ARMS:
+        file = repetition.run / variant / "metrics.jsonl"
         records = _recent(file)[-RECENT:]
         # A run that resumes writes its earlier records anew before it adds to them.
         if records and (records[-1].get("timestamp") or file.stat().st_mtime) >= began:
@@ -173,7 +173,7 @@ def doing(repetition: Repetition, now: float) -> str | None:
 
 
 def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> list[str]:
-    """The lines of a rank, or of a node, in the logs of the newest start of the job whose folder is ``root``.
+    """Return a rank's or node's log lines of the newest start of the job whose folder is ``root``.
 
     Raises:
         UserError: there are none.
@@ -196,7 +196,7 @@ def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> lis
 
 
 def _began(repetition: Repetition) -> float:
-    """When the newest start began: its first file is written then, and once; 0 before the first start."""
+    """Return when the newest start began: its first file is written then, and once. 0 before the first start."""
     if repetition.logs is None:
         return 0.0
     first = repetition.logs / "log"
@@ -204,7 +204,7 @@ def _began(repetition: Repetition) -> float:
 
 
 def _recent(file: Path) -> list[dict[str, Any]]:
-    """The last whole records of a file that may be being written; what is no record is left out."""
+    """Read the last whole records of a file that may be being written; other lines are skipped."""
     found = []
     for line in _tail(file)[:-1]:
         with contextlib.suppress(ValueError):
@@ -213,13 +213,13 @@ def _recent(file: Path) -> list[dict[str, Any]]:
 
 
 def _last_line(file: Path) -> str:
-    """The last line of a job's output, or that by which Slurm ended it, a few lines before; empty if it has none."""
+    """Return the last line of a job's output, or Slurm's error a few lines before; empty if it has none."""
     lines = [line for raw in _tail(file) if (line := raw.decode(errors="replace").strip())][-20:]
     return next((line for line in reversed(lines) if "error: *** " in line), lines[-1] if lines else "")
 
 
 def _tail(file: Path) -> list[bytes]:
-    """The lines at the end of a file, from the first whole one on; the last is not ended yet. None of what is none."""
+    """Read the lines at the end of a file, from the first whole one on; empty if it cannot be read."""
     try:
         with file.open("rb") as content:
             begin = max(0, file.stat().st_size - _TAIL)
@@ -230,7 +230,7 @@ def _tail(file: Path) -> list[bytes]:
 
 
 def text(file: Path) -> str:
-    """What a small file says, stripped; empty where it cannot be read."""
+    """Read a small file, stripped; empty where it cannot be read."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -238,9 +238,9 @@ def text(file: Path) -> str:
 
 
 def collect(root: Path) -> dict[str, Any]:
-    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all; what the first one holds.
+    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all; return the JSON's content.
 
-    That is ``name``, ``job``, ``repetitions`` (index, state, and of each arm the median step time; speed-up, its
+    That is ``name``, ``job``, ``repetitions`` (index, state, and of each variant the median step time; speed-up, its
     interval, loss difference and report of a comparison), and over the finished comparisons ``speedup_median``,
     ``speedup_min``, ``speedup_max``, null where there is none. A :class:`UserError` where nothing is recorded.
     """
@@ -249,28 +249,33 @@ def collect(root: Path) -> dict[str, Any]:
     if not found:
         raise UserError(f"{root} has no records yet; see the logs in {root}/rep-*/logs")
     speedups = [one["speedup"] for one in found if one["speedup"] is not None and one["state"] == "finished"]
-    collected = {"name": name, "job": job, "repetitions": found}
-    collected["speedup_median"] = statistics.median(speedups) if speedups else None
-    collected |= {"speedup_min": min(speedups, default=None), "speedup_max": max(speedups, default=None)}
-    found = strict_json.dumps(collected, indent=2)
+    collected = {
+        **{"name": name, "job": job, "repetitions": found},
+        "speedup_median": statistics.median(speedups) if speedups else None,
+        "speedup_min": min(speedups, default=None),
+        "speedup_max": max(speedups, default=None),
+    }
+    text = strict_json.dumps(collected, indent=2)
     try:
-        strict_json.write_atomically(root / "collected.json", found + "\n")
+        strict_json.write_atomically(root / "collected.json", text + "\n")
         strict_json.write_atomically(root / "collected.md", table(collected))
     except OSError as error:
         raise UserError(f"{root} cannot be written: {error.strerror}") from None
-    return json.loads(found)
+    return json.loads(text)
 
 
 def _collected(repetition: Repetition) -> dict[str, Any]:
     run, finished = repetition.run, repetition.state == "finished"
-    records = {arm: read_records(file) if (file := run / arm / "metrics.jsonl").is_file() else [] for arm in ARMS}
+    records = {
+        variant: read_records(file) if (file := run / variant / "metrics.jsonl").is_file() else [] for variant in ARMS
+    }
     summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
     if finished and not (run / "summary.json").is_file():
         write_summary(run / "summary.json", summary)
     return {
         **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
-        "step_time_ms": {arm: summary["arms"][arm]["step_time_ms"]["median"] for arm in ARMS},
-        "final_loss": {arm: summary["arms"][arm]["final_loss"] for arm in ARMS},
+        "step_time_ms": {variant: summary["arms"][variant]["step_time_ms"]["median"] for variant in ARMS},
+        "final_loss": {variant: summary["arms"][variant]["final_loss"] for variant in ARMS},
         **{name: summary[name] for name in ("speedup", "speedup_ci95")},
         "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
         **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
@@ -280,12 +285,14 @@ def _collected(repetition: Repetition) -> dict[str, Any]:
 
 
 def table(collected: dict[str, Any]) -> str:
-    """``collected.md``: one line per repetition."""
+    """Format ``collected.md``: one line per repetition."""
     header = "run | state | starts | baseline, ms | flux, ms | speed-up | 95 % interval | loss difference | report"
     lines = [f"# {collected['name']}, job {collected['job']}", "", f"| {header} |"]
     lines.append(f"| {' | '.join('---' for _ in header.split(' | '))} |")
     for one in collected["repetitions"]:
-        times = [UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][arm] for arm in ARMS)]
+        times = [
+            UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][variant] for variant in ARMS)
+        ]
         speedup = UNKNOWN if one["speedup"] is None else f"{one['speedup']:.3f}"
         interval = UNKNOWN if one["speedup_ci95"] is None else "…".join(f"{end:.3f}" for end in one["speedup_ci95"])
         cells = [one["index"], one["state"], str(one["starts"]), *times, speedup, interval]

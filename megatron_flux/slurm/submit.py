@@ -19,7 +19,7 @@ from megatron_flux.metrics.summary import ARMS
 from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import Resolved, check_time
-from megatron_flux.slurm.profile import Checked, Duration, NodeList, SlurmWord, validated
+from megatron_flux.slurm.profile import Checked, Directive, Duration, validated
 from megatron_flux.train.checkpoint_access import least_bytes
 from megatron_flux.train.checkpoint_folder import TRACKER
 
@@ -27,8 +27,9 @@ FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is t
 
 
 def environment(runs: Path, root: Path | None = None) -> str:
-    """The option of sbatch that hands a job the submitter's environment, the folder of all jobs and, if it is to go on
-    in one that is there, its own. A path that sbatch would take apart, or that cannot be written, is a UserError.
+    """Return sbatch's option that hands over the environment, the folder of all jobs and a resumed job's own.
+
+    A UserError refuses a path that sbatch would take apart, or that cannot be written.
     """
     path = str(root or runs)
     # Between quotes sbatch sees no commas: the folder of a resumed job would be part of the one of all jobs.
@@ -49,7 +50,7 @@ def save_on_signal(resolved: Resolved) -> str:
 
 @contextmanager
 def _beside(number: str) -> Iterator[None]:
-    """What goes with a job that is submitted already."""
+    """Name the job that is submitted already in errors of what follows."""
     try:
         yield
     except (FluxError, OSError) as error:
@@ -78,7 +79,7 @@ def check_paths(resolved: Resolved) -> None:
 
 
 def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
-    """Submit a job's script, with the options ``own``, and the ``collecting`` job's; both ids, and the job's folder."""
+    """Submit a job's script with the options ``own``, and the ``collecting`` job; return both ids and the folder."""
     exported = environment(runs)
     with tempfile.TemporaryDirectory() as scratch:
         file, collector = Path(scratch) / status.SCRIPT, Path(scratch) / status.COLLECTOR
@@ -98,7 +99,7 @@ def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) ->
 
 
 def directive(script: str, name: str) -> str:
-    """What a script's ``#SBATCH --name=`` says; empty where it has none."""
+    """Return the value of a script's ``#SBATCH --name=``; empty where it has none."""
     begin = f"#SBATCH --{name}="
     return next((line.removeprefix(begin) for line in script.splitlines() if line.startswith(begin)), "")
 
@@ -106,11 +107,11 @@ def directive(script: str, name: str) -> str:
 class Changes(Checked):
     """Options of sbatch that win over a script's."""
 
-    partition: SlurmWord | None = None
-    account: SlurmWord | None = None
-    qos: SlurmWord | None = None
+    partition: Directive | None = None
+    account: Directive | None = None
+    qos: Directive | None = None
     time: Duration | None = None
-    exclude: NodeList | None = None
+    exclude: Directive | None = None
     dependency: queue.Dependency | None = None
 
 
@@ -125,16 +126,18 @@ class Resumption(NamedTuple):
 
 
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
-    """What it takes to let the job of the folder ``root`` go on from its checkpoints, with ``changes``.
+    """Plan how the job of the folder ``root`` resumes from its checkpoints, with ``changes``.
 
-    With ``from_start``, repetitions that have steps on record and no checkpoint begin anew. A :class:`UserError`: the
-    job has not ended or has done all its work, would lose such steps, or its script is missing; a :class:`FluxError`:
-    Slurm does not say.
+    With ``from_start``, repetitions that have recorded steps and no checkpoint begin anew.
+
+    Raises:
+        UserError: the job has not ended or is complete, would lose such steps, or its script is missing.
+        FluxError: Slurm does not answer.
     """
     root = root.absolute()
     numbers, given = status.jobs(root), validated(Changes, "resume", changes).model_dump()
     for number in numbers:
-        for state in queue.known(number).active.values():
+        for state in queue.job_states(number).active.values():
             what = f"job {number} of {root} has not ended, it is {state}"
             raise UserError(f"{what}; wait for it, or scancel {number} first")
     try:
@@ -142,8 +145,8 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         submitted, *site_lines = (root / status.SUBMITTED).read_text().splitlines()
     except (OSError, ValueError):
         raise UserError(
-            f"{root} does not hold {status.SCRIPT} and {status.SUBMITTED}, which jobs of this version leave there; to "
-            f"go on in it, submit its script by sbatch --export=ALL,{FOLDER}={root}"
+            f"{root} does not hold {status.SCRIPT} and {status.SUBMITTED}; to go on "
+            f"in it, submit its script by sbatch --export=ALL,{FOLDER}={root}"
         ) from None
     if not Path(submitted).is_dir():
         raise UserError(f"{root} was submitted in {submitted}, which is no folder any more; restore it or submit anew")
@@ -164,7 +167,7 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
 
 
 def resume(what: Resumption) -> tuple[str, str | None]:
-    """Submit it; the ids of the job and of the one that collects it, None where there was none."""
+    """Submit it; return the ids of the job and of the one that collects it (None where there was none)."""
     root, second = what.root, None
     exported = environment(root.parent, root)
     number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
@@ -178,7 +181,7 @@ def resume(what: Resumption) -> tuple[str, str | None]:
 
 
 def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
-    """By the index of each repetition that is not finished: what it will begin with."""
+    """Say what each unfinished repetition will begin with, by index."""
     there = {repetition.index: repetition for repetition in status.repetitions(root)}
     array = re.match(r"0-(\d+)", directive(script, "array"))
     indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]
@@ -201,6 +204,8 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
 
 
 def _checkpoint(folder: Path, is_comparison: bool) -> str | None:
-    """The step of the newest checkpoint, of both arms where there are two; None where one is missing."""
-    found = [status.text(part / TRACKER) for part in ([folder / arm for arm in ARMS] if is_comparison else [folder])]
+    """Return the newest checkpoint's step, of both variants where there are two; None where one is missing."""
+    found = [
+        status.text(part / TRACKER) for part in ([folder / variant for variant in ARMS] if is_comparison else [folder])
+    ]
     return "/".join(dict.fromkeys(found)) if all(found) else None

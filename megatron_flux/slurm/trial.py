@@ -32,7 +32,7 @@ def follow(numbers: Sequence[str], say: Callable[[str], None], every: float = 10
     for number in numbers:
         shown = ""
         while True:
-            known = queue.known(number)
+            known = queue.job_states(number)
             if (state := ", ".join(known.states.values()) or known.source) != shown:
                 say(f"job {number}: {state}")
                 shown = state
@@ -54,7 +54,9 @@ def verdict(root: Path) -> str:
     if not same:
         raise FluxError(f"not ready: {said}; report: {one.run / 'report.html'}")
     if not (root / "collected.md").is_file():
-        raise FluxError(f"not ready: both arms have trained, but nothing was collected; see {root / status.COLLECTOR}")
+        raise FluxError(
+            f"not ready: both variants have trained, but nothing was collected; see {root / status.COLLECTOR}"
+        )
     passed = one.logs is not None and (one.logs / "preflight" / "together.json").is_file()
     checked = "all nodes passed the pre-flight" if passed else "no pre-flight was made"
-    return f"ready: {checked}, both arms trained {one.steps} steps, {said}; collected in {root / 'collected.md'}"
+    return f"ready: {checked}, both variants trained {one.steps} steps, {said}; collected in {root / 'collected.md'}"

@@ -69,8 +69,7 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     assert ranks.returncode == 0, ranks.stderr
     found = json.loads((tmp_path / "together.json").read_text())
     assert found["all"] > 1
-    assert set(found["within"]) == {"all_reduce", "all_gather"}
-    assert all(speed > 1 for by_node in found["within"].values() for speed in by_node.values())
+    assert min(found["within"].values()) > 1
     assert not list(tmp_path.glob("*.problems"))
 
 
@@ -82,11 +81,11 @@ def test_nccl_on_tcp_is_below_the_floors(tmp_path: Path) -> None:
     nodes = min(torch.cuda.device_count(), 3)  # an odd number leaves one without a partner
     ended = run_ranks(tmp_path / "free", Floors(network_gbps=0.1), nodes, "cuda")
     assert ended[0][0] == 0, ended
-    free = json.loads((tmp_path / "free" / "together.json").read_text())["between"]["all_reduce"]
+    free = json.loads((tmp_path / "free" / "together.json").read_text())["between"]
     assert len(free) == nodes - 1
     ended = run_ranks(tmp_path / "tcp", Floors(network_gbps=40), nodes, "cuda", **NO_FAST_WAY)
     assert ended[0][0] != 0
-    slow = json.loads((tmp_path / "tcp" / "together.json").read_text())["between"]["all_reduce"]
+    slow = json.loads((tmp_path / "tcp" / "together.json").read_text())["between"]
     assert max(slow.values()) < 40
     problems = (tmp_path / "tcp" / "together.problems").read_text()
     assert "the profile's floor is 40; NCCL may have fallen back to TCP" in problems

@@ -53,17 +53,6 @@ def test_repetitions_side_by_side(root: Path) -> None:
     assert not (root / "rep-2" / "run" / "summary.json").exists(), "figures of half a run are not its summary"
 
 
-def test_one_arm_alone_has_no_speed_up(root: Path) -> None:
-    run = repetition(root, 0, 0.16, "finished")
-    (run / "summary.json").unlink()
-    (run / "flux" / "metrics.jsonl").unlink()
-    (run / "flux").rmdir()
-    (one,) = collect(root)["repetitions"]
-    assert one["speedup"] is None
-    assert one["max_relative_loss_difference"] is None
-    assert one["step_time_ms"] == {"baseline": pytest.approx(200), "flux": None}
-
-
 def test_how_far_a_run_has_come(root: Path) -> None:
     run = repetition(root, 3, 0.2, None)
     with (run / "flux" / "metrics.jsonl").open("a") as record:
@@ -73,30 +62,12 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     assert (found.index, found.steps, found.state, found.starts) == ("3", 12, "not ended", 1)
 
 
-def test_jobs_are_listed_in_their_order(tmp_path: Path) -> None:
-    for name in ("a-compare-10", "b-flux-9", "cache", "no-number"):
-        (tmp_path / name).mkdir()
-    assert [path.name for path in status.all_jobs(tmp_path)] == ["b-flux-9", "a-compare-10"]
-
-
 def test_nothing_to_collect_is_said(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder of a job"):
         collect(tmp_path)
     root.mkdir(parents=True)
     with pytest.raises(UserError, match="has no records yet"):
         collect(root)
-
-
-@pytest.mark.parametrize("words", [["status"], ["collect", "nowhere-7"], ["status", "nowhere-7"]])
-def test_folders_that_are_not_there(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["megatron-flux", "slurm", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_without_slurm_it_is_said(

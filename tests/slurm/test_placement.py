@@ -6,7 +6,6 @@ fit into a machine for tests.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -68,10 +67,10 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
         assert ("on nodes n[00-15]" in said) is (file.name != "collect.sbatch")
 
 
-@pytest.mark.parametrize(("link", "name"), [("nvlink", JOBS[0]), ("host", JOBS[1])])
 @pytest.mark.usefixtures("inside_another_job")
-def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path, link: str, name: str) -> None:
+def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path) -> None:
     """And a script that sbatch alone submits is not taken for a task of the array that it was submitted in."""
+    link, name = "nvlink", JOBS[0]
     job = at_the_cluster.client("sbatch", "--parsable", FOLDER / link / f"{name}-flux.sbatch").stdout.strip()
     at_the_cluster.wait_for_job(job)
     launchers = notes(stand_in, "train")
@@ -96,10 +95,8 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
         "--overwrite",
     ):
         assert word in said, word
-    assert ("--link=host" in said) is (link == "host")
     assert len(notes(stand_in, "preflight.node")) == len(notes(stand_in, "preflight.ranks")) == NODES
-    tuned_on = [words[2] for words in notes(stand_in, "tune")]
-    assert tuned_on == (["0,1,2,3,4,5,6,7"] if link == "nvlink" else []), "without NVLink nothing tuned would run"
+    assert [words[2] for words in notes(stand_in, "tune")] == ["0,1,2,3,4,5,6,7"]
     # Kernels are compiled into a folder of each node and of the job, where the steps before find them again.
     root = Path("runs").absolute() / f"{name}-flux-{job}"
     assert (root / "submitted").read_text().splitlines()[1:] == ["partition=gpus", "account=", "qos="]
@@ -156,28 +153,12 @@ def test_a_job_waits_for_another_and_folders_can_be_named(
     assert all(part in refused for part in ("dependency 'after me; touch x'", "allowed are", "afterok:123"))
 
 
-def test_a_folder_of_somebody_else_takes_no_kernels(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
-    """Code is run from there."""
-    Path("elsewhere").mkdir()
-    Path(f"tmp/megatron-flux-{os.getuid()}").symlink_to(Path("elsewhere").absolute())
-    said = slurm("submit", "--profile", "local", "--job", "tiny", "--mode", "flux")
-    job, collecting = re.findall(r"job (\d+)", said)[:2]
-    found = at_the_cluster.wait_for_job(job, ("FAILED",))
-    last = Path(found["StdOut"]).read_text().splitlines()[-1]
-    assert re.search(
-        r"error: pre-flight .*: all 2 nodes: no folder of this user .* at /.*set TRITON_CACHE_DIR [^;]*$",
-        last,
-    )
-    at_the_cluster.wait(lambda: at_the_cluster.job(collecting)["JobState"] == "CANCELLED", "the collecting job to go")
-    assert not stand_in.exists()
-
-
-def test_bad_nodes_are_left_out_by_all_repetitions(
+def test_bad_nodes_are_left_out_if_they_are_few(
     at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["submit", "--profile", "local", "--job", "tiny", "--tp", "2", "--nodes", "6", "--repetitions", "2"]
+    words = ["submit", "--profile", "local", "--job", "tiny", "--tp", "2", "--nodes", "6", "--mode", "flux"]
     monkeypatch.setenv("MF_BAD", "n01 n02")
-    many = re.search(r"job (\d+)", slurm(*words, "--mode", "flux"))[1]
+    many = re.search(r"job (\d+)", slurm(*words))[1]
     found = at_the_cluster.wait_for_job(many, ("FAILED",))
     *_, first, second, last = Path(found["StdOut"]).read_text().splitlines()
     assert (first, second) == tuple(f"n0{i}: 7 GPU(s), the profile says 8" for i in (1, 2))
@@ -185,20 +166,15 @@ def test_bad_nodes_are_left_out_by_all_repetitions(
     monkeypatch.setenv("MF_BAD", "n01")
     said = slurm(*words)
     job, root = re.search(r"job (\d+)", said)[1], Path(re.search(r"folder: (.*)", said)[1])
-    at_the_cluster.wait(lambda: at_the_cluster.job(f"{job}_0").get("Restarts") == "1", "the requeue")
-    at_the_cluster.wait_for_job(f"{job}_1")
-    at_the_cluster.release(f"{job}_0")
-    at_the_cluster.wait_for_job(f"{job}_0")
-    assert [at_the_cluster.job(f"{job}_{i}")["Restarts"] for i in range(2)] == ["1", "0"]
+    at_the_cluster.wait(lambda: at_the_cluster.job(job).get("ExcNodeList") == "n01", "the requeue")
+    assert at_the_cluster.job(job)["Restarts"] == "1"
     assert slurm("status", root).count("retried without n01") == 1
 
 
 @pytest.mark.parametrize(
     ("preflight", "changes", "said"),
     [
-        ("1", {"srun_options": ["--mpi=nonsense"]}, "preflight on any node: srun: error: .*mpi/nonsense"),
         ("0", {"srun_options": ["--nonsense"]}, "train on any node: srun: unrecognized option '--nonsense'"),
-        ("1", {"setup": ["PATH=$PWD/bin"]}, "preflight on any node: .*srun: not found"),
         ("1", {"container": {"runtime": "apptainer", "image": "own.sif"}}, "all 2 nodes: .* apptainer: not found"),
     ],
 )
@@ -209,10 +185,6 @@ def test_what_keeps_srun_from_starting_is_said(
     if "container" in changes:
         Path("own.sif").touch()
         changes = {"container": changes["container"] | {"image": str(Path("own.sif").absolute())}}
-    Path("bin").mkdir()
-    for file in Path("/usr/bin").iterdir():
-        if file.name != "srun":
-            Path("bin", file.name).symlink_to(file)
     Path("own.yaml").write_text(yaml.safe_dump(yaml.safe_load(Profile.packaged()["local"]) | changes))
     job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
     found = at_the_cluster.wait_for_job(job, ("FAILED",))
@@ -233,19 +205,3 @@ def test_dry_run_and_test_only_submit_nothing(at_the_cluster: Cluster, slurm: Sl
     assert len(refused.strip().splitlines()) == 1
     assert at_the_cluster.jobs() == before
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_hostile_site_on_the_real_thing(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm) -> None:
-    evil = '$(touch CANARY)`touch CANARY`\'; touch CANARY; "touch CANARY"'
-    profile = Path("own.yaml")
-    fields = {"name": "own", "description": evil, "device": "cpu", "link": "none", "gpu_request": "none", "time": "10"}
-    fields |= {"processes_per_node": 1, "memory": None, "exclusive": False, "numa_binding": None}
-    fields |= {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": evil}, "training": {"wandb_project": evil}}
-    profile.write_text(json.dumps(fields))
-    said = slurm("submit", "--profile", profile, "--job", "tiny", "--mode", "flux", "--set", f"data_cache={evil}")
-    at_the_cluster.wait_for_job(re.search(r"job (\d+)", said)[1])
-    (note, _) = sorted(stand_in.glob("0-train-*"))
-    assert f"0 n00  {evil} -m " in note.read_text()
-    assert f" --data-cache={evil} " in note.read_text()
-    assert f" --wandb-project={evil} " in note.read_text()
-    assert not list(Path().rglob("CANARY"))

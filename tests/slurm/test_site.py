@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.slurm import job, queue, render, submit
 from megatron_flux.slurm.profile import Profile, validated
-from megatron_flux.slurm.submit import Changes
 from tests.slurm.golden import FOLDER
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
@@ -54,34 +52,6 @@ def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
     assert not (stubs[1] / "srun").exists()
 
 
-def test_set_up_lines_are_single_lines_without_secrets() -> None:
-    with pytest.raises(UserError, match=r"setup\.0 .*without line breaks"):
-        profile(setup=["true\ntouch x"])
-    with pytest.raises(UserError, match="set-up line 2 sets WANDB_API_KEY, which looks like a secret") as error:
-        profile(setup=["true", "export WANDB_API_KEY=hunter2"])
-    assert "hunter2" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "word", "said"),
-    [
-        ("srun_options", "-N4", "one word, --NAME or --NAME=VALUE"),
-        ("srun_options", "--mpi pmix", "one word, --NAME or --NAME=VALUE"),
-        ("srun_options", "--ntasks=3", "--ntasks is set by the script"),
-        ("srun_options", "--cpu-b=cores", "--cpu-bind is set by the script"),
-        ("sbatch_options", "--wrap=id", "--wrap is set by the script"),
-        ("sbatch_options", "--partition=x", "--partition is set by the script or by a field of the profile"),
-        ("sbatch_options", "--comment=a b", "allowed are letters, digits"),
-        ("sbatch_options", "comment", "allowed are letters, digits"),
-    ],
-)
-def test_options_that_are_refused(field: str, word: str, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        profile(**{field: [word]})
-    assert said in str(error.value)
-    assert field in str(error.value)
-
-
 def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path) -> None:
     more = {"srun_options": ["--mpi=pmix", "--network=a b"], "sbatch_options": ["--mail-type=END,FAIL"]}
     text = script({**PLAIN, **more}, WORK)
@@ -110,44 +80,6 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     collector = render.collect_script(profile(container=container), "a test")
     execute(collector, stubs, tmp_path, "folder")
     assert not [word for word in steps(stubs[1])[-1] if word.startswith("--container-name")]
-
-
-def test_the_flight_recorder_writes_beside_the_logs_or_where_it_is_told(
-    stubs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    names = "TORCH_FR_DUMP_TEMP_FILE TORCH_FR_BUFFER_SIZE TORCH_NCCL_DUMP_ON_TIMEOUT"
-    (stubs[0] / "srun").write_text(
-        f'#!/bin/sh\nprintenv {names} >{stubs[1]}/told\nprintf dump >"${{TORCH_FR_DUMP_TEMP_FILE}}3"\n'
-    )
-    text = script(PLAIN, WORK)
-    done = execute(text, stubs, tmp_path)
-    path, *others = (stubs[1] / "told").read_text().splitlines()
-    assert path.endswith("/rep-0/logs/0/flight-recorder/rank_")
-    assert others == ["2000", "1"]
-    assert done.stderr.strip().endswith(f"; 1 rank(s) left what they had called: {path}*")
-    # Torch's older names win too; what lies there from earlier is not of this start.
-    own = tmp_path / "else where" / "x_"
-    own.parent.mkdir()
-    (old := own.with_name("x_0")).touch()
-    os.utime(old, (1, 1))
-    older = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(own), "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}
-    done = execute(text, stubs, tmp_path, **older, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
-    assert (stubs[1] / "told").read_text().splitlines() == [str(own), "0"]
-    assert done.stderr.strip().endswith(f"; 1 rank(s) left what they had called: {own}*")
-
-
-@pytest.mark.parametrize(
-    "good", ["afterok:12", "after:5+10", "afterany:1:2_3,singleton", "afterok:1?afternotok:2", "singleton"]
-)
-def test_dependencies(good: str) -> None:
-    given = validated(Changes, "submit", {"dependency": good}).dependency
-    assert queue.after(given) == [f"--dependency={good}", "--kill-on-invalid-dep=yes"]
-
-
-@pytest.mark.parametrize("bad", ["", "afterok", "afterok:x", "12", "afterok:1 --wrap=x", "singleton\n", "expand:1"])
-def test_what_is_no_dependency(bad: str) -> None:
-    with pytest.raises(UserError, match="allowed are Slurm's forms"):
-        validated(Changes, "submit", {"dependency": bad})
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.watch import Watched, view
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.submit import environment
 from tests.slurm.cluster import Cluster
@@ -90,36 +88,11 @@ def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Rep
     ],
 )
 def test_a_run_that_records_nothing_has_stalled(repetition: status.Repetition, seconds: float, said: str) -> None:
-    """In the words of ``watch``."""
     written = (repetition.run / "flux" / "metrics.jsonl").stat().st_mtime
     found = status.doing(repetition, written + seconds + 0.01)
     assert found == (f"{said}; see {repetition.logs}" if seconds > 30 else said)
-    (config := repetition.run / "config.json").touch()
-    os.utime(config, (written - 1, written - 1))
-    console = Console(width=200)
-    with console.capture() as shown:
-        (watched := Watched(repetition.run)).look()
-        console.print(view(watched, written + seconds + 0.01))
-    assert said in shown.get()
     assert status.doing(replace(repetition, state="finished"), written + 600) is None, "Slurm is only ending it"
     assert status.doing(replace(repetition, logs=None), written + 600) is None, "it has not begun"
-
-
-def test_slow_steps_and_a_start_take_their_time(repetition: status.Repetition) -> None:
-    file = repetition.run / "flux" / "metrics.jsonl"
-    slow = [{**record(i, flux=True), "iteration-time": 60.0, "timestamp": time.time()} for i in (1, 2, 3)]
-    file.write_text("".join(json.dumps(one) + "\n" for one in slow))
-    assert status.doing(repetition, file.stat().st_mtime + 590) == "running: last step 10 min ago"
-    assert "stalled: no new step for 10 min, 10 times the usual 60 s" in status.doing(
-        repetition, file.stat().st_mtime + 610
-    )
-    # Records of the start before, which a resume writes anew, are no sign of life of this one.
-    began = time.time() + 1000
-    os.utime(repetition.logs / "log", (began, began))
-    os.utime(file, (began + 5, began + 5))
-    assert status.doing(repetition, began + 800) == "running: started 13 min ago, no step since"
-    late = status.doing(repetition, began + 1000)
-    assert late == f"stalled: started 17 min ago, no step since; see {repetition.logs}"
 
 
 def test_states_as_the_accounting_has_them() -> None:
@@ -133,71 +106,30 @@ def test_states_as_the_accounting_has_them() -> None:
     assert queue.accounted_states("sacct: error: Unknown type ArrayJobId: 2\n") == {}
 
 
-def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """A controller that answers as one does who has forgotten a job; what it has not forgotten takes an hour here."""
-    stub(
-        tmp_path, monkeypatch, f"case $* in *--version*) exit 0; esac\necho '{said}' >&2\nexit 1", "squeue", "scontrol"
-    )
-
-
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, *names: str) -> None:
-    """Commands of Slurm that do something else."""
-    for name in names:
-        (file := tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/bin/sh\n{does}\n")
-        file.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-
-
-def form(index: int | None, *states: str, text: str = "", reason: str = "None") -> dict[str, object]:
-    """A task of job 4 as ``squeue --json`` has it since 23.11, where numbers may be unset and states are many."""
-    task = {"set": index is not None, "infinite": False, "number": index or 0}
-    of = {"job_id": 40 + (index or 9), "array_job_id": {"set": True, "infinite": False, "number": 4}}
-    about = {"job_state": list(states), "state_reason": reason, "nodes": "n00"}
-    return {**of, "array_task_id": task, "array_task_string": text, **about}
-
-
-def test_states_in_the_newer_form_of_json() -> None:
-    """After the OpenAPI descriptions of data_parser v0.0.39 to v0.0.42; no such Slurm was asked."""
-    jobs = [
-        form(0, "COMPLETED"),
-        form(1, "COMPLETED", "COMPLETING"),
-        form(2, "RUNNING"),
-        form(None, "PENDING", text="3-5%1", reason="JobArrayTaskLimit"),
-    ]
-    expected = {"0": "COMPLETED", "1": "COMPLETING", "2": "RUNNING on n00", "3-5%1": "PENDING (JobArrayTaskLimit)"}
-    assert queue.queued_states(jobs, 4) == expected
-    assert queue.queued_states(jobs, 42) == {"2": "RUNNING on n00"}, "a task by its own number"
-    assert queue.queued_states(jobs, 7) == {}
-
-
-def test_json_and_text_say_the_same(
-    at_the_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of real jobs; JSON where squeue has it, else text, and that is said."""
+def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
     submit = ["sbatch", "--parsable", "--output=log"]
-    jobs = [at_the_cluster.client(*submit, "--array=0-3%1", "--wrap", "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60")]
+    jobs = [at_the_cluster.client(*submit, "--array=0-4%1", "--wrap", "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60")]
     jobs += [at_the_cluster.client(*submit, *words) for words in (["--wrap", "exit 3"], ["--hold", "--wrap", "true"])]
     array, failed, held = (job.stdout.strip() for job in jobs)
     at_the_cluster.wait_for_job(failed, ("FAILED",))
     at_the_cluster.wait(lambda: at_the_cluster.job(f"{array}_1")["JobState"] == "RUNNING", "the array's second task")
     at_the_cluster.wait_for_job(f"{array}_0")
-    caplog.set_level("DEBUG", logger="megatron_flux")
-    by_json = {job: queue.known(job) for job in (array, failed, held, "999999")}
-    assert caplog.messages == []
-    assert by_json[failed].states == {"": "FAILED"}
-    assert by_json[held].states == {"": "PENDING (JobHeldUser)"}
-    tasks = by_json[array].states
-    assert (tasks["0"], tasks["1"].split(" on ")[0], len(tasks)) == ("COMPLETED", "RUNNING", 3)
-    assert "sacct" in by_json["999999"].source
-    for does in ("echo \"squeue: unrecognized option '--json'\" >&2; exit 1", 'echo "{}"'):
-        with monkeypatch.context() as patched:
-            stub(tmp_path, patched, does, "squeue")
-            queue._no_json.cache_clear()
-            assert {job: queue.known(job) for job in by_json} == by_json
-        queue._no_json.cache_clear()
-        assert any("scontrol's text is read" in message for message in caplog.messages)
-        caplog.clear()
+    assert queue.job_states(failed).states == {"": "FAILED"}
+    assert queue.job_states(held).states == {"": "PENDING (JobHeldUser)"}
+    tasks = queue.job_states(array)
+    assert tasks.source == "controller"
+    assert tasks.states.pop("1").startswith("RUNNING on n")
+    assert tasks.states == {"0": "COMPLETED", "2-4%1": "PENDING (JobArrayTaskLimit)"}
+    assert list(tasks.active) == ["2-4%1"]
+    assert "sacct" in queue.job_states("999999").source
+
+
+def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
+    (file := tmp_path / "bin" / "squeue").parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
 
 INVALID = "slurm_load_jobs error: Invalid job id specified"
@@ -229,26 +161,12 @@ def test_a_controller_that_does_not_answer_has_forgotten_nothing(
     said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     forget(tmp_path, monkeypatch, said)
     with pytest.raises(FluxError, match="Unable to contact"):
-        queue.known("7")
+        queue.job_states("7")
     root = tmp_path / "runs" / "tiny-flux-7"
     root.mkdir(parents=True)
     assert slurm("status", root) == f"tiny-flux job 7: state unknown: squeue: {said} (exit code 1)\n"
     # It may be running: two jobs in one folder would spoil it.
     assert "Unable to contact" in slurm("resume", root, code=1)
-
-
-def test_commands_that_do_not_answer_at_all(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stub(tmp_path, monkeypatch, "case $* in *--version*) exit 0; esac\nexec sleep 60", "squeue", "scontrol", "sbatch")
-    monkeypatch.setattr(queue, "PATIENCE", 1)
-    for job in ("7", "8"):
-        (tmp_path / "runs" / f"tiny-flux-{job}" / "rep-0").mkdir(parents=True)
-    said = slurm("status", "--runs", tmp_path / "runs").splitlines()
-    late = "state unknown: squeue: no answer within 1 s; try again"
-    assert said[0] == f"tiny-flux job 7: {late}"
-    assert said[1].startswith("  rep-0: not ended")
-    assert f"tiny-flux job 8: {late}" in said
-    submit = ("submit", "--profile", "local", "--job", "tiny", "--runs", tmp_path / "runs")
-    assert "sbatch: no answer within 1 s; look with squeue --me whether" in slurm(*submit, code=1)
 
 
 @pytest.mark.parametrize("name", ["it's", 'a"b', "a,b", "'quoted'"])
@@ -258,23 +176,6 @@ def test_folders_that_sbatch_would_take_apart_are_refused(name: str, slurm: Slur
     assert "commas, quotes, line breaks and control characters are not allowed" in said
     with pytest.raises(UserError, match="commas, quotes"):
         environment(tmp_path / name, tmp_path / name / "tiny-flux-1")
-
-
-def test_states_that_may_change() -> None:
-    states = {"0": "COMPLETED", "1": "RUNNING on n00", "2": "PENDING (JobArrayTaskLimit)", "3": "CANCELLED"}
-    assert list(queue.Known(states=states, source="controller").active) == ["1", "2"]
-    assert queue.Known(states={"": "COMPLETING"}, source="controller").active
-    assert not queue.Known(states={"": "RUNNING"}, source="sacct").active, "a job whose end was never noted"
-
-
-def test_a_job_of_before_has_no_script_to_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slurm: Slurm) -> None:
-    forget(tmp_path, monkeypatch, INVALID)
-    root = tmp_path / "runs" / "tiny-flux-7"
-    root.mkdir(parents=True)
-    refused = slurm("resume", root, code=2)
-    assert f"{root} does not hold job.sbatch and submitted" in refused
-    assert f"sbatch --export=ALL,MEGATRON_FLUX_JOB_FOLDER={root}" in refused
-    assert "is no folder of a job" in slurm("resume", tmp_path, code=2)
 
 
 @pytest.mark.slow
@@ -287,14 +188,3 @@ def test_a_job_that_never_began_says_why(at_the_cluster: Cluster, slurm: Slurm, 
     assert first == f"tiny-flux job {number}: FAILED"
     log = tmp_path / f"tiny-flux-{number}.log"
     assert second == f"    last line of {log}: megatron-flux: error: no virtual environment {tmp_path / 'gone'}"
-
-
-def test_runs_that_cannot_be_written_are_refused_before_a_job_waits(
-    at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    before = at_the_cluster.jobs()
-    for words in (("--dry-run",), ()):
-        said = slurm("submit", "--profile", "local", "--job", "tiny", "--runs", tmp_path / "file", *words, code=2)
-        assert said == f"megatron-flux: error: --runs {tmp_path}/file is a file; give another folder\n"
-    assert at_the_cluster.jobs() == before

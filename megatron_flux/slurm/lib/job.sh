@@ -102,7 +102,7 @@ run_collect() {
         ${inside[@]+"${inside[@]}"} "$python" -m megatron_flux.cli slurm collect -- "$@"
 }
 
-# What the arms have saved, as this start finds it. Recorded steps would not do: those after a checkpoint are lost.
+# The saved steps, as this start finds them. Recorded steps would not do: those after a checkpoint are lost.
 _saved() { cat "$checkpoints"/{,*/}latest_checkpointed_iteration.txt 2>/dev/null; }
 
 # Sets `spent`: how often this job has been requeued since it last saved something new.
@@ -265,9 +265,6 @@ _blamed() {
         $1 == order && (order == 2 || NR == 1 && order != 3) && $5 == "on" && !said[$6]++ { printf "%s%s", comma, $6; comma = "," }'
 }
 
-# The last recorded step of each arm: a failure that comes back at the same steps on another node is no node's.
-_reached() { tail -q -n 1 "$run"/*/metrics.jsonl 2>/dev/null | grep -o '"iteration": *[0-9]*' | tr -dc '0-9\n' | paste -sd , -; }
-
 # Nodes of this partition that work, other than those of a list.
 _usable_without() {
     sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format='%N %t' |
@@ -314,38 +311,27 @@ _can_do_without() {
 
 # _retry NODES CAUSE: requeue without the nodes to blame, if any; returns where that is of no use, and says why.
 _retry() {
-    local without at count before
-    at=$(_reached)
-    count=$(grep -c '^steps ' "$work/retries" 2>/dev/null)
-    before=$(grep -m 1 "^steps ${at:-none} " "$work/retries" 2>/dev/null)
+    local without count
+    count=$(grep -c '^retry ' "$work/retries" 2>/dev/null)
     without=$(_excluded "$1")
     if [[ $2 == *"(exit code 2)" ]]; then
         say "not retried: what it was given is wrong on any node"
     elif [[ $2 =~ failed:\ (StorageError|FluxError): ]]; then
         say "not retried: no node is to blame for it"
-    elif [[ -n $before ]]; then
-        say "not retried: it has failed at the same step before, on ${before##* }"
     elif ((count >= max_retries)); then
         say "not retried: it has been ${count:-0} time(s), and $max_retries is the limit"
     elif _can_do_without "$without"; then
         say "retry $((count + 1)) of at most $max_retries, without ${1:-leaving out a node}: $2$(_dumps)"
-        printf 'steps %s without %s\n' "${at:-none}" "${1:-none}" >>"$work/retries"
+        printf 'retry without %s\n' "${1:-none}" >>"$work/retries"
         _requeue_without "$without"
     fi
 }
 
 # _failed STEP: its ranks have; _retry without the node of the first, or end.
 _failed() {
-    local order cause node log hosts
+    local order cause node log
     _has_started "$1"
     read -r order _ cause < <(_failures)
-    # Where all that is known is that ranks waited, the flight recorder may know for whom.
-    if [[ $order == 3 && $recorded == "$logs"/* && -n $(_dumps) ]]; then
-        mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        _on_nodes 1 verdict --wait=0 "$python" -m megatron_flux.slurm.hang "$recorded" "$processes" "${hosts[@]}"
-        [[ -s $MEGATRON_FLUX_FAILURES/verdict ]] || MEGATRON_FLUX_FAILURES=$logs/failures/$1
-        read -r order _ cause < <(_failures)
-    fi
     node=$(_blamed)
     log=${node%%,*}
     tail -n 20 "$logs/$1"-*-"${log:-$first}".log

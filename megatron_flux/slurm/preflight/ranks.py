@@ -1,9 +1,8 @@
-"""What every rank of a job runs before it: do the nodes match, can all ranks reach each other, and how fast.
+"""Check all nodes together before a job: do they match, can all ranks reach each other, and how fast.
 
-Started by torch.distributed.run on all nodes. Rank 0 compares the nodes' reports; then every node's ranks reduce and
-gather among themselves, all ranks at once, and those of neighbouring nodes, over the transport that training uses,
-with results that are checked and speeds that are held against the profile's floors. Speeds go to
-``FOLDER/together.json``, what is wrong to ``FOLDER/together.problems``, and rank 0 fails.
+torch.distributed.run starts it on all nodes. The ranks of each node, of all nodes and of neighbouring nodes reduce over
+the transport that training uses. Rank 0 compares the nodes' reports, and the speeds with the profile's floors. It
+writes speeds to ``FOLDER/together.json``, problems to ``FOLDER/together.problems``; with any, rank 0 fails.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron_flux.run.node import node_name
 from megatron_flux.run.rank import serve, set_nccl_link
 from megatron_flux.slurm.preflight import rules
 
-COLLECTIVES = ("all_reduce", "all_gather")
 _MIB = {"cuda": 256, "cpu": 1}
 _ROUNDS = 5
 _Pair = tuple[str, str]
@@ -44,18 +42,19 @@ def main() -> None:
     report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if local == 0 else None
     reports = [one for one in _from_all(report) if one is not None]
     hosts: list[str] = _from_all(node_name())[::per_node]
-    met = dict(zip(hosts, _meet()[::per_node], strict=True))
 
     node, _ = dist.new_subgroups(per_node, timeout=timeout)
-    of_ranks = _from_all({what: _gbps(what, node, device) for what in COLLECTIVES} if per_node > 1 else {})
-    everywhere = _gbps("all_reduce", dist.group.WORLD, device)
+    of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
+    within = {host: min(of_ranks[i * per_node : (i + 1) * per_node]) for i, host in enumerate(hosts) if of_ranks}
+    everywhere = _gbps(dist.group.WORLD, device)
     between = _between_neighbours(hosts, per_node, device, timeout)
     problems: list[str] = []
     if dist.get_rank() == 0:
-        nodes = {host: of_ranks[i * per_node : (i + 1) * per_node] for i, host in enumerate(hosts)}
-        within = {what: {host: min(one[what] for one in nodes[host]) for host in hosts} for what in of_ranks[0]}
+        _publish(expected, everywhere, within, between)
         problems = rules.differences(reports, expected)
-        problems += _decide(expected, {"within": within, "between": between, "all": everywhere, "met": met})
+        if expected.device == "cuda":
+            problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
+        problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
     dist.barrier()
     dist.destroy_process_group()
     if problems:
@@ -63,46 +62,31 @@ def main() -> None:
         raise FluxError(f"pre-flight: {problems[0]}")
 
 
-def _decide(expected: rules.Expected, found: dict[str, Any]) -> list[str]:
-    """Say and write which speeds were found; what is wrong with them."""
-    problems, within, between = [], found["within"], found["between"]
-    if within and expected.device == "cuda":
-        problems = rules.slow(within["all_reduce"], "GB/s in an all-reduce among its GPUs", expected)
-    findings = rules.clocks(found["met"])
-    findings += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
-    more, notes = rules.judge(findings, expected.floors)
-    lines = [f"all_reduce of {dist.get_world_size()} ranks {found['all']:.2f} GB/s (bus)"]
-    named = {what: {" with ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
-    for where, by_what in (("within nodes", within), ("between neighbouring nodes", named)):
-        for what, speeds in by_what.items():
-            listed = ", ".join(f"{who} {value:.2f}" for who, value in speeds.items())
-            lines.append(f"{what} {where}, GB/s (bus): {listed}")
-    for line in [*lines, *notes]:
-        print(f"megatron-flux: pre-flight: {line}", flush=True)
-    pairs = {what: {" ".join(pair): value for pair, value in by_pair.items()} for what, by_pair in between.items()}
-    (expected.folder / "together.json").write_text(json.dumps(found | {"between": pairs}) + "\n")
-    return problems + more
+def _publish(
+    expected: rules.Expected, everywhere: float, within: dict[str, float], between: dict[_Pair, float]
+) -> None:
+    """Print and write the measured speeds."""
+    print(f"megatron-flux: pre-flight: all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)")
+    pairs = {" ".join(pair): value for pair, value in between.items()}
+    for where, speeds in (("within nodes", within), ("between neighbouring nodes", pairs)):
+        if speeds:
+            listed = ", ".join(f"{names} {value:.2f}" for names, value in speeds.items())
+            print(f"megatron-flux: pre-flight: all_reduce {where}, GB/s (bus): {listed}", flush=True)
+    found = {"all": everywhere, "within": within, "between": pairs}
+    (expected.folder / "together.json").write_text(json.dumps(found) + "\n")
 
 
 def _from_all(mine: Any) -> list[Any]:
-    """Every rank's value, by rank. Collective."""
+    """Gather every rank's value, by rank. Collective."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
-def _meet() -> list[tuple[float, float]]:
-    """Every rank's Unix times before and after a moment that all share: an exchange ends nowhere before it has begun
-    everywhere. Collective.
-    """
-    before = time.time()
-    _from_all(None)
-    return _from_all((before, time.time()))
-
-
 def neighbours(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of nodes: no node twice in a round, each beside the next in the job's list, and the last beside
-    the first where their number is even.
+    """Return rounds of pairs of neighbouring nodes, no node twice in a round.
+
+    The last node is paired with the first where their number is even.
     """
     rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
     if count > 2 and count % 2 == 0:
@@ -112,51 +96,47 @@ def neighbours(count: int) -> list[list[tuple[int, int]]]:
 
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
-) -> dict[str, dict[_Pair, float]]:
-    """GB/s (bus) over the ranks of two nodes, by collective and pair; all pairs of a round at once. Collective."""
+) -> dict[_Pair, float]:
+    """Measure GB/s (bus) between two nodes, by pair; all pairs of a round at once. Collective."""
     here = dist.get_rank() // per_node
-    found: dict[str, dict[_Pair, float]] = {}
+    found: dict[_Pair, float] = {}
     for pairs in neighbours(len(hosts)):
         members = next((pair for pair in pairs if here in pair), (here,))
         ranks = sorted(node * per_node + local for node in members for local in range(per_node))
         # Every rank makes and uses one group a round, a node without a partner its own: NCCL splits a communicator with
         # all of its ranks or not at all. Only members wait for each other: thousands of nodes have thousands of pairs.
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        values = _from_all({what: _gbps(what, group, device) for what in COLLECTIVES})
+        values = _from_all(_gbps(group, device))
         for pair in pairs:
             of_pair = [values[node * per_node + local] for node in pair for local in range(per_node)]
-            for what in COLLECTIVES:
-                found.setdefault(what, {})[hosts[pair[0]], hosts[pair[1]]] = min(value[what] for value in of_pair)
+            found[hosts[pair[0]], hosts[pair[1]]] = min(of_pair)
     return found
 
 
-def _gbps(what: str, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bus bandwidth of a collective as NCCL's tests define it: bytes x (n - 1) / n / time, of an all_reduce twice that.
+def _gbps(group: Any, device: torch.device) -> float:
+    """Measure the bus bandwidth of an all_reduce as NCCL's tests define it: bytes x 2 (n - 1) / n / time.
 
     A wrong result is a :class:`FluxError` on the rank that it arrived on.
     """
     n, size = group.size(), _MIB[device.type] * 2**20 // 4
-    sent, best, reduces = numbers(n).to(device), float("inf"), what == "all_reduce"
-    wanted = sent.sum()[None, None] if reduces else sent[:, None]
+    sent, best = numbers(n).to(device), float("inf")
     for _ in range(_ROUNDS):
-        mine = torch.full((size if reduces else size // n,), float(sent[dist.get_rank(group)]), device=device)
-        result = mine if reduces else torch.empty(n * (size // n), device=device)
+        result = torch.full((size,), float(sent[dist.get_rank(group)]), device=device)
         _synchronize(device)
         dist.barrier(group)
         began = time.perf_counter()
-        if reduces:
-            dist.all_reduce(result, group=group)
-        else:
-            dist.all_gather_into_tensor(result, mine, group=group)
+        dist.all_reduce(result, group=group)
         _synchronize(device)
         best = min(best, time.perf_counter() - began)
-        if not bool((result.view(len(wanted), -1) == wanted).all()):
-            raise FluxError(f"{node_name()}: an {what} over {n} ranks brought a wrong result to rank {dist.get_rank()}")
-    return 4 * size * (n - 1) / n * (2 if reduces else 1) / best / 1e9
+        if not bool((result == sent.sum()).all()):
+            raise FluxError(
+                f"{node_name()}: an all_reduce over {n} ranks brought a wrong result to rank {dist.get_rank()}"
+            )
+    return 4 * size * (n - 1) / n * 2 / best / 1e9
 
 
 def numbers(ranks: int) -> torch.Tensor:
-    """What each of so many ranks sends: the sum is exact in fp32 in any order, up to 4096 nodes of 64 ranks."""
+    """Return what each rank sends: the sum is exact in fp32 in any order, up to 4096 nodes of 64 ranks."""
     return (torch.arange(ranks) % 61 + 1).float()
 
 

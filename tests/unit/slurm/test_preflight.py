@@ -1,4 +1,4 @@
-"""What the pre-flight says of reports: each problem in one line that begins with the node's name."""
+"""Pre-flight rules: each problem is one line that begins with the node's name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_flux.comm.host_schedule import Layout
-from megatron_flux.slurm.preflight import rules
-from megatron_flux.telemetry import environment
+from megatron_flux.slurm.preflight import node, rules
+from megatron_flux.slurm.preflight.ranks import neighbours, numbers
+from megatron_flux.slurm.preflight.rules import between_nodes, within_nodes
+from megatron_flux.slurm.profile import Floors, Profile
 
+FLOORS = Profile.load("nvlink-h100").floors
 EXPECTED = rules.Expected(
     folder=Path("x"), device="cuda", processes=8, link="nvlink", gpu_name="H100", gpu_memory_gib=80, needs_numactl=True
 )
@@ -28,7 +32,7 @@ def report(node: str = "n03") -> dict[str, Any]:
             "link": {"kind": "nvlink", "reason": "", "pairs": 56, "peer_access": 56},
             "problems": [],
         },
-        "driver": [{"slowed": False, "uncorrected": 0.0, "max_sm_mhz": 1980.0} for _ in range(8)],
+        "driver": [{"slowed": False, "uncorrected": 0.0} for _ in range(8)],
         "gpus": [
             {
                 "name": "NVIDIA H100 80GB HBM3",
@@ -38,23 +42,10 @@ def report(node: str = "n03") -> dict[str, Any]:
                 "gemm_tflops": 700.0 + i,
                 "pcie": {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5},
                 "rows": {"pending": False, "failed": False},
-                "bus_id": f"00000000:0{i}:00.0",
             }
             for i in range(8)
         ],
-        "xids": [],
         "unknown": [],
-        "infiniband": [
-            {
-                "name": f"mlx5_{i}:1",
-                "state": "ACTIVE",
-                "physical": "LinkUp",
-                "rate": 400.0,
-                "layer": "InfiniBand",
-                "asked_for": False,
-            }
-            for i in range(8)
-        ],
     }
 
 
@@ -72,85 +63,130 @@ def test_a_good_node_has_no_problem() -> None:
     assert rules.differences([report("n00"), report("n01"), report("n02")], EXPECTED) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        (("doctor", "problems"), ["torch 2.0 is too old"], "n03: torch 2.0 is too old"),
-        (("numactl",), False, "n03: numactl is not installed"),
-        (("gpus",), report()["gpus"][:7], "n03: 7 GPU(s), the profile says 8"),
-        (("gpus", 2, "name"), "NVIDIA A100-SXM4-80GB", "n03: GPU 2 is NVIDIA A100-SXM4-80GB, the profile says H100"),
-        (("gpus", 2, "name"), "NVIDIA RTX H1000", "n03: GPU 2 is NVIDIA RTX H1000, the profile says H100"),
-        (("gpus", 5, "memory_gib"), 39.4, "n03: GPU 5 has 39.4 GiB, the profile says 80"),
-        (("gpus", 1, "used_by_others_gib"), 61.2, "n03: 61.2 GiB of GPU 1 are in use by another process"),
-        (("gpus", 6, "gemm_tflops"), 310.0, "n03: GPU 6 reaches 310.0 TFLOP/s, the median is 702.5"),
-        (("doctor", "link"), {"kind": "p2p", "reason": "no NVLink"}, "n03: the GPUs' link is p2p (no NVLink)"),
-        (("driver", 4, "slowed"), True, "n03: GPU 4 is slowed down by its hardware"),
-        (("driver", 4, "uncorrected"), 3.0, "n03: GPU 4 has 3 uncorrected memory error(s)"),
-        (("driver",), [{"error": "NVML: GPU is lost"}], "n03: the driver does not answer: NVML: GPU is lost"),
-    ],
-)
-def test_what_is_wrong_with_a_node(path: tuple[Any, ...], value: Any, said: str) -> None:
-    problems = rules.node_problems(changed(path, value), EXPECTED)
-    assert len(problems) == 1, problems
-    assert problems[0].startswith(said)
+CASES = [
+    (("doctor", "problems"), ["no megatron-core"], "no megatron-core"),
+    (("numactl",), False, "numactl is not installed; set numa_binding: null"),
+    (("gpus",), report()["gpus"][:7], "7 GPU(s), the profile says 8"),
+    (("gpus", 3, "name"), "NVIDIA H1000", "GPU 3 is NVIDIA H1000, the profile says H100"),
+    (("gpus", 3, "memory_gib"), 39.4, "GPU 3 has 39.4 GiB, the profile says 80"),
+    (("gpus", 3, "used_by_others_gib"), 11.5, "11.5 GiB of GPU 3 are in use by another process"),
+    (("gpus", 3, "gemm_tflops"), 300.0, "GPU 3 reaches 300.0 TFLOP/s, the median is 703.0"),
+    (("gpus", 3, "pcie", "width"), 8, "GPU 3 has 8 PCIe lanes, GPU and slot can do 16; look at"),
+    (("gpus", 3, "pcie", "generation"), 1, "GPU 3 runs at PCIe generation 1, GPU and slot can do 5"),
+    (("gpus", 3, "rows"), {"pending": True, "failed": False}, "GPU 3 has memory rows that wait to be remapped; reset"),
+    (("gpus", 3, "rows"), {"pending": False, "failed": True}, "GPU 3 could not remap a bad row of its memory; have"),
+    (("driver",), [{"error": "NVML: unknown error"}], "the driver does not answer: NVML: unknown error"),
+    (("driver", 3, "slowed"), True, "GPU 3 is slowed down by its hardware"),
+    (("driver", 3, "uncorrected"), 2.0, "GPU 3 has 2 uncorrected memory error(s)"),
+    (("doctor", "link"), {"kind": "p2p", "reason": "2 pairs"}, "the GPUs' link is p2p (2 pairs), the profile says nvl"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "said"), CASES)
+def test_problems_of_a_node(path: tuple[Any, ...], value: Any, said: str) -> None:
+    (problem,) = rules.node_problems(changed(path, value), EXPECTED)
+    assert problem.startswith(f"n03: {said}")
+
+
+def test_facts_that_the_driver_does_not_give_are_no_problem_and_listed() -> None:
+    unknown = changed(("gpus", 3, "rows"), None)
+    unknown["gpus"][2]["pcie"] = dict.fromkeys(("width", "max_width", "generation", "max_generation"))
+    assert rules.node_problems(unknown, EXPECTED) == []
+    assert node.missing_facts(unknown["gpus"]) == [
+        *("the width of PCIe links", "the generation of PCIe links", "remapped rows of memory")
+    ]
+    assert node.missing_facts(report()["gpus"]) == []
 
 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("doctor", "versions", "nccl"), "2.27.3", "n01: nccl is 2.27.3, 2 of 3 nodes have 2.28.9"),
-        (("doctor", "versions", "transformer-engine"), "2.9", "n01: transformer-engine is 2.9, 2 of 3 nodes have none"),
-        (("doctor", "devices"), ["NVIDIA H800"], "n01: device is NVIDIA H800, 2 of 3 nodes have NVIDIA H100"),
-        (("doctor", "link", "kind"), "p2p", "n01: link is p2p, 2 of 3 nodes have nvlink"),
-        (
-            ("infiniband", 5, "state"),
-            "DOWN",
-            "n01: active InfiniBand ports and their Gb/s is 7 at 400, 2 of 3 nodes have 8 at 400",
-        ),
-        (("driver",), [{"max_sm_mhz": 1755.0}], "n01: highest SM clock (MHz) is 1755, 2 of 3 nodes have 1980"),
+        (("doctor", "versions", "nccl"), "2.27", "n01: nccl is 2.27, 2 of 3 nodes have 2.28.9"),
+        (("doctor", "link", "kind"), "host", "n01: link is host, 2 of 3 nodes have nvlink"),
         (("gpus",), [{"gemm_tflops": 400.0}], "n01 reaches 400.0 TFLOP/s per GPU, the median is 703.5"),
     ],
 )
-def test_what_nodes_must_have_in_common(path: tuple[Any, ...], value: Any, said: str) -> None:
-    problems = rules.differences([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
-    assert len(problems) == 1, problems
-    assert problems[0].startswith(said)
+def test_differences_between_nodes(path: tuple[Any, ...], value: Any, said: str) -> None:
+    (problem,) = rules.differences([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
+    assert problem.startswith(said)
 
 
-def test_only_nvlink_asks_for_nvlink() -> None:
-    for link in ("p2p", "host"):
-        pcie = rules.Expected(folder=Path("x"), device="cuda", processes=8, link=link)
-        found = changed(("doctor", "link"), {"kind": "host", "reason": "no peer access"})
-        assert rules.node_problems(found, pcie) == []
+def test_links_other_than_nvlink() -> None:
+    host = changed(("doctor", "link"), {"kind": "host", "reason": "", "pairs": 56, "peer_access": 52})
+    expected = EXPECTED.model_copy(update={"link": "p2p"})
+    assert rules.node_problems(host, expected) == []
+    expected = expected.model_copy(update={"floors": Profile.load("pcie-a100").floors})
+    (problem,) = rules.node_problems(host, expected)
+    assert problem.startswith("n03: 52 of 56 pairs of GPUs have peer access, the profile asks for all; look at `nvidia")
 
 
 def test_an_fp8_wire_needs_gpus_that_can() -> None:
-    found = changed(("gpus", 3, "capability"), [8, 6])
-    expected = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="host", host_tp=8)
-    assert rules.node_problems(found, expected) == []
-    (line,) = rules.node_problems(found, expected.model_copy(update={"needs_fp8": True}))
-    assert line == "n03: wire fp8 needs compute capability 8.9, GPU 3 has 8.6; use wire int8"
+    expected = EXPECTED.model_copy(update={"link": "host", "host_tp": 8, "needs_fp8": True})
+    (line,) = rules.node_problems(changed(("gpus", 3, "capability"), [8, 6]), expected)
+    assert line == "n03: wire fp8 needs compute capability 8.9, GPU 3 has 8.6"
 
 
-def test_shared_memory_is_counted_for_all_groups_of_a_node() -> None:
-    container = changed(("shared_memory",), (64 << 20, 63 << 20))
-    for tp in (0, 2, 8):
-        expected = rules.Expected(folder=Path("x"), device="cuda", processes=8, link="host", host_tp=tp)
-        need = 8 // tp * Layout(tp).total_bytes if tp else 0
-        assert expected.shared_memory == need
-        lines = [line for rule, line in rules.node_findings(container, expected) if rule == "shared_memory"]
-        assert len(lines) == (tp > 0)
-        if tp:
-            said = f"n03: /dev/shm has 63 MiB left of 64, the link through host memory needs {need >> 20} MiB; look for"
-            assert lines[0].startswith(said)
-    assert rules.node_findings(report(), expected) == []
+@pytest.mark.parametrize("tp", [0, 2, 8])
+def test_shared_memory_is_counted_for_all_groups_of_a_node(tp: int) -> None:
+    expected = EXPECTED.model_copy(update={"link": "host", "host_tp": tp})
+    need = 8 // tp * Layout(tp).total_bytes if tp else 0
+    assert expected.shared_memory == need
+    problems = rules.node_problems(changed(("shared_memory",), (64 << 20, 63 << 20)), expected)
+    assert [line.partition(";")[0] for line in problems] == [
+        f"n03: /dev/shm has 63 MiB left of 64, the link through host memory needs {need >> 20} MiB"
+    ] * (tp > 0)
 
 
-def test_other_sources_of_the_same_version_are_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\n")
-    found = environment.versions()["megatron-flux sources"]
-    assert found == environment.source_hash()
-    other = environment.source_hash(tmp_path)
-    (tmp_path / "a.py").write_text("x = 2\n")
-    environment.source_hash.cache_clear()
-    assert environment.source_hash(tmp_path) not in (other, found)
+def test_a_node_slow_within_is_named_with_number_and_floor() -> None:
+    (problem,) = within_nodes({"n00": 310.0, "n01": 21.3}, FLOORS)
+    assert problem.startswith("n01: an all_reduce among its GPUs reaches 21.30 GB/s (bus), the profile's floor is 200;")
+
+
+def test_slow_pairs_of_nodes() -> None:
+    """TCP instead of InfiniBand is one line; a node that is slow with both neighbours is to blame."""
+    pairs = {("n00", "n01"): 1.11, ("n02", "n03"): 1.2, ("n01", "n02"): 1.31}
+    (problem,) = between_nodes(pairs, FLOORS)
+    for part in ("all 3 pairs of nodes: 1.11 to 1.31 GB/s (bus)", "floor is 25", "TCP", "NCCL_IB_HCA"):
+        assert part in problem
+    some = {("n00", "n01"): 90.0, ("n02", "n03"): 2.0, ("n01", "n02"): 3.0, ("n03", "n00"): 90.0}
+    (problem,) = between_nodes(some, FLOORS)
+    assert problem.startswith("n02 with each neighbour: 3.00 GB/s (bus)")
+    (problem,) = between_nodes({**some, ("n01", "n02"): 90.0}, FLOORS)
+    assert problem.startswith("n02 with n03: 2.00 GB/s (bus)")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
+def test_each_round_has_each_node_once_and_all_neighbours_meet(count: int) -> None:
+    rounds = neighbours(count)
+    for pairs in rounds:
+        members = [node for pair in pairs for node in pair]
+        assert len(members) == len(set(members))
+    met = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert {frozenset((i, i + 1)) for i in range(count - 1)} <= met
+
+
+@pytest.mark.parametrize("ranks", [2, 5_800, 4096 * 64])
+def test_numbers_add_up_exactly_in_any_order(ranks: int) -> None:
+    """From 5,793 ranks on a ring's sum of their numbers in fp32 was another one, and no job began."""
+    sent = numbers(ranks).numpy()
+    for start in (0, ranks // 3, ranks - 1):  # a ring's parts begin at each of its ranks
+        assert np.add.accumulate(np.roll(sent, start), dtype=np.float32)[-1] == int(sent.astype(np.int64).sum())
+
+
+def test_floors_of_profiles_and_links(tmp_path: Path) -> None:
+    for name in Profile.packaged():
+        profile = Profile.load(name)
+        assert (profile.floors.node_gbps is None) == (profile.floors.network_gbps is None) == (profile.device == "cpu")
+    own = tmp_path / "own.yaml"
+    fields = "name: x\ndescription: y\nlink: nvlink\ntime: '1'\ngpu: {name: H100, memory_gib: 80}\n"
+    own.write_text(fields + "preflight: {floors: {network_gbps: 1}}\n")
+    floors = Profile.load(str(own)).floors
+    assert (floors.node_gbps, floors.network_gbps) == (60, 1)
+    own.write_text(fields + "preflight: {floors: {network_gbps: null}}\n")
+    assert between_nodes({("a", "b"): 0.1}, Profile.load(str(own)).floors) == [], "null: not checked"
+
+
+def test_floors_travel_in_one_word() -> None:
+    words = ["--folder=x", "--device=cpu", "--processes=1", "--link=none", "--nodes=16"]
+    found = rules.Expected.parse([*words, f"--floors={Floors(node_gbps=3).model_dump_json(exclude_defaults=True)}"])
+    assert (found.floors, found.nodes) == (Floors(node_gbps=3), 16)

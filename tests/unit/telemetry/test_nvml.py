@@ -174,55 +174,6 @@ def test_the_place_of_a_gpu_as_sysfs_writes_it(monkeypatch: pytest.MonkeyPatch) 
     assert nvml.pci_address(torch.device("cuda", 0)) is None
 
 
-class TimedOutError(RefusedError):
-    value = pynvml.NVML_ERROR_TIMEOUT
-
-
-def events(monkeypatch: pytest.MonkeyPatch, waiting: list[Any]) -> list[Any]:
-    """NVML with these events, or errors, to tell of; the list of what was registered and freed."""
-    done: list[Any] = []
-
-    def wait(events: str, milliseconds: int) -> Any:
-        assert milliseconds == 0
-        answer = waiting.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return types.SimpleNamespace(device=answer[0], eventData=answer[1])
-
-    told = library(
-        NVML_ERROR_TIMEOUT=pynvml.NVML_ERROR_TIMEOUT,
-        nvmlEventTypeXidCriticalError=8,
-        nvmlEventSetCreate=lambda: "set",
-        nvmlDeviceRegisterEvents=lambda handle, kind, events: done.append((handle, kind, events)),
-        nvmlEventSetWait_v2=wait,
-        nvmlEventSetFree=lambda events: done.append(events),
-    )
-    monkeypatch.setattr(nvml, "pynvml", told)
-    return done
-
-
-def test_xid_errors_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = events(monkeypatch, [(2, 79), (0, 31), TimedOutError("time-out")])
-    watch = nvml.XidWatch([Gpu("0"), Gpu("2")])
-    assert watch.seen() == [("00000000:02:00.0", 79), ("00000000:00:00.0", 31)]
-    assert done == [(0, 8, "set"), (2, 8, "set"), "set"]
-
-
-def test_a_lost_gpu_ends_the_watch_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = events(monkeypatch, [RefusedError("GPU is lost")])
-    with pytest.raises(LookupError, match="stopped telling of Xid errors: GPU is lost"):
-        nvml.XidWatch([Gpu("0")]).seen()
-    assert done[-1] == "set"
-
-    def refuse(*_: Any) -> None:
-        raise RefusedError("not supported")
-
-    unable = library(nvmlEventSetCreate=refuse)
-    monkeypatch.setattr(nvml, "pynvml", unable)
-    with pytest.raises(LookupError, match="tells of no Xid errors: not supported"):
-        nvml.XidWatch([Gpu("0")])
-
-
 def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
     assert nvml.names() is nvml.pairs() is None

@@ -1,0 +1,27 @@
+"""The example script for users runs as written, on two CPU processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_patch_your_script() -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    script = [str(ROOT / "examples" / "patch_your_script.py")]
+    done = subprocess.run([*words, *script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss on rank 0 ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.3
+    assert "layers that run flux: 2; calls: {'all_gather_gemm/reference': 10, " in done.stdout

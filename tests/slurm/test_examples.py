@@ -1,0 +1,57 @@
+"""Examples for users: the scripts are clean shell, and run as written as far as this machine can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flux.slurm import queue
+from tests.megatron_lm.stand_in import write_tree
+from tests.slurm.cluster import Cluster
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def test_shell_examples_are_clean() -> None:
+    files = [FOLDER / "megatron_lm.sh", *FOLDER.glob("*.sbatch")]
+    assert len(files) == 3
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of the dev extra
+    done = subprocess.run([shellcheck, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_megatron_lm_starts_one_rank_per_gpu_with_flux_on(tmp_path: Path) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$MEGATRON_FLUX $*"\n')
+    torchrun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS": "4"}
+    done = subprocess.run(
+        [FOLDER / "megatron_lm.sh", "/tree"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("1 --nproc-per-node 4 /tree/pretrain_gpt.py --num-layers 4 ")
+    assert " --tensor-model-parallel-size 4 --sequence-parallel " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["nvlink", "pcie"])
+def test_your_own_job_runs_flux(
+    name: str, at_the_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes, one rank on each, an unmodified Megatron-LM script (a substitute of its shape)."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    file = FOLDER / f"{name}.sbatch"
+    if name == "pcie":
+        assert "on nodes n[00-01]" in queue.slurm("sbatch", "--test-only", str(file))
+        return
+    script = write_tree(tmp_path / "megatron-lm") / "pretrain_tiny.py"
+    words = [str(script), "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    job = queue.submit(file, options=["--nodes=2", "--gpus-per-node=1"], arguments=words)
+    said = Path(at_the_cluster.wait_for_job(job)["StdOut"]).read_text()
+    rows = [json.loads(line.split(" ", 1)[1]) for line in said.splitlines() if line.startswith("tensorboard ")]
+    assert [value for _, name, value in rows if name == "flux/active_layers"] == [2, 2, 2], said
+    assert len([value for _, name, value in rows if name == "lm loss"]) == 3

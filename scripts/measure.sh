@@ -35,7 +35,7 @@ parts() {
     case $1 in
         fp8) printf 'fp8_%s\n' gemm checks te ops layer_delayed layer_current layer_blockwise ;;
         fp8_parity) printf 'fp8_parity_%s\n' delayed current blockwise ;;
-        host_checks) printf 'host_checks_%s\n' host_1 host_8 send_recv_1 send_recv_8 p2p_1 p2p_8 ;;
+        host_checks) printf 'host_checks_%s\n' host_1 host_8 p2p_1 p2p_8 ;;
         host_compare) printf 'host_compare_%s\n' exact fp8 ;;
         host_parity) printf 'host_parity_%s\n' chunked chunked_fp8 ;;
         *) printf '%s\n' "$1" ;;

@@ -25,7 +25,6 @@ from megatron_flux.comm import host_memory
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.p2p_link import P2PLink
-from megatron_flux.comm.send_recv import SendRecv
 from megatron_flux.errors import OperatorError
 
 OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
@@ -116,8 +115,6 @@ def _use(step: Step, group: dist.ProcessGroup, device: torch.device, transports:
     """Let ``group`` have the link of this step; one of each kind, however often they change."""
     if step.backend in LINKS and step.backend not in transports:
         transports[step.backend] = LINKS[step.backend](group, device)
-    if step.backend == "chunked over send_recv":
-        transports.setdefault(step.backend, SendRecv(group))
     if step.backend in transports:
         state_of(group).transports[device] = transports[step.backend]
 

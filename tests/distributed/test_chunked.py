@@ -1,4 +1,4 @@
-"""The chunked backends on processes: through host memory, peers' memory and by send and receive, exact and 8-bit.
+"""The chunked backends on processes: through host memory and peers' memory, exact and 8-bit.
 
 Integers small enough that sums are exact in any order; results and workspaces begin as NaN; shapes are random.
 """
@@ -23,7 +23,6 @@ from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import PeerLayout
-from megatron_flux.comm.send_recv import SendRecv
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
 from tests.distributed.data import integers, normals, relative_error, require_close
@@ -33,7 +32,7 @@ from tests.small_disk import small_disk
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-WAYS = ("one queue", "two lanes", "peers' memory", "send and receive")
+WAYS = ("one queue", "two lanes", "peers' memory")
 OVER = pytest.mark.parametrize("way", WAYS)
 WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
 """Backends, and how far off results may be relative to the largest."""
@@ -41,9 +40,8 @@ WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
 
 def use(way: str, group: dist.ProcessGroup) -> None:
     """Let ``group`` have this transport, of small slots."""
-    if way == "send and receive":
-        made: Any = SendRecv(group)
-    elif way == "peers' memory":
+    made: HostLink
+    if way == "peers' memory":
         place = {"numa_node": int(group.rank() in (1, 2)), "root_complex": None}  # two islands of four ranks
         with mock.patch.object(p2p_link, "place_of", return_value=place):
             made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3), one_queue=True)
@@ -260,19 +258,21 @@ def which_transport(asked: str | None) -> str:
     state_of(group).transports.clear()
     state_of(group).link = None
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_LINK": asked} if asked else {}):
-        found = transports.transport_of(group, CPU)
-        calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
-        assert (transports.shared_bytes() > 0) == (found.kind == "host")
+        reason = transports.why_none(group, CPU)
+        if reason is None:
+            calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
+        else:
+            with pytest.raises(UserError, match="cannot run this call: the ranks of the group share no memory"):
+                calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
+        assert (transports.shared_bytes() > 0) == (reason is None)
     state_of(group).transports.clear()
     state_of(group).link = None
-    return f"{found.kind} {links.probe(group, CPU).kind}"
+    return reason or "host"
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"), [(None, "send_recv none"), ("host", "host none"), ("none", "send_recv none")]
-)
+@pytest.mark.parametrize(("asked", "found"), [(None, "host"), ("host", "host"), ("none", "the ranks of the group")])
 def test_the_link_decides_the_transport(world2: WorkerPool, asked: str | None, found: str) -> None:
-    assert world2.run(which_transport, asked) == [found, found]
+    assert all(said.startswith(found) for said in world2.run(which_transport, asked))
 
 
 def asks_for(what: links.Wanted | str) -> str:
@@ -301,19 +301,18 @@ def too_little(folder: Path) -> tuple[str, str]:
     group = dist.group.WORLD
     with mock.patch.object(host_memory, "FOLDER", folder):
         links.want(links.Wanted(link="host"))
-        calls("chunked", group, 3, (4,), 8, 12, torch.float32, False, 0.0)
-        kind = state_of(group).transports[CPU].kind
+        reason = transports.why_none(group, CPU) or ""
         links.want(links.Wanted(link="host", strict=True))
         with pytest.raises(UserError) as caught:
-            transports.transport_of(group, CPU)
+            transports.why_none(group, CPU)
     links.want(links.Wanted())
-    return kind, str(caught.value)
+    return reason, str(caught.value)
 
 
-def test_too_little_shared_memory_is_send_and_receive_unless_strict(world2: WorkerPool, tmp_path: Path) -> None:
+def test_too_little_shared_memory_is_a_reason_or_an_error(world2: WorkerPool, tmp_path: Path) -> None:
     with small_disk(tmp_path / "shm", 8) as folder:
-        for kind, said in world2.run(too_little, folder):
-            assert kind == "send_recv"
+        for reason, said in world2.run(too_little, folder):
+            assert reason == said
             assert "the link through host memory needs 33 MiB of shared memory for 2 ranks" in said, said
 
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
-WAYS = ("fused", "one queue", "two lanes", "peers' memory", "send and receive")
+WAYS = ("fused", "one queue", "two lanes", "peers' memory")
 
 
 def backend(way: str) -> Any:

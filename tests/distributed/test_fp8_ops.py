@@ -145,7 +145,7 @@ def rank_chunked(name: str, way: str, scaling: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("way", ["one queue", "peers' memory", "send and receive"])
+@pytest.mark.parametrize("way", ["one queue", "peers' memory"])
 @pytest.mark.parametrize("name", list(WIRES))
 def test_chunks_of_bytes_and_scales(world: WorkerPool, name: str, way: str, scaling: str) -> None:
     world.run(rank_chunked, name, way, scaling)

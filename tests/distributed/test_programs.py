@@ -27,7 +27,6 @@ BACKENDS = {
     "reference": ANY,
     "chunked over host": ANY,
     "chunked over p2p": ANY,
-    "chunked over send_recv": ANY,
 }
 
 

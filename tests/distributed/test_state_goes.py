@@ -27,7 +27,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 CLASSES = {
     "Alarm", "Decisions", "Entry", "GroupState", "HostLink", "LinkAlarm", "P2PLink", "PreparedGemmReduceScatter",
-    "PreparedStock", "Progress", "Push", "Regions", "SendRecv", "Slab", "_Ledger",
+    "PreparedStock", "Progress", "Push", "Regions", "Slab", "_Ledger",
 }  # fmt: skip
 """Among others a state has these after the calls."""
 

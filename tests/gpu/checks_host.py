@@ -2,10 +2,10 @@
 
     python -m torch.distributed.run --nproc-per-node 4 tests/gpu/checks_host.py [--only NAMES] [--way WAY]
 
-WAY is ``host`` (through host memory), ``p2p`` (through peers' memory: over NVLink, where there is that, it says nothing
-of speeds over PCIe) or ``send_recv``. Stock's NCCL, which results are compared with, has peer access over p2p only. It
-ends after four minutes, whatever hangs. Every check runs on all ranks and raises on
-the rank that sees the failure. Inputs are fresh and random; memory that results are allocated from begins as NaN.
+WAY is ``host`` (through host memory) or ``p2p`` (through peers' memory: over NVLink, where there is that, it says
+nothing of speeds over PCIe). Stock's NCCL, which results are compared with, has peer access over p2p only. It ends
+after four minutes, whatever hangs. Every check runs on all ranks and raises on the rank that sees the failure. Inputs
+are fresh and random; memory that results are allocated from begins as NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire
 from megatron_flux.ops.backends.registry import get_backend
 
-LINKS = {"host": "host", "p2p": "p2p", "send_recv": "none"}
+LINKS = {"host": "host", "p2p": "p2p"}
 """By way, what ``MEGATRON_FLUX_LINK`` asks for."""
 ERROR = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.012}
 """How far off, relative to the norm, what an 8-bit wire gathers may be."""
@@ -432,8 +432,6 @@ def main() -> None:
     assert transports.transport_of(group, device).kind == args.way
     for name, check in CHECKS.items():
         if args.only and name not in args.only.split(","):
-            continue
-        if args.way == "send_recv" and name == "by_auto":
             continue
         start = time.time()
         try:

@@ -177,7 +177,7 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuner_calls, "by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")
-    monkeypatch.setattr(chunked, "transport_of", lambda *_: transport)
+    monkeypatch.setattr(chunked.transports, "transport_of", lambda *_: transport)
     group, names = group_of(2), ("chunked", "chunked_int8", "tuned")
     for name in names:
         assert get_backend(name).why_not(x, None, group) is None

@@ -394,7 +394,7 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
         "compare",
         "fp8_compare",
         "megatron_lm",
-        *(f"host_checks_{way}_{queues}" for way in ("host", "send_recv", "p2p") for queues in (1, 8)),
+        *(f"host_checks_{way}_{queues}" for way in ("host", "p2p") for queues in (1, 8)),
         "host_ops",
         "host_layer",
         "host_graphs",
@@ -410,11 +410,11 @@ def test_measure_shows_every_stage_with_a_limit(tmp_path: Path) -> None:
 
 def test_parts_of_a_stage_can_be_named(tmp_path: Path) -> None:
     """As where GPUs are lent for minutes: each part ends within ten, but for all the tests at once."""
-    code, out, _ = measure("--dry-run", str(tmp_path), "fp8_ops", "host_checks_send_recv_8", "host_parity")
+    code, out, _ = measure("--dry-run", str(tmp_path), "fp8_ops", "host_checks_p2p_8", "host_parity")
     assert code == 0
     words = dict(line.split(": ", 1) for line in out.splitlines())
-    assert list(words) == ["fp8_ops", "host_checks_send_recv_8", "host_parity_chunked", "host_parity_chunked_fp8"]
-    assert words["host_checks_send_recv_8"].endswith("checks_host.py --way send_recv")
+    assert list(words) == ["fp8_ops", "host_checks_p2p_8", "host_parity_chunked", "host_parity_chunked_fp8"]
+    assert words["host_checks_p2p_8"].endswith("checks_host.py --way p2p")
     assert "--backend chunked_fp8 " in words["host_parity_chunked_fp8"]
     _, out, _ = measure("--dry-run", str(tmp_path), MEGATRON_LM="there")
     limits = {line.partition(":")[0]: int(line.split()[2]) for line in out.splitlines() if ": timeout " in line}

@@ -177,9 +177,20 @@ def raster(u, rows, cols, GROUP: tl.constexpr):
 
 
 @triton.jit
-def scatter_place(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
-    """Tile ``t`` of a GEMM + reduce-scatter: (step, row block, column block); step ``s`` is for rank ``rank+1+s``.
-    Bands are counted from the last row block: if they do not divide the rows, the first one is short. Within a band
+def scatter_place(t, nrb, npn, BAND: tl.constexpr, STEPS: tl.constexpr):
+    """Return tile ``t`` of a GEMM + reduce-scatter as (step, row block, column block); step ``s`` is for rank
+    ``rank+1+s``. With one step, tiles are for all ranks, in the order of :func:`raster`.
+    """
+    if STEPS == 1:
+        rb, pn = raster(t, nrb, npn, BAND)
+        return t * 0, rb, pn
+    else:  # noqa: RET505 - one of the two is compiled
+        return _by_destination(t, nrb, npn, BAND, STEPS)
+
+
+@triton.jit
+def _by_destination(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
+    """Bands are counted from the last row block: if they do not divide the rows, the first one is short. Within a band
     destinations take turns; in the last band the own tiles, for which no peer waits, come after all others.
     """
     first = nrb - ((nrb - 1) // BAND) * BAND

@@ -22,7 +22,10 @@ All-gather + GEMM: ``c = all_gather(x) @ w``
     now runs faster than either); copies paced to one writer per receiver were within 3 % of unpaced ones. Neither is
     here any more.
 
-GEMM + reduce-scatter: ``out[own rows] = sum over ranks of x_r @ w_r``
+GEMM + reduce-scatter, and all-reduce: ``out[own rows] = sum over ranks of x_r @ w_r``
+    With STEPS = TP a tile has one destination, the rank that owns its rows. With STEPS = 1 it goes to all ranks, each
+    of which adds all partials: an all-reduce in one shot, with ``mp = m``.
+
     Shapes: ``a`` ``[m, k]`` and ``b`` are local, ``out`` ``[mp, n]`` too. The workspace of every rank is
     ``[tp, tiles, BM, BN]``: slot ``r`` holds what rank ``r`` computed for this rank's own tiles, each tile contiguous.
     Flags: ``[tiles, tp]``, word ``(t, r)`` set by rank ``r`` once it has written tile ``t``.
@@ -57,6 +60,7 @@ import triton.language as tl
 
 from megatron_flux.kernels.device import (
     OP_AG,
+    OP_AR,
     OP_RS,
     bulk_stores_done,
     leave,
@@ -138,14 +142,24 @@ def _send(desc, acc, row, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexp
         desc.store([row, 0], acc.to(DTYPE))
 
 
+@triton.jit
+def _announce(flag_table, owner, flag, epoch, TP: tl.constexpr, STEPS: tl.constexpr):
+    """Publish a tile's flag to its owner; with one step, to all ranks."""
+    if STEPS == 1:
+        for to in tl.static_range(TP):
+            publish(tl.load(flag_table + to), flag, epoch, "relaxed")
+    else:
+        publish(owner, flag, epoch, "relaxed")
+
+
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, data_table, flag_table, flags, recv, out, ctrl, epochs, err, limit,
     slot, next_slot, flag_off, row_off, m, n, k, mp, ld, ldw, rank, gemm_ctas,
-    TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, CTAS: tl.constexpr,
-    CHUNK: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
-    JOIN: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr,
-    PROMOTE: tl.constexpr,
+    TP: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    CTAS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, JOIN: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
+    SCALES: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step (repeated beyond TP). ``SCALES``
     as of :func:`ag_gemm_kernel`, with ``xs`` ``[ceil(k / 128), ld]``.
@@ -162,10 +176,10 @@ def gemm_rs_kernel(
     flag1 = tl.zeros((), tl.int32) - 1
     owner0 = tl.load(flag_table + rank)
     owner1 = owner0
-    first = pid if pid < gemm_ctas else tiles * TP
-    for t in tl.range(first, tiles * TP, gemm_ctas):
-        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
-        dst = (rank + 1 + step) % TP
+    first = pid if pid < gemm_ctas else tiles * STEPS
+    for t in tl.range(first, tiles * STEPS, gemm_ctas):
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+        dst = (rank + 1 + step) % STEPS
         next_owner = tl.load(flag_table + dst)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         first_row = dst * mp + rb * BM
@@ -182,20 +196,22 @@ def gemm_rs_kernel(
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()
             release_fence(CPU, THREADS)
-            publish(owner0, flag0, epoch, "relaxed")
-            publish(owner1, flag1, epoch, "relaxed")
+            _announce(flag_table, owner0, flag0, epoch, TP, STEPS)
+            _announce(flag_table, owner1, flag1, epoch, TP, STEPS)
             flag0 = flag1 * 0 - 1
             flag1 = flag0
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * BM
         if TMA:
             for to in tl.static_range(TP):
-                if step == to:
+                if STEPS == 1:
+                    _send(sinks[to], acc, row, BM, BN, SPLIT, DTYPE)
+                elif step == to:
                     _send(sinks[to], acc, row, BM, BN, SPLIT, DTYPE)
         else:
-            base = tl.load(data_table + dst).to(tl.pointer_type(DTYPE)) + row.to(tl.int64) * BN
-            offs = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-            tl.store(base + offs, acc.to(DTYPE))
+            offs = row.to(tl.int64) * BN + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+            for to in tl.static_range(TP // STEPS):
+                tl.store(tl.load(data_table + dst + to).to(tl.pointer_type(DTYPE)) + offs, acc.to(DTYPE))
         if flag0 < 0:
             flag0 = flag_off + tile * TP + rank
             owner0 = next_owner
@@ -206,17 +222,21 @@ def gemm_rs_kernel(
         bulk_stores_done(CPU, THREADS)
         tl.debug_barrier()
         release_fence(CPU, THREADS)
-        publish(owner0, flag0, epoch, "relaxed")
+        _announce(flag_table, owner0, flag0, epoch, TP, STEPS)
         if flag1 >= 0:
-            publish(owner1, flag1, epoch, "relaxed")
+            _announce(flag_table, owner1, flag1, epoch, TP, STEPS)
 
     if JOIN or pid >= gemm_ctas:
         ticket = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
         while ticket < tiles * PIECES:
             following = tl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")  # its latency hides behind the piece
             tile = ticket // PIECES
+            if STEPS == 1:  # in the order in which tiles are multiplied
+                _, rb, pn = scatter_place(tile, nrb, npn, BAND, STEPS)
+                tile = rb * npn + pn
             piece = ticket % PIECES
-            wait_flags(flags + flag_off + tile * TP, TP, TP, epoch, err, limit, OP_RS, -1, tile, CPU, THREADS)
+            OP: tl.constexpr = OP_AR if STEPS == 1 else OP_RS
+            wait_flags(flags + flag_off + tile * TP, TP, TP, epoch, err, limit, OP, -1, tile, CPU, THREADS)
             row0 = (tile // npn) * BM
             col0 = (tile % npn) * BN
             for part in tl.static_range(BM * BN // (CHUNK * PIECES)):

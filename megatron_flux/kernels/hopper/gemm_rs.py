@@ -1,4 +1,7 @@
-"""GEMM + reduce-scatter, warp-specialised for Hopper: ``out[own rows] = sum over ranks of x_r @ w_r``.
+"""GEMM + reduce-scatter, warp-specialised for Hopper: ``out[own rows] = sum over ranks of x_r @ w_r``; and all-reduce.
+
+With STEPS = TP a tile has one destination, the rank that owns its rows. With STEPS = 1 it goes to all ranks, each of
+which adds all partials: an all-reduce in one shot, ``out = sum over ranks of x_r @ w_r`` with ``mp = m``.
 
 Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain`; the kinds of warps
 are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
@@ -28,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megatron_flux.kernels.device import OP_RS, leave, now, publish, scatter_place
+from megatron_flux.kernels.device import OP_AR, OP_RS, leave, now, publish, scatter_place
 from megatron_flux.kernels.hopper.pieces import (
     FENCE_SYSTEM,
     PIECE,
@@ -47,9 +50,9 @@ from megatron_flux.kernels.hopper.scaled import product
 
 
 @gluon.jit
-def _tiles(nrb, npn, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr):
-    """Where a CTA's tiles end, of which it takes every one in WORKERS."""
-    end = nrb * npn * TP
+def _tiles(nrb, npn, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr):
+    """Return where a CTA's tiles end, of which it takes every one in WORKERS."""
+    end = nrb * npn * STEPS
     if WORKERS < CTAS:
         end = gl.where(gl.program_id(0) < WORKERS, end, 0)
     return end
@@ -58,20 +61,20 @@ def _tiles(nrb, npn, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr
 @gluon.jit
 def _load(
     s, a, b, xs, ws, nrb, npn, kt, mp, rank,
-    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    BAND: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
-    for t in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
-        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
-        row = ((rank + 1 + step) % TP) * mp + rb * s.BM
+    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+        row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
         slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
 
 
 @gluon.jit
 def _store(
     s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    BAND: gl.constexpr, TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -79,8 +82,8 @@ def _store(
     tiles = nrb * npn
     step_ns = spread // (s.BN // PIECE)
     offset = step_ns * (gl.program_id(0) % 32) // 32
-    for t in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
-        step, rb, pn = scatter_place(t, nrb, npn, BAND, TP)
+    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
+        step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
         tile = rb * npn + pn
         row = row_off + (rank * tiles + tile) * s.BM
         owner = gl.load(flag_table + (rank + 1 + step) % TP)
@@ -90,12 +93,14 @@ def _store(
             if step_ns > 0:
                 if piece == 0:
                     start = now() + offset
-                if (step != TP - 1) & (t + WORKERS < tiles * TP):
+                if ((STEPS == 1) | (step != STEPS - 1)) & (t + WORKERS < tiles * STEPS):
                     while now() - start < piece * step_ns:
                         each_thread(SLEEP, 200)
             source = s.pieces.index(slot)
             for to in gl.static_range(TP):
-                if step == to:
+                if STEPS == 1:
+                    copy_out(sinks[to], [row, piece * PIECE], source)
+                elif step == to:
                     copy_out(sinks[to], [row, piece * PIECE], source)
             tma.store_wait(0)
             mbarrier.arrive(s.free.index(slot), count=1)
@@ -104,13 +109,16 @@ def _store(
         barrier()
         each_thread(FENCE_SYSTEM, epoch)
         publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
+        if STEPS == 1:
+            for to in gl.static_range(1, TP):
+                publish(gl.load(flag_table + (rank + 1 + to) % TP), flag_off + tile * TP + rank, epoch, "relaxed")
 
 
 @gluon.jit
 def _reduce(
     flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
-    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, PIECES: gl.constexpr, CHUNK: gl.constexpr,
-    PAUSE: gl.constexpr, DTYPE: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr,
+    PIECES: gl.constexpr, CHUNK: gl.constexpr, PAUSE: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [warps], [0])
@@ -118,8 +126,12 @@ def _reduce(
     ticket = gl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
     while ticket < tiles * PIECES:
         tile = ticket // PIECES
+        if STEPS == 1:  # in the order in which tiles are multiplied
+            _, rb, pn = scatter_place(tile, nrb, npn, BAND, STEPS)
+            tile = rb * npn + pn
         piece = ticket % PIECES
-        wait_flags(flags + flag_off + tile * TP, TP, epoch, err, limit, OP_RS, -1, tile, PAUSE)
+        OP: gl.constexpr = OP_AR if STEPS == 1 else OP_RS
+        wait_flags(flags + flag_off + tile * TP, TP, epoch, err, limit, OP, -1, tile, PAUSE)
         following = gl.atomic_add(ctrl, 1, sem="relaxed", scope="gpu")
         row0 = (tile // npn) * BM
         col0 = (tile % npn) * BN
@@ -138,20 +150,21 @@ def _reduce(
 @gluon.jit
 def _add_beside(
     flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
-    BM: gl.constexpr, BN: gl.constexpr, TP: gl.constexpr, PIECES: gl.constexpr, DTYPE: gl.constexpr,
-    FIRST: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr,
+    PIECES: gl.constexpr, DTYPE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     if gl.program_id(0) >= FIRST:
         _reduce(
-            flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, TP, PIECES, 1024,
-            500, DTYPE,
+            flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, BAND, TP, STEPS,
+            PIECES, 2048 if STEPS == 1 else 1024, 500, DTYPE,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
     s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n,
-    TP: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr, PIECES: gl.constexpr, TEAM: gl.constexpr,
+    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    PIECES: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -160,12 +173,12 @@ def _multiply(
     scale = 0.0
     if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
-    for _ in range(gl.program_id(0), _tiles(nrb, npn, TP, CTAS, WORKERS), WORKERS):
+    for _ in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
         acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
         slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
     _reduce(
-        flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, TP, PIECES, 4096, 50,
-        s.DTYPE,
+        flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, BAND, TP, STEPS,
+        PIECES, 4096, 50, s.DTYPE,
     )  # fmt: skip
 
 
@@ -173,8 +186,8 @@ def _multiply(
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, flag_table, flags, recv, out, ctrl, epochs, err, limit,
     slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
-    TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr, CTAS: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
+    TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
+    CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, WORKERS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
@@ -190,12 +203,12 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, WORKERS, PIECES, 0)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS, WORKERS)),
+                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 0)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, CTAS, WORKERS)),
+                          spread, BAND, TP, STEPS, CTAS, WORKERS)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
-                               TP, PIECES, DTYPE, WORKERS % CTAS)),
+                               BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -204,14 +217,14 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, WORKERS, PIECES, 0)),
+                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 0)),
                 (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, TP, CTAS, WORKERS, PIECES, 1)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, TP, CTAS, WORKERS)),
+                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 1)),
+                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, CTAS, WORKERS)),
+                          spread, BAND, TP, STEPS, CTAS, WORKERS)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
-                               TP, PIECES, DTYPE, WORKERS % CTAS)),
+                               BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [4, 1, 1, 2],
             [216, 80, 80, 80],

@@ -89,6 +89,7 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
             2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if made.fp8 else 1)),
         )  # fmt: skip
         own = {"BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4, "TEAMS": config.teams}
+        own["STEPS"] = work.tp
         own["WORKERS"] = workers(config, mp, n, work.tp, call.sms)
         constants, warps = call.constants() | own, 8 // config.teams
         compiled = kernel_launch.by_triton(hopper_gemm_rs_kernel, call.sms, *arguments, **constants, num_warps=warps)

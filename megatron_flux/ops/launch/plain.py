@@ -55,7 +55,8 @@ def gemm_reduce_scatter(call: SlabCall) -> None:
         m, n, k, mp, *scales.strides, rank, call.sms - min(config.reducers, call.sms - 1),
     )  # fmt: skip
     chunk = min(8192, config.bm * config.bn // 4)
-    _launch(gemm_rs_kernel, call, arguments, BAND=config.band, CHUNK=chunk, PIECES=2, TMA=tma, JOIN=x.is_cuda)
+    constants = {"STEPS": work.tp, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda}
+    _launch(gemm_rs_kernel, call, arguments, **constants)
 
 
 def _launch(kernel: Any, call: SlabCall, arguments: tuple[Any, ...], **constants: Any) -> None:

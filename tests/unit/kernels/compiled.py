@@ -36,6 +36,7 @@ from tests.ptx import missing_fences, missing_in_plain
 
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums": ("gemm_rs", {}),
+    "sums for all ranks": ("gemm_rs", {"TP": 2, "STEPS": 1}),
     "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
     "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
     "gathered in pieces": (
@@ -115,7 +116,7 @@ def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any
         types |= {"c": tile(64, 64)}
     else:
         kernel = gemm_rs_kernel
-        constants |= {"BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True}
+        constants |= {"STEPS": 2, "BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True}
         types |= {f"d{i}": tile(64, 64) for i in range(8)}
     return compiled(ASTSource, kernel, types, constants, capability, num_warps=4, num_stages=2)
 
@@ -145,7 +146,8 @@ def hopper(op: str, given: dict[str, int]) -> Any:
     if op == "gemm_rs":
         types |= {f"d{i}": tile(bm, 64) for i in range(tp)}
         constants |= {f"d{i}": None for i in range(tp, 8)}
-        constants |= {"BAND": 3, "STAGES": given.get("STAGES", 3), "RING": 4, "PIECES": 4}
+        constants |= {"STEPS": given.get("STEPS", tp), "BAND": 3, "RING": 4, "PIECES": 4}
+        constants["STAGES"] = given.get("STAGES", 3)
         constants["WORKERS"] = given.get("WORKERS", 132)
     else:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "BIAS")}

@@ -24,7 +24,8 @@ def plain(module: Any, name: str, **more: Any) -> Any:
 
 raster = plain(device, "raster", min=min)
 gather_place = plain(hopper_ag_gemm, "_place", raster=raster)
-scatter_place = plain(device, "scatter_place")
+by_destination = plain(device, "_by_destination")
+scatter_place = plain(device, "scatter_place", raster=raster, _by_destination=by_destination)
 
 
 def gathered_tiles(rank: int, tp: int, own: int, npn: int, group: int, span: int) -> list[tuple[int, ...]]:
@@ -67,3 +68,10 @@ def test_a_scatter_does_every_tile_once(tp: int, nrb: int, npn: int) -> None:
         assert Counter(tiles) == Counter((s, rb, pn) for s in range(tp) for rb in range(nrb) for pn in range(npn))
         # The own tiles of the last band come last.
         assert {step for step, _, _ in tiles[-band * npn :]} == {tp - 1}
+
+
+@pytest.mark.parametrize(("nrb", "npn"), [(1, 1), (5, 3), (32, 8)])
+@pytest.mark.parametrize("band", [1, 8])
+def test_a_scatter_to_all_ranks_does_every_tile_once(nrb: int, npn: int, band: int) -> None:
+    tiles = [scatter_place(t, nrb, npn, band, 1) for t in range(nrb * npn)]
+    assert sorted(tiles) == [(0, rb, pn) for rb in range(nrb) for pn in range(npn)]

@@ -1,4 +1,4 @@
-"""``megatron-flux report``: run folders as a page, as Markdown, against earlier results, and in wandb."""
+"""``megatron-flux report``: run folders as a page, against earlier results, and in wandb."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LocalByDefault(Group):
 app = typer.Typer(
     cls=LocalByDefault,
     no_args_is_help=True,
-    help="Show run folders: `report RUN...` writes a page (see `report local --help`); wandb and sync need a login.",
+    help="Show run folders: `report RUN...` writes a page (see `report local --help`); wandb needs a login.",
 )
 
 
@@ -38,10 +38,9 @@ def local(
         Path | None,
         typer.Option(help="Folder for the report; by default the run folder, or one under runs/ for several runs."),
     ] = None,
-    png: Annotated[bool, typer.Option("--png", help="Also the figures as PNG; needs kaleido and a browser.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(help="Earlier results (a run folder): exit code 1 when the run left a band around them."),
+        typer.Option(help="Earlier results (a run folder): exit code 1 if the run is outside a band around them."),
     ] = None,
     check: Annotated[str, typer.Option(help="What --against looks at.")] = "step-time,loss,memory",
     step_time_band: Annotated[
@@ -52,7 +51,7 @@ def local(
     ] = 1.0,
     memory_band: Annotated[float, typer.Option(min=0, help="Per cent by which peak memory may be larger.")] = 5.0,
 ) -> None:
-    """Write report.html, which needs no network, and report.md about one or several run folders."""
+    """Write report.html, which needs no network, about one or several run folders."""
     from megatron_flux.metrics import regression
     from megatron_flux.metrics.report import write_reports
     from megatron_flux.run import folder
@@ -64,11 +63,10 @@ def local(
         bands = regression.Bands(step_time_band / 100, loss_band / 100, memory_band / 100)
         result = regression.compare(runs[0], against, bands, regression.parse_checks(check))
     where = out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
-    for path in write_reports(runs, where, png=png, lead=result.part() if result else None)[:2]:
-        typer.echo(f"wrote {path}", err=True)
+    typer.echo(f"wrote {write_reports(runs, where, lead=result.part() if result else None)}", err=True)
     if result is not None:
         result.show()
-        if result.left:
+        if result.outside:
             raise typer.Exit(1)
 
 
@@ -79,21 +77,7 @@ def wandb(
     project: Annotated[str | None, typer.Option(help="wandb project; by default the one the runs went to.")] = None,
 ) -> None:
     """Save a workspace and a report in wandb that compare baseline with flux; needs runs that are online."""
-    from megatron_flux.metrics import wandb_online
+    from megatron_flux.metrics import wandb_report
 
-    for url in wandb_online.save(runs, entity=entity, project=project):
+    for url in wandb_report.save(runs, entity=entity, project=project):
         typer.echo(url)
-
-
-@app.command()
-def sync(
-    runs: Runs,
-    entity: Entity = None,
-    project: Annotated[str | None, typer.Option(help="wandb project; by default the one recorded.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent; needs no login.")] = False,
-) -> None:
-    """Send to wandb what was recorded offline below the run folders."""
-    from megatron_flux.metrics import wandb_online
-
-    for line in wandb_online.sync(runs, entity=entity, project=project, dry_run=dry_run):
-        typer.echo(line)

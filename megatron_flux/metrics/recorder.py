@@ -1,15 +1,15 @@
-"""The JSONL record of an arm: written so that a killed process loses nothing, read so that damage is reported.
+"""Write and read the JSONL record: a killed process loses nothing, and damage is reported.
 
 Contract of the file:
 
 * One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing.
-* Each line is handed to the operating system before :meth:`JsonlRecorder.write` returns, in one write: SIGKILL loses
-  no written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
+* :meth:`JsonlRecorder.write` hands each line to the operating system in one write before it returns: SIGKILL loses no
+  written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
 * Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
   1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
 
 :func:`read_records` refuses a damaged file, since a summary must not be made of half of it. :class:`RecordTail` follows
-a file that may still be written, and lists the lines that it leaves out.
+a file that may still be written, and lists the lines that it skips.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megatron_flux.metrics.summary import Record
 logger = logging.getLogger("megatron_flux")
 
 MAX_PROBLEMS = 5
-"""More damaged lines than this are counted, not listed."""
+"""Damaged lines that are listed; more are counted."""
 
 
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     """Appends records to a file, usually ``<run>/<arm>/metrics.jsonl``."""
 
     def __init__(self, path: str | os.PathLike[str], resume_from: int | None = None) -> None:
-        """Open ``path`` for appending, making its folder; UserError where it cannot be written.
+        """Open ``path`` for appending, creating its folder. Raises UserError: it cannot be written.
 
-        ``resume_from`` is the last iteration that the loaded checkpoint holds: its records and those before stay, later
-        ones are moved aside. None: this run starts at iteration 1 and all records there are moved aside.
+        ``resume_from`` is the last iteration in the loaded checkpoint: later records are moved to another file. None:
+        the run starts at iteration 1, and all records are moved.
         """
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.last_iteration = _set_aside(self.path, resume_from or 0)
+            self.last_iteration = _supersede(self.path, resume_from or 0)
             # Unbuffered: one write call per line, so a line is never late, and torn at its end only by a full disk.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
@@ -51,13 +51,12 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             ) from error
 
     def write(self, record: Record) -> None:
-        """Append one record; StorageError where the disk does not take it.
+        """Append one record. Raises StorageError: the disk does not take it.
 
-        ValueError: it does not follow the schema, or its iteration is not after the last one written: a mistake of the
+        Raises ValueError: the record does not follow the schema, or is not later than the last: a mistake of the
         caller, refused here because no reader could repair it.
         """
-        if (wrong := schema.problem(record, self.last_iteration)) is not None:
-            raise ValueError(f"not a record of schema {schema.SCHEMA_VERSION}: {wrong}")
+        schema.checked(record, self.last_iteration)
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
         try:
             while line:  # a raw file may take less than it was given
@@ -77,12 +76,11 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
         self.close()
 
 
-def _set_aside(path: Path, last_kept: int) -> int:
-    """Move lines that are no record of an iteration up to ``last_kept`` to a file beside; the last that stays, or 0."""
+def _supersede(path: Path, last_kept: int) -> int:
+    """Move all lines but records up to ``last_kept`` to another file; return the last iteration that stays, or 0."""
     kept, moved, last = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            # Of an iteration after the last one: a file that went back once would otherwise keep doing so.
             iteration = parse_record(line, after=last)["iteration"] if line.endswith(b"\n") else None
         except ValueError:
             iteration = None
@@ -92,33 +90,24 @@ def _set_aside(path: Path, last_kept: int) -> int:
         else:
             moved.append(line)
     if moved:
-        names = (path.with_name(f"{path.name}.superseded-{number}") for number in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
+        candidates = (path.with_name(f"{path.name}.superseded-{number}") for number in itertools.count(1))
+        superseded = next(name for name in candidates if not name.exists())
         # First the copy, then the cut: a kill between the two leaves the lines in both files, never in none.
-        strict_json.write_atomically(aside, b"".join(moved))
+        strict_json.write_atomically(superseded, b"".join(moved))
         strict_json.write_atomically(path, b"".join(kept))
-        logger.warning("%s: %d earlier records moved to %s", path, len(moved), aside.name)
+        logger.warning("%s: %d earlier records moved to %s", path, len(moved), superseded.name)
     if last < last_kept and (kept or moved):
         logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
     return last
 
 
 def parse_record(line: bytes, after: int = 0) -> Record:
-    """One line as a record; ValueError where it is not strict JSON, no record, or not later than ``after``."""
-    record = strict_json.loads(line.decode())
-    for field in schema.FIELDS if isinstance(record, dict) else ():
-        value = record.get(field.name)
-        if field.kind == "float" and isinstance(value, str):
-            record[field.name] = strict_json.number(value)
-        elif field.kind == "floats" and isinstance(value, dict):
-            record[field.name] = {key: strict_json.number(item) for key, item in value.items()}
-    if (wrong := schema.problem(record, after)) is not None:
-        raise ValueError(wrong)
-    return record
+    """Parse one line. Raises ValueError: it is not strict JSON, no record, or not later than iteration ``after``."""
+    return schema.checked(strict_json.loads(line.decode()), after)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a file in order; UserError where it is missing or a line of it is damaged.
+    """Read all records of a file. Raises UserError: it is missing, or a line is damaged.
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
     """
@@ -144,7 +133,7 @@ class RecordTail:
     def _start_over(self) -> None:
         self.records: list[Record] = []
         self.damaged: list[tuple[int, str]] = []
-        """Number and fault of every line that was left out."""
+        """Number and fault of every line that was skipped."""
         self.lines = 0
         self.rest = b""
         self._offset = 0
@@ -176,10 +165,10 @@ class RecordTail:
                 self.damaged.append((self.lines, one_line(error)))
 
     def problems(self, *, ended: bool = True) -> list[str]:
-        """What was left out, in words; where more may be written (not ``ended``) the last line may be incomplete."""
-        said = [f"line {number} is damaged and left out ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
+        """Describe the skipped lines. Unless the run has ``ended`` an incomplete last line is no problem."""
+        found = [f"line {number} is damaged and skipped ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
         if len(self.damaged) > MAX_PROBLEMS:
-            said.append(f"{len(self.damaged) - MAX_PROBLEMS} further damaged lines are left out")
+            found.append(f"{len(self.damaged) - MAX_PROBLEMS} further damaged lines are skipped")
         if ended and self.rest:
-            said.append(f"line {self.lines + 1} is cut off and left out (its writer was killed)")
-        return said
+            found.append(f"line {self.lines + 1} is cut off and skipped (its writer was killed)")
+        return found

@@ -1,4 +1,4 @@
-"""``report --against``: whether step time, loss or memory of a run left a band around earlier results.
+"""``report --against``: check that step time, loss and memory of a run are within bands around earlier results.
 
 Only what is comparable is compared: the same model always; the same device and layout for times and memory; the same
 seed, data and schedule for losses. Anything else is refused, with what differs.
@@ -14,14 +14,14 @@ from typing import NamedTuple
 from rich.text import Text
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report.render import Part, Table
+from megatron_flux.metrics.report.page import Part, Table
 from megatron_flux.metrics.report.run import LOSS_SETTINGS, TIME_SETTINGS, Run, different_models, differing, load
 from megatron_flux.metrics.summary import largest, relative_differences, timed
 from megatron_flux.metrics.table import Form, finite, memory, milliseconds, percent_change, print_table, relative, shown
 
 CHECKS = ("step-time", "loss", "memory")
 
-_UNCHECKED, _OK, _LEFT = "not checked", "ok", "LEFT ITS BAND"
+_UNCHECKED, _OK, _OUTSIDE = "not checked", "ok", "OUTSIDE ITS BAND"
 
 
 class Bands(NamedTuple):
@@ -33,7 +33,7 @@ class Bands(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """One quantity of both runs; a row of the table."""
+    """One quantity of both runs: a row of the table."""
 
     quantity: str
     then: str
@@ -41,7 +41,6 @@ class Checked(NamedTuple):
     change: str
     band: str
     state: str
-    """Not checked: it is not known in both."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,21 @@ class Result:
     notes: list[str]
 
     @property
-    def left(self) -> list[Checked]:
-        """What left its band."""
-        return [one for one in self.checked if one.state == _LEFT]
+    def outside(self) -> list[Checked]:
+        """The quantities outside their bands."""
+        return [one for one in self.checked if one.state == _OUTSIDE]
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The finding in one line."""
         known = sum(one.state != _UNCHECKED for one in self.checked)
-        if not self.left:
+        if not self.outside:
             return f"against {self.name}: {known} of {known} quantities within their bands"
-        listed = ", ".join(f"{one.quantity} {one.change} (band {one.band})" for one in self.left)
-        return f"against {self.name}: {len(self.left)} of {known} quantities left their bands: {listed}"
+        listed = ", ".join(f"{one.quantity} {one.change} (band {one.band})" for one in self.outside)
+        return f"against {self.name}: {len(self.outside)} of {known} quantities outside their bands: {listed}"
 
     def part(self) -> Part:
-        """For the report."""
+        """Return the table for the report."""
         table = Table(self.checked, Checked._fields)
         return Part("against", "Against earlier results", caption=self.verdict, table=table)
 
@@ -78,7 +77,7 @@ class Result:
 
 
 def parse_checks(text: str) -> tuple[str, ...]:
-    """The comma-separated names of ``--check``; UserError where one is unknown, or there is none."""
+    """Parse the comma-separated names of ``--check``. Raises UserError: one is unknown, or there is none."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or not set(names) <= set(CHECKS):
         raise UserError(f"--check {text!r}: choose some of {', '.join(CHECKS)}, separated by commas")
@@ -86,27 +85,11 @@ def parse_checks(text: str) -> tuple[str, ...]:
 
 
 def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
-    """Compare a run folder with an earlier one; UserError where they cannot be compared says in what they differ."""
+    """Compare a run folder with an earlier one. Raises UserError: they cannot be compared, and in what they differ."""
     now, then = load(run_path), load(results_path)
     for run in (now, then):
         if run.kind != "training":
-            what = "plan" if run.kind == "plan" else "benchmark"
-            raise UserError(f"{run.path} is a {what}; --against compares runs of compare and train")
-    found = list(_checked(now, then, bands, checks))
-    notes = [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems]
-    if "memory" in checks:
-        about = [(run.name, note) for run in (now, then) for note in run.summary.get("notes", [])]
-        notes += [f"{name}: {note}" for name, note in about if note.startswith("Peak memory of")]
-    if all(one.state == _UNCHECKED for one in found):
-        raise UserError(
-            f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; "
-            + "".join(f"{note[:-1]}; " for note in notes)
-            + "give results that recorded the same things, or another --check"
-        )
-    return Result(then.name, found, notes)
-
-
-def _checked(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+            raise UserError(f"{run.path} is a benchmark; --against compares runs of compare and train")
     if (difference := different_models(now, then)) is not None:
         raise UserError(
             f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
@@ -123,39 +106,41 @@ def _checked(now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iter
     arms = [arm for arm, records in then.arms.items() if records]
     if not arms:
         raise UserError(f"{then.path} has no records; give results of a run that has ended")
-    for arm in arms:
-        if not now.arms[arm]:
-            raise UserError(f"{now.path} has no records of the {arm} arm, which {then.path} has; run both arms")
-        of_arm = [run.summary["arms"][arm] for run in (then, now)]
-        if "step-time" in checks:
-            for run in (now, then):
-                if not timed(run.arms[arm]):
-                    raise UserError(
-                        f"{run.path} has no timed step of the {arm} arm; run more steps than warm-up, or --check loss"
-                    )
-            medians = [found["step_time_ms"]["median"] for found in of_arm]
-            yield _at_most(f"{arm} step time, median (ms)", *medians, bands.step_time, milliseconds)
-        if "loss" in checks:
-            both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
-            if not both:
-                raise UserError(
-                    f"{now.path} and {then.path} have no iteration of the {arm} arm in common; run as many steps"
-                )
-            difference, last = largest(both), both[-1][0]
-            losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
-            # A loss that is not finite is in no band.
-            state = _OK if finite(difference) and difference <= bands.loss else _LEFT
-            label, band = f"{arm} loss over {len(both)} iterations", f"{100 * bands.loss:g} %"
-            yield Checked(label, *map("{:.6f}".format, losses), f"up to {relative(difference)}", band, state)
-        if "memory" in checks:
-            # The same kind of figure of both: the whole, or what the allocator held where one of them knows no more.
-            label, name, part = f"{arm} peak memory", "peak_memory_bytes", "allocated_peak_bytes"
-            if None in (found[name] for found in of_arm) and None not in (found[part] for found in of_arm):
-                label, name = f"{label}, allocated alone", part
-            yield _at_most(label, *(found[name] for found in of_arm), bands.memory, memory)
+    if missing := [arm for arm in arms if not now.arms[arm]]:
+        raise UserError(f"{now.path} has no records of {missing[0]}, which {then.path} has; run both")
+    checked = [one for arm in arms for one in _checked(arm, now, then, bands, checks)]
+    if all(one.state == _UNCHECKED for one in checked):
+        raise UserError(
+            f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; give results that "
+            "recorded the same things, or another --check"
+        )
+    return Result(then.name, checked, [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems])
 
 
-def _at_most(label: str, then: float | None, now: float | None, band: float, form: Form) -> Checked:
-    state = _UNCHECKED if then is None or now is None else _OK if now <= then * (1 + band) else _LEFT
+def _checked(arm: str, now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+    earlier, current = (run.summary["arms"][arm] for run in (then, now))
+    if "step-time" in checks:
+        for run in (now, then):
+            if not timed(run.arms[arm]):
+                raise UserError(f"{run.path} has no timed step of {arm}; run more steps than warm-up, or --check loss")
+        medians = [side["step_time_ms"]["median"] for side in (earlier, current)]
+        yield _at_most(f"{arm} step time, median (ms)", *medians, bands.step_time, milliseconds)
+    if "loss" in checks:
+        both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
+        if not both:
+            raise UserError(f"{now.path} and {then.path} have no iteration of {arm} in common; run as many steps")
+        difference, last = largest(both), both[-1][0]
+        losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
+        # A loss that is not finite is in no band.
+        state = _OK if difference is not None and finite(difference) and difference <= bands.loss else _OUTSIDE
+        quantity, band = f"{arm} loss over {len(both)} iterations", f"{100 * bands.loss:g} %"
+        yield Checked(quantity, *map("{:.6f}".format, losses), f"up to {relative(difference)}", band, state)
+    if "memory" in checks:
+        peaks = [side["peak_memory_bytes"] for side in (earlier, current)]
+        yield _at_most(f"{arm} peak memory", *peaks, bands.memory, memory)
+
+
+def _at_most(quantity: str, then: float | None, now: float | None, band: float, form: Form) -> Checked:
+    state = _UNCHECKED if then is None or now is None else _OK if now <= then * (1 + band) else _OUTSIDE
     change = percent_change(then, now)
-    return Checked(label, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", state)
+    return Checked(quantity, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", state)

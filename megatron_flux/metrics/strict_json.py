@@ -1,8 +1,8 @@
-"""JSON that any strict parser reads, although losses can be NaN; and what of a configuration may be shared.
+"""Read and write JSON that any strict parser accepts, although losses can be NaN; remove secrets from configurations.
 
 Python's ``json`` writes ``NaN`` and ``Infinity`` as bare words, which browsers, jq and most languages refuse. Null
 would lose the difference between "diverged" and "not known". So non-finite floats are the strings ``"NaN"``,
-``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), and :func:`number` turns them back.
+``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), and :func:`number` converts them back.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from pydantic_core import to_json
 from megatron_flux.errors import UserError, one_line
 from megatron_flux.files import write_atomically
 
-_NON_FINITE = ("NaN", "Infinity", "-Infinity")
-
 # `tokenizer` is the one common option that would be lost for its name; its value is no secret.
 _SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IGNORECASE)
 
 
 def encodable(value: Any) -> Any:
-    """A copy as strict JSON: non-finite floats are strings, and so is what JSON has no form for (a path, a dtype)."""
+    """Copy ``value`` as strict JSON: non-finite floats become strings, as do types that JSON has no form for."""
     return json.loads(to_json(value, inf_nan_mode="strings", fallback=str))
 
 
 def number(value: Any) -> float | None:
-    """A number field as a float, the three strings as non-finite floats; ValueError where it is neither, nor None."""
+    """Convert a number field, or None, to a float. Raises ValueError: it is neither a number nor one of the strings."""
     if value is None:
         return None
-    if isinstance(value, bool) or not (isinstance(value, int | float) or value in _NON_FINITE):
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON text of :func:`encodable` ``value``; one line unless ``indent``."""
+    """Return the strict JSON text of :func:`encodable` ``value``; one line unless ``indent``."""
     try:
         # Nearly every record is JSON as it is, and copying it takes longer than writing it.
         return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
@@ -49,19 +47,19 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """Parse strict JSON; ValueError where it is not, as with the bare words NaN and Infinity."""
+    """Parse strict JSON. Raises ValueError: it is not, as with the bare words NaN and Infinity."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
-
-
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The one JSON object in a file; UserError where it is missing, not strict JSON, or no object."""
+    """Read the JSON object in a file. Raises UserError: it is missing, not strict JSON, or no object."""
     try:
         value = loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +72,7 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """:func:`write_atomically`, in a folder made when missing; returns ``path``, and a failure is a UserError."""
+    """Write a file atomically, creating its folder, and return ``path``. Raises UserError: it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
@@ -84,7 +82,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without the entries, at any depth, whose name looks like a secret's.
+    """Copy ``config`` without entries, at any depth, whose name looks like a secret's.
 
     For what is shared: a report is mailed around, a wandb project has readers. Names decide, not values, and in doubt
     the entry goes: ``kv_key_dim`` is lost too.

@@ -1,14 +1,12 @@
-"""From the records of two arms to ``summary.json``: spreads, the interval of the speed-up, differences of curves.
+"""Summarize the records of baseline and flux as ``summary.json``: spreads, speed-up with interval, loss differences.
 
 Rules for what is not normal, so that nothing vanishes:
 
 * Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
-* An arm without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
-* Arms of different length: medians over what each has, differences over the iterations both have.
-* A loss that is not finite: the largest relative difference is ``"NaN"``, and the arm says how many there are and where
-  the first is. A baseline loss of 0 against another value is ``"Infinity"``.
-* Records before schema 3 have the peak that torch's allocator had in the whole process. Where an arm was alone in it,
-  that is what the arm had allocated, and all that it had if it was stock. In a comparison it is left out.
+* A side without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
+* Sides of different length: medians over what each has, differences over the iterations both have.
+* A loss that is not finite: the largest relative difference is ``"NaN"``, and the side says how many there are and
+  where the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * On CPUs ``speedup`` is null: such a run shows what flux computes, not how fast. ``without_gpu`` says what ran.
 * Every such finding is one sentence in ``"notes"``.
 """
@@ -33,9 +31,6 @@ Record = dict[str, Any]
 ARMS = ("baseline", "flux")
 VALIDATION = "lm loss validation"
 
-OWN_MEMORY_SINCE = 3
-"""The schema version from which a record has the arm's own memory."""
-
 MIN_PAIRED_BLOCKS = 6
 """Fewest pairs of blocks that give an interval. In a simulation of drifting, skewed step times without any speed-up
 (``results/interval-coverage``, 400 runs each) the interval below held the truth in 54 % of runs with 2 pairs, 89 % with
@@ -46,38 +41,38 @@ SEED = 0
 
 
 def counts(record: Record) -> bool:
-    """Whether the time of this iteration counts: no warm-up, and no profiler, which slows a step."""
+    """Return True if the step's time counts: no warm-up, and no profiler, which slows a step."""
     return not record["warmup"] and not record.get("profiled")
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
-    """The records that count for timing."""
+    """Return the records that count for timing."""
     return [record for record in records if counts(record)]
 
 
 def sampled(records: Sequence[Record]) -> list[Record]:
-    """The sampled steps that count for timing, or, where sampling met none of them, all."""
+    """Return the sampled steps that count for timing; all sampled steps if none does."""
     every = [record for record in records if record.get("flux/sampled")]
     return timed(every) or every
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    """``{"median", "p10", "p90", "n"}`` of ``values``, percentiles interpolated linearly; None where empty."""
+    """Return median, p10, p90 and n of ``values``, percentiles interpolated linearly; None where empty."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist() if values else (None, None, None)
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
 def median_of(records: Sequence[Record], name: str) -> float | None:
-    """Median of a field over the records that know it; None when none does."""
+    """Return the median of a field over the records that have it; None if none does."""
     values = [record[name] for record in records if record.get(name) is not None]
     return float(np.median(values)) if values else None
 
 
 def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tuple[list[float], list[float]]]:
-    """Step times (s) of the first block of each arm, of the second of each, and so on, without warm-up.
+    """Pair the k-th blocks of both sides: their step times (s) without warm-up.
 
-    In A B B A order the k-th blocks of the two arms are neighbours in time, so drift of the machine hits both alike.
-    A pair in which either arm has no timed step is left out, and so are blocks whose partner never ran.
+    In A B B A order these blocks are neighbours in time, so drift of the machine hits both alike. A pair in which
+    either side has no timed step is left out, and so are blocks whose partner never ran.
     """
 
     def blocks(records: Sequence[Record]) -> list[list[float]]:
@@ -93,7 +88,7 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
 
 
 def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[float] | None:
-    """95 % interval of median(baseline) / median(flux): percentile bootstrap that draws pairs of blocks.
+    """Return the 95 % interval of median(baseline) / median(flux) by a percentile bootstrap over pairs of blocks.
 
     Steps of one block share the machine's state and are not independent, so whole pairs are drawn, not steps. Seeded:
     the same records give the same interval. None with fewer than :data:`MIN_PAIRED_BLOCKS` pairs.
@@ -107,7 +102,7 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
 
 
 def relative_difference(baseline: float, flux: float) -> float:
-    """``|flux - baseline| / |baseline|``; 0 if both are 0, infinite if only the baseline is.
+    """Return ``|flux - baseline| / |baseline|``; 0 if both are 0, infinite if only the baseline is.
 
     NaN if either is not finite: two curves that both became NaN agree in nothing that could be compared.
     """
@@ -117,21 +112,21 @@ def relative_difference(baseline: float, flux: float) -> float:
 
 
 def relative_differences(baseline: Sequence[Record], flux: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """``(iteration, relative difference)`` of a field over the iterations that both arms have, in order."""
+    """Return ``(iteration, relative difference)`` of a field over the iterations that both sides have, in order."""
     of_flux = {record["iteration"]: record[name] for record in flux}
     both = [(record["iteration"], record[name]) for record in baseline if record["iteration"] in of_flux]
     return [(iteration, relative_difference(value, of_flux[iteration])) for iteration, value in both]
 
 
 def largest(differences: Sequence[tuple[int, float]]) -> float | None:
-    """The largest difference; NaN if any is NaN (``max`` alone may drop it); None if there is none."""
+    """Return the largest difference; NaN if any is NaN (``max`` alone may drop it); None if there is none."""
     return float(np.max([difference for _, difference in differences])) if differences else None
 
 
 def overlap_efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
-    """FLUX's overlap efficiency (arXiv 2406.06858), all times in one unit: 1 is GEMM alone, 0 is both in turn.
+    """Return FLUX's overlap efficiency (arXiv 2406.06858): 1 is as fast as the GEMM alone, 0 as collective, then GEMM.
 
-    None where a time is not known, or where in turn takes no longer than the GEMM: nothing could be hidden.
+    All times in one unit. None if a time is not known, or if serial takes no longer than the GEMM: nothing to hide.
     """
     if time is None or gemm is None or serial is None or serial <= gemm:
         return None
@@ -139,7 +134,7 @@ def overlap_efficiency(time: float | None, gemm: float | None, serial: float | N
 
 
 def fallbacks_of(records: Sequence[Record]) -> dict[str, int]:
-    """Calls left to stock by reason, over all starts: a record counts from its own start on."""
+    """Return the calls left to stock by reason, over all starts: a record counts from its own start on."""
     total: Counter[str] = Counter()
     last: dict[str, int] = {}
     for record in records:
@@ -151,18 +146,15 @@ def fallbacks_of(records: Sequence[Record]) -> dict[str, int]:
     return dict(total)
 
 
-def summarize(
-    baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], *, separate: bool = False
-) -> dict[str, Any]:
-    """The summary of a comparison of stock with patched Megatron, as strict JSON; ``info`` is ``config.json``.
+def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarize a comparison of stock with patched Megatron as strict JSON; ``info`` is ``config.json``.
 
-    ``separate``: the arms are two runs, each in processes of its own. ``speedup`` is median baseline / median flux step
-    time, ``speedup_ci95`` is ``[low, high]`` or null, ``flux_active_layers`` the fewest in any timed flux step,
-    ``flux_fallbacks`` calls by reason, ``environment`` that of the first start that recorded it. ``without_gpu`` is
-    null on GPUs; on CPUs it is :func:`without_gpu`, and there is no speed-up.
+    ``speedup`` is median baseline / median flux step time, ``speedup_ci95`` is ``[low, high]`` or null,
+    ``flux_active_layers`` the fewest in any timed flux step, ``flux_fallbacks`` calls by reason, ``environment`` that
+    of the first start that recorded it. ``without_gpu`` is null on GPUs; on CPUs it is :func:`without_gpu`, and there
+    is no speed-up.
     """
-    shared = bool(baseline and flux) and not separate
-    arms = {"baseline": _arm(baseline, flux=False, shared=shared), "flux": _arm(flux, flux=True, shared=shared)}
+    arms = {"baseline": _side(baseline), "flux": _side(flux)}
     base_ms, flux_ms = (arms[arm]["step_time_ms"]["median"] for arm in ARMS)
     pairs = paired_blocks(baseline, flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
@@ -188,7 +180,7 @@ def summarize(
         "without_gpu": on_cpus,
         "baseline_is_stock": not patched,
         "environment": next((found for found in environments if isinstance(found, dict)), None),
-        "notes": _notes(baseline, flux, shared=shared),
+        "notes": _notes(baseline, flux),
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
     summary = strict_json.encodable(summary)
@@ -199,16 +191,16 @@ _STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
 
 
 def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:
-    """Of the sampled calls, and of those that were counted."""
+    """Return the backends of the sampled calls, and of those that were counted."""
     calls = (call for record in flux for call in record.get("flux/calls") or [])
-    return {str(call["backend"]) for call in calls if call.get("backend")} | {
-        "reference" for reason in fallbacks if reason == _STOCK_OPERATORS
-    }
+    counted = {"reference"} if _STOCK_OPERATORS in fallbacks else set()
+    return {str(call["backend"]) for call in calls if call.get("backend")} | counted
 
 
 def without_gpu(backends: Iterable[str], link: str | None) -> str:
-    """What runs on CPUs where calls have these ``backends`` (``tuned: chunked`` is what the tuner chose), over this
-    ``link``: ``reference: no GPU``, or ``chunked (CPU twin, link host): no GPU``; ``no GPU`` where that is all.
+    """Describe what runs on CPUs, e.g. ``reference: no GPU`` or ``chunked (CPU twin, link host): no GPU``.
+
+    ``backends`` are those of calls (``tuned: chunked`` is the tuner's plan); without any it is ``no GPU`` alone.
     """
     names = sorted({name.rpartition(": ")[2] for name in backends})
     how = f" (CPU twin{f', link {link}' if link not in (None, 'none') else ''})"
@@ -216,74 +208,73 @@ def without_gpu(backends: Iterable[str], link: str | None) -> str:
 
 
 def losses(summary: Mapping[str, Any]) -> str:
-    """What the curves of a summary say, e.g. ``same losses: largest relative difference 0 over 80 steps``."""
+    """Describe the loss curves, e.g. ``same losses: largest relative difference 0 over 80 steps``."""
     found = summary["max_relative_loss_difference"]
     shown = f"{found:.1e}" if isinstance(found, float) and found else f"{found:.0f}" if found == 0 else str(found)
     said = f"largest relative difference {shown} over {summary['compared_iterations']} steps"
     return f"same losses: {said}" if found == 0 else f"losses: {said}"
 
 
-def _arm(records: Sequence[Record], *, flux: bool, shared: bool) -> dict[str, Any]:
-    """Medians over timed steps, losses over all, the most memory ever; ``shared``: both arms were in one process."""
+def _largest(records: Sequence[Record], name: str) -> int | None:
+    return max((record.get(name) or 0 for record in records), default=0) or None
+
+
+def _side(records: Sequence[Record]) -> dict[str, Any]:
+    """Summarize one side: medians over timed steps, losses over all steps, the largest memory."""
     steps = timed(records)
-    diverged = [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
-    sizes: list[tuple[int | None, int | None, int | None]] = []
-    for record in records:
-        total = record.get("peak-memory-bytes")
-        if record.get("schema", 1) >= OWN_MEMORY_SINCE:
-            sizes.append((total, record.get("flux/allocated_peak_bytes"), record.get("flux/workspace_bytes")))
-        elif total is not None and not shared:
-            sizes.append((None, total, None) if flux else (total, total, 0))
-    most = max(sizes, key=lambda found: [size or 0 for size in found], default=(None, None, None))
+    diverged = _not_finite(records)
+    # Peaks that lack their parts were measured in another way: by the whole process.
+    sizes = [r for r in records if r.get("flux/allocated_peak_bytes") is not None]
+    most = max(sizes, key=lambda record: record.get("peak-memory-bytes") or 0, default={})
+    validation = [r[VALIDATION] for r in records if r.get(VALIDATION) is not None]
     return {
         "step_time_ms": spread([1000 * record["iteration-time"] for record in steps]),
         "tokens_per_second": median_of(steps, "tokens-per-second"),
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
-        **dict(zip(("peak_memory_bytes", "allocated_peak_bytes", "workspace_bytes"), most, strict=True)),
-        "kept_bytes": max((record.get("flux/kept_bytes") or 0 for record in records), default=0) or None,
+        "peak_memory_bytes": most.get("peak-memory-bytes"),
+        "allocated_peak_bytes": most.get("flux/allocated_peak_bytes"),
+        "workspace_bytes": most.get("flux/workspace_bytes"),
+        "kept_bytes": _largest(records, "flux/kept_bytes"),
         **{name: median_of(steps, f"flux/{name}") or None for name in ("inputs_kept", "inputs_gathered_again")},
         "first_loss": records[0]["lm loss"] if records else None,
         "final_loss": records[-1]["lm loss"] if records else None,
-        "final_validation_loss": next(
-            (r[VALIDATION] for r in reversed(records) if r.get(VALIDATION) is not None), None
-        ),
-        "host_memory_bytes": max((r.get("flux/host_memory_bytes") or 0 for r in records), default=0) or None,
+        "final_validation_loss": validation[-1] if validation else None,
+        "host_memory_bytes": _largest(records, "flux/host_memory_bytes"),
         "iterations": len(records),
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": diverged[0] if diverged else None,
     }
 
 
-def _notes(baseline: Sequence[Record], flux: Sequence[Record], *, shared: bool) -> list[str]:
-    """One sentence for each thing a reader has to know before believing the figures."""
-    notes, memory = [], []
-    for arm, records in (("baseline", baseline), ("flux", flux)):
+def _not_finite(records: Sequence[Record]) -> list[int]:
+    return [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]
+
+
+def _notes(baseline: Sequence[Record], flux: Sequence[Record]) -> list[str]:
+    """Return one sentence for each thing a reader has to know before believing the figures."""
+    notes = []
+    for name, records in (("baseline", baseline), ("flux", flux)):
         if not records:
-            notes.append(f"The {arm} arm has no records.")
+            notes.append(f"There are no records of {name}.")
         elif not timed(records):
-            notes.append(f"The {arm} arm has warm-up steps only: nothing was timed.")
-        if diverged := [record["iteration"] for record in records if not math.isfinite(record["lm loss"])]:
+            notes.append(f"There are warm-up steps only of {name}: nothing was timed.")
+        if diverged := _not_finite(records):
             notes.append(
-                f"The {arm} loss is not finite in {len(diverged)} of {len(records)} iterations, "
+                f"The {name} loss is not finite in {len(diverged)} of {len(records)} iterations, "
                 f"first at iteration {diverged[0]}."
             )
-        missing = ["the other arm's memory is in it"] * shared + ["flux's workspaces are not"] * (arm == "flux")
-        earlier = [record for record in records if record.get("schema", 1) < OWN_MEMORY_SINCE]
-        if missing and any(record.get("peak-memory-bytes") is not None for record in earlier):
-            why = ", ".join(missing)
-            memory.append(f"Peak memory of the {arm} arm was recorded by an earlier version and is left out: {why}.")
     both = {record["iteration"] for record in baseline} & {record["iteration"] for record in flux}
     if baseline and flux and not len(both) == len(baseline) == len(flux):
         notes.append(
             f"The baseline has {len(baseline)} iterations and flux {len(flux)}; the curves are compared over the "
             f"{len(both)} that both have."
         )
-    return notes + memory
+    return notes
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """The verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``, and what would make the ratio meaningless.
+    """Return the verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
 
     An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio,
     and without a GPU nothing but what the losses say.
@@ -293,7 +284,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
         parts = [f"{losses(summary)}; no verdict on speed ({summary['without_gpu']})"]
     elif not isinstance(speedup, int | float):
         empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
-        parts = [f"no comparison: {' and '.join(empty) or 'an arm'} without timed steps"]
+        parts = [f"no comparison: {' and '.join(empty) or 'one side'} without timed steps"]
     elif interval is None:
         known = f"{pairs} pair{'' if pairs == 1 else 's'} of blocks"
         parts = [f"flux {speedup:.3g}x, no interval: {known}, {MIN_PAIRED_BLOCKS} are needed"]
@@ -312,7 +303,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
-    """Whether flux ran and no step's losses differ by more than ``allowed``, relatively; and that in one line."""
+    """Return True, and one line, if flux ran and no step's losses differ by more than ``allowed``, relatively."""
     difference, layers = summary["max_relative_loss_difference"], summary["flux_active_layers"] or 0
     same = layers > 0 and (strict_json.number(difference) or 0) <= allowed and summary["compared_iterations"] > 0
     return same, (
@@ -322,5 +313,5 @@ def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically, indented, as strict JSON; UserError where it cannot be written."""
+    """Write ``summary.json`` atomically, indented. Raises UserError: it cannot be written."""
     strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A comparison as text: how numbers are written, and the table whose cells terminal, page and Markdown show."""
+"""Show a comparison as text: number formats, the rows that terminal and page share, and the table printer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Form = Callable[[Any], str]
 
 
 def finite(value: Any) -> bool:
-    """Whether this is a number that can be drawn and compared."""
+    """Return True for a number that can be drawn and compared."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def shown(value: Any, form: Form) -> str:
-    """``value`` in ``form``; what is unknown or no number as a dash, non-finite numbers by name."""
+    """Format ``value``; a dash if it is unknown or no number, a name if it is not finite."""
     try:
         known = strict_json.number(value)
     except ValueError:
@@ -41,53 +41,52 @@ def shown(value: Any, form: Form) -> str:
 
 
 def number(value: float | None, form: str = ".3f", unit: str = "") -> str:
-    """``value`` as tables of benchmarks show it, by default milliseconds; ``-`` where there is none."""
+    """Format a benchmark's value, by default milliseconds; ``-`` if there is none."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def milliseconds(value: float) -> str:
-    """Three significant digits or more, without an exponent."""
+    """Format with three significant digits or more, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
 
 def rate(value: float) -> str:
-    """Whole numbers with thousands separators, small ones with three significant digits."""
+    """Format with thousands separators; small numbers with three significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def memory(value: float) -> str:
-    """Bytes as GiB, or MiB below one GiB."""
+    """Format bytes as GiB, or MiB below one GiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def percent(value: float, digits: int = 0) -> str:
-    """A fraction as per cent."""
+    """Format a fraction as per cent."""
     return f"{100 * value:.{digits}f} %".replace("-", MINUS)
 
 
 def relative(value: Any) -> str:
-    """A relative difference in the form 1.2e-07; 0 exactly is 0."""
+    """Format a relative difference as 1.2e-07; exactly 0 as 0."""
     return shown(value, lambda known: "0" if known == 0 else f"{known:.1e}")
 
 
 def percent_change(baseline: Any, flux: Any) -> str:
-    """Flux against the baseline in per cent with a sign; empty when either is unknown or not finite."""
-    b, f = strict_json.number(baseline), strict_json.number(flux)
-    if b is None or f is None or b == 0 or not math.isfinite(b) or not math.isfinite(f):
+    """Format flux against the baseline in per cent with a sign; empty if either is unknown or not finite."""
+    if not finite(baseline) or not finite(flux) or baseline == 0:
         return ""
-    text = f"{100 * (f - b) / abs(b):+.1f} %"
+    text = f"{100 * (flux - baseline) / abs(baseline):+.1f} %"
     return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", MINUS)
 
 
 def counted(count: int, noun: str = "iteration") -> str:
-    """``3 iterations``, ``1 iteration``."""
+    """Return ``3 iterations``, ``1 iteration``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def multicast(environment: Mapping[str, Any] | None, *, userbuffers: bool = False) -> str:
-    """Whether NCCL, and TransformerEngine's ``userbuffers`` if they ran, could use NVLink multicast.
+    """Describe whether NCCL, and TransformerEngine's ``userbuffers`` if they ran, could use NVLink multicast.
 
-    ``environment`` holds variables by name, null where one was not set; None where it was not recorded.
+    ``environment`` holds variables by name, null if one was not set; None if it was not recorded.
     """
     if environment is None:
         return "NVLink multicast: not recorded"
@@ -100,13 +99,13 @@ def multicast(environment: Mapping[str, Any] | None, *, userbuffers: bool = Fals
 
 
 def connections(environment: Mapping[str, Any] | None) -> str:
-    """How many hardware queues every method had; empty where it was not recorded."""
+    """Name the number of hardware queues; empty if it was not recorded."""
     value = (environment or {}).get("CUDA_DEVICE_MAX_CONNECTIONS")
     return "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
 
 
 def link(summary: Mapping[str, Any]) -> str:
-    """What connected the ranks of a benchmark, and what went over it where that was not the numbers as they are."""
+    """Name the link of a benchmark's ranks, and the wire format where it is not exact."""
     wire = summary.get("wire") or "exact"
     gradients = summary.get("grad_wire") or wire
     sent = "" if wire == gradients == "exact" else f", {wire} wire"
@@ -114,7 +113,7 @@ def link(summary: Mapping[str, Any]) -> str:
 
 
 HEAD = ("", "baseline", "flux", "difference")
-"""The cells of a row. The difference is flux against the baseline in per cent, empty where that says nothing."""
+"""Cells of a row. The difference is flux against the baseline in per cent, empty where that says nothing."""
 
 # A loss differs in its last digits or not at all: per cent would always say 0.
 _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
@@ -125,46 +124,37 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("peak memory, allocated", "allocated_peak_bytes", memory, False),
     ("peak memory, workspace", "workspace_bytes", memory, False),
     ("gathered inputs kept for wgrad", "kept_bytes", memory, False),
-    ("inputs kept a step", "inputs_kept", "{:,.0f}".format, False),
-    ("inputs gathered again a step, no room", "inputs_gathered_again", "{:,.0f}".format, False),
+    ("inputs kept per step", "inputs_kept", "{:,.0f}".format, False),
+    ("inputs gathered again per step, no room", "inputs_gathered_again", "{:,.0f}".format, False),
     ("peak host memory of a rank", "host_memory_bytes", memory, False),
     ("loss, first step", "first_loss", "{:.6f}".format, False),
     ("loss, last step", "final_loss", "{:.6f}".format, False),
     ("validation loss, last", "final_validation_loss", "{:.6f}".format, False),
 )
-"""Label, key in an arm's summary, form, and whether the difference is shown."""
-_ONLY_WITH = {"workspace_bytes": "allocated_peak_bytes"} | {
-    key: key
-    for key in (
-        *("allocated_peak_bytes", "host_memory_bytes", "final_validation_loss"),
-        *("kept_bytes", "inputs_kept", "inputs_gathered_again"),
-    )
-}
-"""Rows that are left out unless an arm knows this."""
+"""Label, key in a side's summary, format, whether the difference is shown. A row that neither side has is left out."""
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """The lines of the table in order; without GPUs no difference is shown: it would be one of speed."""
-    arms = b, f = summary["arms"]["baseline"], summary["arms"]["flux"]
-    times = [arm["step_time_ms"] for arm in arms]
+    """Return the rows of the table; without GPUs no difference is shown: it would be one of speed."""
+    sides = baseline, flux = summary["arms"]["baseline"], summary["arms"]["flux"]
+    times = [side["step_time_ms"] for side in sides]
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
     change_of = (lambda *_: "") if summary.get("without_gpu") else percent_change
-    known = {key for arm in arms for key, value in arm.items() if value is not None}
     return [
         ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), change_of(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
         *(
-            (label, *(shown(arm.get(key), form) for arm in arms), change_of(b[key], f[key]) if change else "")
+            (label, *(shown(side[key], form) for side in sides), change_of(baseline[key], flux[key]) if change else "")
             for label, key, form, change in _ROWS
-            if _ONLY_WITH.get(key, key) in known or key not in _ONLY_WITH
+            if any(side[key] is not None for side in sides)
         ),
     ]
 
 
 def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands below the table: ``(label, text)`` about the comparison and the flux arm."""
+    """Return ``(label, text)`` of what is shown below the table."""
     fallbacks = [f"{counted(calls, 'call')}: {reason}" for reason, calls in summary["flux_fallbacks"].items()]
     layers, device, environment = (summary.get(name) for name in ("flux_active_layers", "device", "environment"))
     loss = relative(summary["max_relative_loss_difference"])
@@ -175,7 +165,7 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
         ("active flux layers", UNKNOWN if layers is None else f"{layers} ({without})" if without else str(layers)),
-        *([("both arms", allowed)] if on_gpus else []),
+        *([("both sides", allowed)] if on_gpus else []),
         *(("fallback to stock", line) for line in fallbacks or ([] if "reference" in (without or "") else ["none"])),
         *(("note", note) for note in summary["notes"]),
     ]

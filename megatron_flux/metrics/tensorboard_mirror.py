@@ -1,4 +1,4 @@
-"""A mirror of one arm's records as TensorBoard scalars, under the names of the record; the package is optional.
+"""Mirror records as TensorBoard scalars, under the names of the record; the package is optional.
 
 As with wandb the JSONL is the record: the first failure (a full disk, say) is logged once, and training goes on.
 """
@@ -18,10 +18,10 @@ logger = logging.getLogger("megatron_flux")
 
 
 class TensorBoardMirror(AbstractContextManager["TensorBoardMirror"]):
-    """Writes to event files in ``folder``; nothing where that is None. Made on one rank only. Nothing in it raises."""
+    """Writes to event files in ``folder``, if it is not None. Create it on one rank only. Nothing in it raises."""
 
     def __init__(self, folder: Path | None, resumed_from: int = 0) -> None:
-        """``resumed_from``: later iterations that an earlier run has left there are done again, and no longer shown."""
+        """``resumed_from``: later iterations of an earlier run are no longer shown."""
         self._writer: Any = None
         if folder is None:
             return
@@ -33,7 +33,7 @@ class TensorBoardMirror(AbstractContextManager["TensorBoardMirror"]):
             self._end(error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Mirror one record: its numbers, those of objects apart."""
+        """Mirror the numbers of one record."""
         try:
             for name, value in curves(record).items() if self._writer is not None else ():
                 if isinstance(value, int | float):

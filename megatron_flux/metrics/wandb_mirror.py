@@ -1,27 +1,22 @@
-"""A mirror of one arm's records in Weights & Biases, and what of a comparison is shown with them.
+"""Mirror one side's records to Weights & Biases, and summarize a comparison there.
 
-The JSONL is the record, this is for looking: whatever wandb does (not installed, no network, a full disk, its service
-killed), the first failure is logged once and training goes on without it. Asked to be online but not logged in, it
-writes offline files instead, and logs how to upload them.
+The JSONL is the record. Whatever wandb does (not installed, no network, a full disk, its service killed), the first
+failure is logged once and training goes on without it. ``online`` without a login writes offline files instead.
 
-A run keeps its id in ``wandb.json`` beside its records: a training that resumes there goes on under it. ``iteration``
-is wandb's own step. Iterations that are done again after a requeue are not sent again: wandb would drop them online,
-and show them twice where both starts were offline.
+A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
+wandb's own step. Iterations that are repeated after a requeue are not sent again: wandb would drop them online, and
+show them twice if both starts were offline.
 
 Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
-WANDB_MODE for ``auto``), but for WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which two arms cannot share.
+WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
 
-Beside the fields of the record a run has what Megatron-LM's ``training_log`` and ``evaluate_and_print_results`` send
+Besides the fields of the record a run has what Megatron-LM's ``training_log`` and ``evaluate_and_print_results`` send,
 under their names, so that dashboards made for it show these runs (``num-zeros`` and ``params-norm``, which it sends on
 request, are not computed).
 
-What leaves the machine is chosen here: the records, and the configuration without secrets. wandb's own collection of
-the command line, the git state, the console, the code and the package list is switched off; it still records the host's
-name, its version and the machine's utilisation.
-
-The baseline's exposed communication cannot be seen in its own steps, where collectives are no calls of an operator. It
-is that of flux's calls as collective and GEMM in turn (``flux/serial_time_ms`` - ``flux/gemm_time_ms``), the way stock
-runs them in forward; in backward stock hides a part beside the wgrad.
+The records and the configuration without secrets leave the machine. wandb's own collection of the command line, the
+git state, the console, the code and the package list is off; it still records the host's name, its version and the
+machine's utilisation.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ import logging
 import math
 import os
 import statistics
-import struct
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -38,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import UserError, one_line, require
-from megatron_flux.metrics.recorder import read_records
+from megatron_flux.metrics.recorder import RecordTail, read_records
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import timed
 
@@ -52,7 +46,7 @@ PROJECT = "megatron-flux"
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
 
 BASELINE_EXPOSED = "baseline/exposed_communication_ms"
-"""By operator, a curve of flux's run beside its own ``flux/exposed_communication_ms``; ms per iteration."""
+"""By operator, ms per iteration: a curve of flux's run beside its own ``flux/exposed_communication_ms``."""
 
 _DIFFERENCES = ("max_relative_loss_difference", "max_relative_grad_norm_difference")
 
@@ -80,9 +74,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
-        online where it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets
-        wandb's ``wandb/`` folder and the run's id; ``resuming`` goes on with the run whose id is there, if there is
-        one. ``per_rank``: also what is known of every rank (``flux/ranks``), a curve for each.
+        online if it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets wandb's
+        ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there. ``per_rank``: a curve for
+        each rank of ``flux/ranks``.
         """
         self.id: str | None = None
         """The run's id; None while there is no run."""
@@ -115,9 +109,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
                 )
             mode = "offline"
         mode = "online" if mode == "auto" else mode
-        kept = _kept_id(folder) if resuming else None
-        if kept and mode == "offline":
-            self._written = max(map(_last_step, folder.glob(f"wandb/offline-run-*/run-{kept}.wandb")), default=0)
+        earlier = _earlier_id(folder) if resuming else None
+        if earlier:
+            self._written = _superseded(folder)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -133,12 +127,12 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         run = wandb.init(
             mode=mode,
             **options,
-            id=kept or uuid.uuid4().hex[:8],
-            resume="allow",  # said of a new run, too: WANDB_RESUME=must would refuse it
+            id=earlier or uuid.uuid4().hex[:8],
+            resume="allow",  # also for a new run: WANDB_RESUME=must would refuse it
             config=encodable(without_secrets(config)),
             dir=str(folder),
             settings=settings,
-            # Two arms of a comparison are two runs of one process at the same time.
+            # Baseline and flux are two runs of one process at the same time.
             reinit="create_new",
         )
         about = {"id": run.id, "project": run.project, "mode": mode}
@@ -153,7 +147,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Mirror one record; unknown values are left out, fallbacks become one metric per reason.
 
-        What is no curve (the run, the tuner's choices) goes to the run's configuration.
+        ``flux/run`` and the tuner's plans go to the run's configuration.
         """
         if self._run is not None:
             with self._guarded():
@@ -168,13 +162,13 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
             self._run.log(values, step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
-        """Set what the run's page and tables of runs show as its outcome; unknown values are left out."""
+        """Set the run's summary, its outcome in tables of runs; unknown values are left out."""
         if self._run is not None:
             with self._guarded():
                 self._run.summary.update(_known(values))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the run; harmless when it has ended or never began."""
+        """End the run; harmless if it has ended or never began."""
         run, self._run = self._run, None
         if run is not None:
             with self._guarded():
@@ -182,7 +176,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What fails inside is said, and ends mirroring."""
+        """Log a failure inside and end mirroring."""
         try:
             yield
         except KeyboardInterrupt:
@@ -202,7 +196,7 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, Any]:
-    """What is known in a record and makes a curve, by name; objects have one for each key."""
+    """Return the known values of a record that make a curve, by name; objects have one for each key."""
     values: dict[str, Any] = {}
     objects = {name: value for name, value in record.items() if isinstance(value, Mapping)}
     objects[BASELINE_EXPOSED] = baseline_exposed_ms(record)
@@ -216,7 +210,7 @@ def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, An
 
 
 def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a record under further names that Megatron-LM sends to wandb (core_v0.16.1, training.py)."""
+    """Return values under further names that Megatron-LM sends to wandb (core_v0.16.1, training.py)."""
     loss = record.get("lm loss validation")
     return {
         "samples vs steps": record["consumed-samples"],
@@ -225,8 +219,8 @@ def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept_id(folder: Path) -> str | None:
-    """The id of the run that was mirrored from this folder before."""
+def _earlier_id(folder: Path) -> str | None:
+    """Return the id of the run that was mirrored from this folder before."""
     file = folder / ID_FILE
     if not file.exists():
         return None
@@ -237,32 +231,21 @@ def _kept_id(folder: Path) -> str | None:
         return None
 
 
-def _last_step(file: Path) -> int:
-    """Return the last step in an offline file, or 0. What a killed process was writing at its end is not there.
-
-    The file is LevelDB's log: blocks of 32 KiB with pieces of records, each behind a checksum, a length and a type.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, whole, last = file.read_bytes(), 7, b"", 0  # behind wandb's own mark
-    while at + 7 <= len(data):
-        if (left := -at % 32768) and left < 7:
-            at += left
-            continue
-        length, kind = struct.unpack_from("<4xHB", data, at)
-        piece = data[at + 7 : at + 7 + length]
-        if kind == 0 or len(piece) < length:
-            break
-        at += 7 + length
-        whole = piece if kind in (1, 2) else whole + piece  # the whole of one, the first, a middle or the last piece
-        if kind in (1, 4):
-            record = Record.FromString(whole)
-            last = max(last, record.history.step.num)
-    return last
+def _superseded(folder: Path) -> int:
+    """Return the last iteration that an earlier start recorded, and so mirrored, beyond the checkpoint; or 0."""
+    tails = [RecordTail(file) for file in folder.glob("metrics.jsonl.superseded-*")]
+    for tail in tails:
+        tail.poll()
+    return max((record["iteration"] for tail in tails for record in tail.records), default=0)
 
 
 def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
-    """Of a sampled flux record, by operator, in ms per iteration; empty for any other, and where flux's is withheld."""
+    """Return the baseline's exposed communication by operator, in ms per iteration, from a sampled record of flux.
+
+    In the baseline's own steps collectives are no calls of an operator. It is that of flux's calls as collective, then
+    GEMM, the way stock runs them in forward; in backward stock hides a part beside the wgrad. Empty where flux's is
+    withheld.
+    """
     serial, gemm = (record.get(f"flux/{part}_time_ms") or {} for part in ("serial", "gemm"))
     compared = record.get("flux/exposed_communication_ms") or {}  # null on CPUs, whose times say nothing of it
     return {
@@ -273,7 +256,7 @@ def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null where it is not known.
+    """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
 
     ``speedup``, ``speedup_low`` and ``speedup_high`` (its 95 % interval), ``paired_blocks``, the largest relative
     differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<arm>_exposed_communication_ms/*`` by
@@ -292,8 +275,8 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
             if known := [sample[operator] for sample in samples if sample.get(operator) is not None]:
                 found[f"{arm}_exposed_communication_ms/{operator}"] = statistics.median(known)
         try:
-            found_parts = read_json_object(folder / arm / "breakdown.json")
-            parts = found_parts.get("parts", {}) if found_parts.get("source") != "cpu" else {}
+            breakdown = read_json_object(folder / arm / "breakdown.json")
+            parts = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
         except UserError:  # missing or damaged
             parts = {}
         found[f"{arm}_exposed_communication_traced_ms"] = parts.get("communication_exposed")

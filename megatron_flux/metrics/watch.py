@@ -1,4 +1,4 @@
-"""``megatron-flux watch``: a running job in a terminal of 80 columns, from the records in its folder alone."""
+"""``megatron-flux watch``: follow a running job in a terminal of 80 columns, from the records in its folder alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report.run import Run, json_or_problem
-from megatron_flux.metrics.summary import ARMS, OWN_MEMORY_SINCE, Record, fallbacks_of, median_of, summarize, timed
+from megatron_flux.metrics.report.run import json_or_problem, load
+from megatron_flux.metrics.summary import ARMS, Record, fallbacks_of, median_of, timed
 from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
 
 RECENT = 20
-"""Steps that "recent" speaks of."""
+"""Steps whose median is the recent step time."""
 
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
@@ -33,17 +31,14 @@ START_S = 900.0
 """So long a start may be without a step: pre-flight, tuning, compilation, a big checkpoint."""
 
 WAIT_S = 60.0
-"""How long a pipe waits for a run to appear, which nobody ends with Ctrl-C."""
-
-VERDICT_SHARE = 0.05
-"""Most of the time that may go into the verdict so far: its interval takes longer the longer a run is."""
+"""How long a pipe waits for a run to appear."""
 
 
 def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float | None = None) -> None:
-    """Show a run until it has ended, or Ctrl-C; once where standard output is no terminal.
+    """Show a run until it has ended, or Ctrl-C; once if standard output is no terminal.
 
-    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear: by default as long as it takes in a
-    terminal, else :data:`WAIT_S`. UserError: no run has appeared by then, or the folder is not a training's.
+    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear: by default no limit in a terminal,
+    else :data:`WAIT_S`. Raises UserError: no run has appeared by then, or the folder is not a training's.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is not a folder; name the run folder of a training job")
@@ -81,39 +76,42 @@ class Watched:
     """A run folder that is read repeatedly."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet."""
         self.path = path
         self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
         self.config: dict[str, Any] = {}
-        self.settings: dict[str, Any] = {}
         self.problems: list[str] = []
         """Files beside the records that are damaged."""
+        self.begun = 0.0
+        """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
         self.end: tuple[str, str] | None = None
-        """How the run ended, in words and in the colour they have; None while it goes on, as far as its files say."""
-        self._begun = 0.0
-        self._verdict, self._computed, self._took = "", (-1, False), (0.0, 0.0)
+        """How the run ended, in words and their colour; None while it runs, as far as its files say."""
 
     def look(self) -> bool:
-        """Read what is new; False while there is no run yet."""
-        if (begun := self.begun) > self._begun:  # for the first time, or anew
+        """Read what is new; return False while there is no run yet."""
+        file = self.path / "config.json"
+        if file.exists() and (begun := file.stat().st_mtime) > self.begun:  # for the first time, or anew
             self.problems.clear()
-            self.config, self._begun = json_or_problem(self.path / "config.json", self.problems), begun
-            asked = self.config.get("config")
-            self.settings = asked if isinstance(asked, dict) else {}
+            self.config, self.begun = json_or_problem(file, self.problems), begun
         for tail in self.tails.values():
             tail.poll()
         self.end = self._end()
-        return self._begun > 0 or any(tail.records for tail in self.tails.values())
+        return self.begun > 0 or any(tail.records for tail in self.tails.values())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The requested configuration."""
+        settings = self.config.get("config")
+        return settings if isinstance(settings, dict) else {}
 
     @property
     def steps(self) -> int | None:
-        """Steps that each arm will do."""
+        """Steps that each side will do."""
         steps = self.settings.get("steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def arms(self) -> list[str]:
-        """The arms that there are or will be."""
+        """The sides that there are or will be."""
         if self.settings.get("command") == "compare":
             return list(ARMS)
         known = [arm for arm, tail in self.tails.items() if tail.records]
@@ -121,26 +119,15 @@ class Watched:
 
     @property
     def last(self) -> dict[str, int]:
-        """Iteration of each arm's last record; 0 before the first."""
+        """Iteration of each side's last record; 0 before the first."""
         every = {arm: self.tails[arm].records for arm in self.arms}
         return {arm: records[-1]["iteration"] if records else 0 for arm, records in every.items()}
 
-    @property
-    def begun(self) -> float:
-        """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
-        config = self.path / "config.json"
-        return config.stat().st_mtime if config.exists() else 0.0
-
     def _end(self) -> tuple[str, str] | None:
-        since = 0.0
-        with suppress(TypeError, ValueError):
-            since = datetime.fromisoformat(self.config.get("started")).timestamp()
-        written = [self.tails[arm].records[-1].get("timestamp") or since for arm, n in self.last.items() if n]
-        # A run that goes back finds later records of the one before, until its model is built.
-        if self.steps is not None and min(self.last.values()) >= self.steps and max(written) >= since:
-            return ended("finished"), "green"
         if (file := self.path / "ended.json").exists():
             state = str(json_or_problem(file, self.problems).get("state", "unknown"))
+            if state == "finished":
+                return ended(state), "green"
             at = ", ".join(f"{arm} after step {iteration}" for arm, iteration in self.last.items())
             return f"{ended(state)}, {at}", "yellow"
         notes = [note for arm in ARMS for note in (self.path / arm).glob("failure-rank*.json")]
@@ -151,24 +138,16 @@ class Watched:
         return None
 
     def verdict(self) -> str:
-        """What the report would have as its first line now: at the end of the records just that, before it may be late.
-
-        Empty until every arm that it is about has timed a step.
-        """
-        arms = {arm: tail.records for arm, tail in self.tails.items()}
-        if not all(timed(arms[arm]) for arm in (self.arms if self.settings.get("command") == "train" else ARMS)):
-            return ""
-        now, known = time.monotonic(), (sum(map(len, arms.values())), self.end is not None)
-        began, took = self._took
-        if known != self._computed and (known[1] or now >= began + took / VERDICT_SHARE):
-            summary = summarize(arms["baseline"], arms["flux"], self.config)
-            self._verdict = Run(self.path, self.path.name, "training", summary, self.config, arms).verdict
-            self._computed, self._took = known, (now, time.monotonic() - now)
-        return self._verdict if known[1] else f"so far: {self._verdict}"
+        """Return the report's verdict at the end; before, the ratio so far, once both sides have timed a step."""
+        if self.end is not None and self.end[1] == "green":
+            return load(self.path).verdict
+        medians = {arm: median_of(timed(tail.records), "iteration-time") for arm, tail in self.tails.items()}
+        baseline, flux = medians["baseline"], medians["flux"]
+        return f"so far: flux {baseline / flux:.3g}x" if baseline and flux else ""
 
 
 def view(watched: Watched, now: float) -> Group:
-    """Title, progress, the table as it stands, and what else there is to know below it."""
+    """Return title, progress, the table as it is now, and remarks below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for arm in watched.arms:
@@ -184,8 +163,8 @@ def view(watched: Watched, now: float) -> Group:
 def _title(watched: Watched) -> str:
     device, layout = watched.config.get("device"), watched.config.get("layout")
     words = [str(watched.path), str(watched.settings.get("preset", ""))]
-    if isinstance(device, dict) and len(device) > 1:
-        words.append(f"{device['count']} x {device['name']}")
+    if isinstance(device, dict):
+        words.append(f"{device.get('count', '?')} x {device.get('name', '?')}")
     if isinstance(layout, dict):
         words.append(" ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "dp") if name in layout))
     return ", ".join(filter(None, words))
@@ -196,20 +175,18 @@ def _progress(watched: Watched) -> str:
     if not steps:
         return ", ".join(f"{arm} {iteration}" for arm, iteration in last.items())
     parts = [f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %)" for arm, iteration in last.items()]
-    # At the pace of the recent steps of each arm.
     paces = {arm: median_of(watched.tails[arm].records[-RECENT:], "iteration-time") for arm in last}
     if watched.end is None and None not in paces.values():
-        parts.append(f"{duration(sum(paces[arm] * max(0, steps - last[arm]) for arm in last))} left")
+        parts.append(f"{duration(sum((paces[arm] or 0.0) * max(0, steps - last[arm]) for arm in last))} left")
     return ", ".join(parts)
 
 
 def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
-    """Lines with their style: the state, the verdict, what was left to stock, damage."""
+    """Return lines with their style: the state, the verdict, calls left to stock, damage."""
     written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
     usual = max(median_of(timed(watched.tails[arm].records), "iteration-time") or 0.0 for arm in watched.arms)
-    began, stepped = watched.begun, any(watched.last.values())
     # Without a configuration, the first record is the only sign of a start.
-    state, stalled = activity(now, began or written, written if stepped else None, usual)
+    state, stalled = activity(now, watched.begun or written, written if any(watched.last.values()) else None, usual)
     lines = [watched.end or (state, "red" if stalled else "")]
     if verdict := watched.verdict():
         lines.append((verdict, "bold"))
@@ -217,30 +194,26 @@ def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
         lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
     lines += [(problem, "red") for problem in dict.fromkeys(watched.problems)]
     # The last line of a running job may be half written: only whole lines can be damaged.
-    lines += [
-        (f"{arm}/metrics.jsonl: {found}", "red")
-        for arm in watched.arms
-        for found in watched.tails[arm].problems(ended=False)
-    ]
+    for arm in watched.arms:
+        lines += [(f"{arm}/metrics.jsonl: {found}", "red") for found in watched.tails[arm].problems(ended=False)]
     return lines
 
 
 def ended(state: str) -> str:
-    """How a run has ended, by the ``state`` of its ``ended.json``, in words."""
+    """Describe the ``state`` of an ``ended.json``."""
     return "ended: " + {"finished": "all steps done", "stopped": "stopped by a signal"}.get(state, state)
 
 
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
-    """What a run that has not ended does, in words, and whether it has stalled.
+    """Describe what a run that has not ended does, and return True if it has stalled.
 
     ``began`` is the Unix time of its latest start, ``written`` that of its last record (None: it has none, and one of
-    before the start does not count), ``usual`` the seconds that a step takes, 0 where that is not known.
+    before the start does not count), ``usual`` the seconds of a step, 0 if not known.
     """
     if written is None or written < began:
         silent = math.floor(max(0.0, now - began))
-        if silent > START_S:
-            return f"stalled: started {duration(silent)} ago, no step since", True
-        return f"running: started {duration(silent)} ago, no step since", False
+        stalled = silent > START_S
+        return f"{'stalled' if stalled else 'running'}: started {duration(silent)} ago, no step since", stalled
     silent = math.floor(max(0.0, now - written))
     if silent <= max(STALL_S, STALL_STEPS * usual):
         return f"running: last step {duration(silent)} ago", False
@@ -249,18 +222,17 @@ def activity(now: float, began: float, written: float | None, usual: float) -> t
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+    """Format seconds in the unit that suits them."""
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == int(seconds) else f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _last(name: str, form: Form, since: int = 1) -> Callable[[list[Record]], str]:
-    """The last known value of a field in records of schema version ``since`` or later; of an object an entry a line."""
+def _last(name: str, form: Form) -> Callable[[list[Record]], str]:
+    """Format the last known value of a field; of an object one entry a line."""
 
     def cell(records: list[Record]) -> str:
-        known = (r[name] for r in reversed(records) if r.get(name) not in (None, {}) and r.get("schema", 1) >= since)
-        value = next(known, {})
+        value = next((r[name] for r in reversed(records) if r.get(name) not in (None, {})), {})
         if isinstance(value, dict):
             return "\n".join(f"{key} {form(item)}" for key, item in value.items() if item is not None)
         return form(value) if math.isfinite(value) else str(value)
@@ -275,12 +247,6 @@ def _step_time(records: list[Record]) -> str:
     return f"{milliseconds(1000 * records[-1]['iteration-time'])} ({milliseconds(1000 * recent)})"
 
 
-def _ranks(records: list[Record]) -> str:
-    found = next((r for r in reversed(records) if r.get("flux/slowest_rank") is not None), {})
-    spread = found.get("flux/rank_spread_ms")
-    return str(found.get("flux/slowest_rank", "")) + (f" ({milliseconds(spread)} ms)" if spread is not None else "")
-
-
 _ROWS: dict[str, Callable[[list[Record]], str]] = {
     f"step time, last (median of {RECENT}), ms": _step_time,
     "loss": _last("lm loss", "{:.4f}".format),
@@ -289,13 +255,14 @@ _ROWS: dict[str, Callable[[list[Record]], str]] = {
     "tokens/s": _last("tokens-per-second", rate),
     "TFLOP/s per GPU": _last("throughput", rate),
     "MFU": _last("mfu", lambda value: percent(value, 1)),
-    "peak memory": _last("peak-memory-bytes", memory, since=OWN_MEMORY_SINCE),
+    "peak memory": _last("peak-memory-bytes", memory),
     "active flux layers": _last("flux/active_layers", str),
     "calls left to stock, per step": _last("flux/fallback_calls", str),
     "overlap efficiency": _last("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
-    "exposed communication (waits in kernels too), ms": _last("flux/exposed_communication_ms", milliseconds),
-    "slowest rank (spread)": _ranks,
+    "exposed communication, ms": _last("flux/exposed_communication_ms", milliseconds),
+    "slowest rank": _last("flux/slowest_rank", str),
+    "spread of ranks, ms": _last("flux/rank_spread_ms", milliseconds),
     "GPUs": _last("flux/gpu", "{:.0f}".format),
     "throttled GPUs": _last("flux/throttle_reasons", str),
-    "waits that ran into their limit": _last("flux/wait_timeouts", str),
+    "waits that reached their limit": _last("flux/wait_timeouts", str),
 }

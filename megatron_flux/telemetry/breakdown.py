@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.schema import BREAKDOWN_PARTS, BREAKDOWN_VERSION
+from megatron_flux.metrics.schema import BREAKDOWN_PARTS, SCHEMA_VERSION
 
 CATEGORIES = ("gemm", "fused", "communication", "attention", "norm", "other")
 STEP, OPTIMIZER = "flux::step", "flux::optimizer"
@@ -138,7 +138,7 @@ def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str
     begins = [begin for intervals in work.values() for begin, _ in intervals]
     launches = sum(any(start <= begin < end for start, end in windows) for begin in begins)
     return {
-        "schema": BREAKDOWN_VERSION,
+        "schema": SCHEMA_VERSION,
         "steps": [steps[0], steps[-1]],
         "rank": rank,
         "source": source,

@@ -1,24 +1,13 @@
-"""A headless Chromium for the tests of this folder, and a folder for what it saw."""
+"""A headless Chromium for the tests of this folder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-
-
-@pytest.fixture(scope="session")
-def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures go: the folder MEGATRON_FLUX_ARTEFACTS, or a temporary one for those that a test needs."""
-    named = os.environ.get("MEGATRON_FLUX_ARTEFACTS")
-    folder = Path(named) / "report" if named else tmp_path_factory.mktemp("artefacts")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

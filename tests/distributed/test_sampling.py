@@ -87,7 +87,7 @@ def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
             ("all_gather", False, 0, 8),
         }
         for row in calls.values():
-            assert set(row) == set(schema.described("flux/calls"))
+            assert set(row) == schema.names(schema.CallRecord)
             assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
             assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
             assert 0 <= row["gemm_ms"] <= row["serial_ms"]

@@ -1,23 +1,21 @@
-"""Reports of run folders: ``report.html``, one page that needs nothing but itself, ``report.md`` and PNG figures.
+"""Report run folders as ``report.html``, one page that needs nothing but itself.
 
-A report is chapters of parts, made once from the records and then written in every form. What is missing or damaged in
-a run is explained in its chapter. To be read in this order: ``render`` (what a report is made of, and HTML, Markdown,
-PNG), ``terms`` (words that it explains), ``run`` (a folder as the report sees it), ``figures``, the chapters
-``training`` with its ``ranks`` and ``benchmarks``; the one that lays several runs beside each other is here.
+A report is chapters of parts, made from the records. What is missing or damaged in a run is explained in its chapter.
+Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (a folder as the report sees it),
+``figures``, the chapters ``training`` with its ``ranks`` and ``benchmarks``; the overview of several runs is here.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report import benchmarks, inference, render, training
-from megatron_flux.metrics.report.render import Chapter, Part, Table, flat
+from megatron_flux.metrics.report import benchmarks, page, training
+from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import Run, different_models, load, load_all, why_apart, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import ARMS
@@ -28,36 +26,33 @@ _IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeo
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into a run folder, replacing an earlier one, and return its path.
+    """Write ``report.html`` into a run folder and return its path.
 
-    A run that was killed has no ``summary.json``; its figures are then computed from the records, and the report says
-    so. An arm without a file counts as one without records. UserError: no run folder, or it cannot be written.
+    A run that was killed has no ``summary.json``: its figures are computed from the records, and the report says so.
+    Raises UserError: it is no run folder, or cannot be written.
     """
     run = load(Path(run_dir))
-    return strict_json.write_text(run.path / "report.html", render.html(*make_chapters([run])))
+    return strict_json.write_text(run.path / "report.html", page.html(*make_chapters([run])))
 
 
-def write_reports(paths: Sequence[Path], out: Path, *, png: bool = False, lead: Part | None = None) -> list[Path]:
-    """Write ``report.html`` and ``report.md`` about run folders, or folders of them, into ``out``; returns the files.
+def write_reports(paths: Sequence[Path], out: Path, *, lead: Part | None = None) -> Path:
+    """Write ``report.html`` about run folders, or folders of them, into ``out``, ``lead`` before everything else.
 
-    ``png``: also every figure as ``figures/NAME.png``, shown in ``report.md``; needs kaleido and a browser. ``lead`` is
-    shown before everything else. UserError: no run folder, ``out`` cannot be written, or no PNG can be made here.
+    Raises UserError: there is no run folder, or ``out`` cannot be written.
     """
     chapters, title = make_chapters(load_all(paths))
     if lead is not None:
         chapters[0] = replace(chapters[0], parts=[lead, *chapters[0].parts])
-    page = strict_json.write_text(out / "report.html", render.html(chapters, title))
-    pictures = render.write_pictures(chapters, out) if png else {}
-    text = strict_json.write_text(out / "report.md", render.markdown(chapters, pictures))
-    return [page, text, *(out / name for name in pictures.values())]
+    return strict_json.write_text(out / "report.html", page.html(chapters, title))
 
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
-    """The chapters about these runs, and a title for the whole."""
+    """Return the chapters about these runs, and a title for the whole."""
     runs = with_pairs(runs)
-    makers = {"operators": benchmarks.operators_chapter, "layers": benchmarks.layers_chapter}
-    makers["inference"] = inference.inference_chapter
-    chapters = [makers.get(run.kind, training.chapter)(run, f"run{number}") for number, run in enumerate(runs, 1)]
+    chapters = [
+        (training.chapter if run.kind == "training" else benchmarks.chapter)(run, f"run{number}")
+        for number, run in enumerate(runs, 1)
+    ]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
     chapters.insert(0, _overview(runs))
@@ -65,27 +60,25 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 
 def _overview(runs: Sequence[Run]) -> Chapter:
-    """Verdicts, step times and speed-ups in tables, and what differs between the runs."""
+    """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
     trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
-    if notes := [
+    notes = [
         ("", f"{first.name} and {second.name} {apart}: do not compare them.")
         for first, second in combinations(trained, 2)
         if (apart := why_apart(first, second))
         and (different_models(first, second) or {first.only_arm, second.only_arm} == set(ARMS))
-    ]:
+    ]
+    if notes:
         parts.append(Part("notes", "Notes", table=Table(notes)))
     if trained:
         head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
         parts.append(Part("overview", "Training runs", table=Table([*map(_row, trained)], head)))
     if len(trained) > 1:
         table = _differences(trained)
-        caption = "" if table else "None: the runs were asked for the same, on the same devices and versions."
+        caption = "" if table else "None: the same was requested, on the same devices and versions."
         parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
-    kinds = {"training": "training run", "operators": "operator benchmark", "layers": "layer benchmark"}
-    kinds |= {"inference": "inference benchmark"}
-    counts = Counter(run.kind for run in runs)
-    title = ", ".join(counted(counts[kind], noun) for kind, noun in kinds.items() if counts[kind])
+    title = counted(len(runs), "run")
     return Chapter("all", title, title, "megatron-flux", parts)
 
 
@@ -102,12 +95,12 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def _differences(runs: Sequence[Run]) -> Table | None:
-    """The settings that are not the same in all runs; None when there are none."""
+    """Return the settings that are not the same in all runs; None if there are none."""
     every = []
     for run in runs:
-        asked = {name: value for name, value in without_secrets(run.settings).items() if name not in _IGNORED}
-        found = {name: run.summary.get(name) or run.config.get(name) for name in ("device", "link", "versions")}
-        every.append(dict(flat(asked | {name: value for name, value in found.items() if value})))
+        settings = {name: value for name, value in without_secrets(run.settings).items() if name not in _IGNORED}
+        about = {name: run.summary.get(name) or run.config.get(name) for name in ("device", "link", "versions")}
+        every.append(dict(flat(settings | {name: value for name, value in about.items() if value})))
     rows = [
         (name, *(one.get(name, UNKNOWN) or UNKNOWN for one in every))
         for name in dict.fromkeys(name for one in every for name in one)

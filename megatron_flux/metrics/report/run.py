@@ -1,8 +1,8 @@
-"""A run folder as the report sees it: what is there, in words what is not, and how it differs from another.
+"""Read a run folder for a report: what is there, what is damaged, and how it differs from another.
 
 Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``),
-``layers`` (``bench layer``) or ``inference`` (``bench inference``). Damage is no reason to
-show nothing: it is listed in :attr:`Run.problems`.
+``layers`` (``bench layer``) or ``inference`` (``bench inference``). Damage is no reason to show nothing: it is listed
+in :attr:`Run.problems`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report.render import flat
+from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
-from megatron_flux.metrics.table import UNKNOWN
+from megatron_flux.metrics.table import UNKNOWN, finite
 
 Kind = Literal["training", "operators", "layers", "inference"]
 
@@ -25,7 +25,7 @@ TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
     *("device", "precision", "fp8", "recompute", "cuda_graph_impl"),
 )
-"""What two runs must have in common for a ratio of their step times to say something."""
+"""What two runs must have in common for a ratio of their step times to mean something."""
 LOSS_SETTINGS = (
     *("seed", "data", "global_batch_size", "precision", "fp8", "dropout"),
     "padded_vocab_size",  # differs with tp, and the loss with it
@@ -36,7 +36,7 @@ LOSS_SETTINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, or two of one arm each as one comparison (:func:`with_pairs`)."""
+    """One run folder, or two of one side each as one comparison (:func:`with_pairs`)."""
 
     path: Path
     name: str
@@ -47,29 +47,29 @@ class Run:
     """``config.json``: configuration, versions, device, command."""
     arms: dict[str, list[Record]] = field(default_factory=dict)
     breakdowns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """``breakdown.json`` by arm, of runs that traced some steps."""
+    """``breakdown.json`` by side, of runs that traced some steps."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the run was asked for."""
+        """The requested configuration."""
         inner = self.config.get("config")
         return inner if isinstance(inner, Mapping) else self.config
 
     @property
     def only_arm(self) -> str | None:
-        """The arm of a training run that recorded only one."""
+        """The side of a training run that recorded only one."""
         known = [arm for arm, records in self.arms.items() if records]
         return known[0] if len(known) == 1 else None
 
     @property
     def trained_arm(self) -> str | None:
-        """The arm of a run of ``train``, which was never to have a second one."""
+        """The side of a run of ``train``, which never has a second one."""
         return self.only_arm if self.settings.get("command") == "train" else None
 
     @property
     def verdict(self) -> str:
-        """One line: what was found."""
+        """The finding in one line."""
         if self.kind != "training":
             noun = {"operators": "operator calls", "inference": "inference timings"}.get(self.kind, "layer timings")
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
@@ -92,7 +92,7 @@ def load(path: Path) -> Run:
 
 
 def load_all(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders; one that only holds run folders, as that of a job with repetitions does, stands for those."""
+    """Read run folders; a folder that only holds run folders, as a job's with repetitions does, stands for those."""
     runs: list[Run] = []
     for path in paths:
         name = path.resolve().name
@@ -137,7 +137,7 @@ def _load(path: Path) -> Run:
         tail.poll()
         problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.problems()]
     arms = {arm: tail.records for arm, tail in tails.items()}
-    breakdowns = {arm: found for arm in ARMS if (found := _breakdown(path / arm / "breakdown.json", problems))}
+    breakdowns = {arm: found for arm in ARMS if (found := json_or_problem(path / arm / "breakdown.json", problems))}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
     about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "link", "layout", "command")}
     summary = summarize(arms["baseline"], arms["flux"], about)
@@ -146,32 +146,37 @@ def _load(path: Path) -> Run:
     return Run(path, name, "training", summary, config, arms, breakdowns, problems)
 
 
-_COLUMNS: dict[Kind, dict[str, Any]] = {
-    "operators": {"op": str, "m": int, "n": int, "k": int, "gemm_ms": int | float, "serial_ms": int | float},
-    "layers": {"arm": str, "model": str, "seq": int, "micro_batch": int, "layers": int, "breakdown": dict}
-    | dict.fromkeys(("ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"), int | float),
-    "inference": {"kind": str, "model": str, "m": int, "arm": str}
-    | dict.fromkeys(("ms", "ms_low", "ms_high"), int | float),
+_TEXT: dict[Kind, tuple[str, ...]] = {
+    "operators": ("op",),
+    "layers": ("arm", "model"),
+    "inference": ("kind", "model", "arm"),
+}
+_NUMBERS: dict[Kind, tuple[str, ...]] = {
+    "operators": ("m", "n", "k", "gemm_ms", "serial_ms"),
+    "layers": ("seq", "micro_batch", "ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"),
+    "inference": ("m", "ms", "ms_low", "ms_high"),
 }
 """What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
 
 
 def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
-    """The kind of benchmark that wrote the summary, None if none did; UserError where a row of it is damaged."""
+    """Return the kind of benchmark that wrote the summary, if any. Raises UserError: a row is damaged."""
     rows = summary.get("rows")
     if not isinstance(rows, list):
         return None
     columns = {name for row in rows if isinstance(row, dict) for name in row}
     kind: Kind = "inference" if "kind" in columns else "layers" if "ms_per_layer" in columns else "operators"
     for number, row in enumerate(rows, 1):
-        for name, types in _COLUMNS[kind].items():
-            if not isinstance(row, dict) or not isinstance(row.get(name), types):
-                raise UserError(f"{path}: row {number} has no usable {name!r}; repair it or measure again")
+        known = row if isinstance(row, dict) else {}
+        missing = [name for name in _TEXT[kind] if not isinstance(known.get(name), str)]
+        missing += [name for name in _NUMBERS[kind] if not finite(known.get(name))]
+        if missing:
+            raise UserError(f"{path}: row {number} has no usable {missing[0]!r}; repair it or measure again")
     return kind
 
 
 def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The object in a file; empty, with the reason among ``problems``, when it is damaged, and silently if missing."""
+    """Read the object in a file; empty if the file is missing, or damaged: then the reason is added to ``problems``."""
     if not path.exists():
         return {}
     try:
@@ -181,17 +186,8 @@ def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _breakdown(path: Path, problems: list[str]) -> dict[str, Any]:
-    found = json_or_problem(path, problems)
-    parts = found.get("parts")
-    if found and not (isinstance(parts, dict) and all(isinstance(ms, int | float) for ms in parts.values())):
-        problems.append(f"{path.parent.name}/breakdown.json has no parts in ms: left out.")
-        return {}
-    return found
-
-
 def with_pairs(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with a comparison in front where exactly one of them is stock alone and one flux alone.
+    """Return the runs, with a comparison in front if exactly one of them is stock alone and one flux alone.
 
     Two such runs that :func:`why_apart` tells apart are not compared. Of others notes say that they were not
     interleaved, and in which settings of their losses they differ.
@@ -200,23 +196,24 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     if len(baselines) != 1 or len(fluxes) != 1 or why_apart(baselines[0], fluxes[0]) is not None:
         return list(runs)
     baseline, flux = baselines[0], fluxes[0]
-    # Blocks count the order of execution over both arms; these ran one after the other.
+    # Blocks count the order of execution over both sides; these ran one after the other.
     first = baseline.arms["baseline"]
     after = 1 + max(record["block"] for record in first)
     second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
-    summary = summarize(first, second, flux.config, separate=True)
+    summary = summarize(first, second, flux.config)
     summary["notes"].append(
-        "The arms are two separate runs: what else changed between them (machine, clocks, other jobs) is in the ratio."
+        "Baseline and flux are two separate runs: what else changed between them (machine, clocks, other jobs) is in "
+        "the ratio."
     )
     if unequal := differing(baseline, flux, LOSS_SETTINGS):
-        summary["notes"].append(f"The arms' losses cannot be compared: {', '.join(unequal)}.")
+        summary["notes"].append(f"Their losses cannot be compared: {', '.join(unequal)}.")
     arms, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
     return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs]
 
 
 def why_apart(first: Run, second: Run) -> str | None:
-    """Why the step times of two trainings cannot be compared, in a few words; None where nothing is against it."""
+    """Return why the step times of two trainings cannot be compared, in a few words; None if they can."""
     if (models := different_models(first, second)) is not None:
         return f"trained different models ({models})"
     unequal = differing(first, second, TIME_SETTINGS)
@@ -224,9 +221,7 @@ def why_apart(first: Run, second: Run) -> str | None:
 
 
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
-    """``name a and b`` for each of these settings that both runs know and that is not the same; ``device`` is what the
-    trainings ran on, by name.
-    """
+    """Return ``name a and b`` for each of these settings that both runs have and that differs; ``device`` by name."""
     devices = [run.summary.get("device") or run.config.get("device") for run in (first, second)]
     named = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
     a, b = ({**run.settings, "device": name} for run, name in zip((first, second), named, strict=True))
@@ -235,7 +230,7 @@ def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
 
 
 def different_models(first: Run, second: Run) -> str | None:
-    """How the trained models differ, in a few words; None when they are the same or one is not known.
+    """Return how the trained models differ, in a few words; None if they are the same or one is not known.
 
     Losses and step times of two models say nothing about each other.
     """

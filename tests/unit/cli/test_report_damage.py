@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report import make_chapters, render
+from megatron_flux.metrics.report import make_chapters, page
 from megatron_flux.metrics.report.run import load
 from tests.unit.metrics.report_runs import RESULTS, full_run
 
@@ -50,7 +50,7 @@ def shown(folder: Path) -> str | None:
     except UserError as error:
         message = str(error)
     else:
-        return render.html(chapters, title) + render.markdown(chapters, {})
+        return page.html(chapters, title)
     assert "\n" not in message
     return None
 

@@ -35,7 +35,7 @@ def record(iteration: int, *, flux: bool = False, **changes: Any) -> Record:
         "flux/bytes_received": 4096 if flux else 0,
         "flux/fallback_calls": 0,
         "flux/fallbacks": {},
-        "schema": 3,
+        "schema": schema.SCHEMA_VERSION,
         "flux/allocated_peak_bytes": 3 * 2**28 if flux else 2**30,
         "flux/workspace_bytes": 2**28 if flux else 0,
         "flux/kept_bytes": 0,
@@ -156,7 +156,7 @@ def breakdown(*, flux: bool = False) -> dict[str, Any]:
     parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
     parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
     return {
-        "schema": schema.BREAKDOWN_VERSION,
+        "schema": schema.SCHEMA_VERSION,
         "steps": [5, 7],
         "rank": 0,
         "source": "gpu",

@@ -1,4 +1,4 @@
-"""report.html: self-contained, escaped, complete, and without empty plots."""
+"""report.html: self-contained, escaped and without empty plots; what its chapters say of runs of every kind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.report import write_report
-from megatron_flux.metrics.report.figures import step_times
-from megatron_flux.metrics.report.render import DARK, LIGHT, Chapter, Part, html, painted
-from megatron_flux.metrics.report.run import load
-from megatron_flux.metrics.report.training import chapter
-from tests.unit.metrics.metrics_records import Record, interleaved, write_run
+from megatron_flux.metrics.report import figures, ranks, write_report, write_reports
+from megatron_flux.metrics.report.benchmarks import chapter as benchmark
+from megatron_flux.metrics.report.page import DARK, LIGHT, Chapter, Part, html
+from megatron_flux.metrics.report.ranks import MOST_COLUMNS, MOST_ROWS
+from megatron_flux.metrics.report.run import load, load_all, with_pairs
+from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
+from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.telemetry.call_sampler import FIELDS
+from tests.unit.metrics.metrics_records import Record, interleaved, record, sampled_record, write_run
+from tests.unit.metrics.report_runs import RESULTS, SHAPE, cluster_arms, full_arms, full_run, one_arm
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
-    "config": {"preset": "tiny", "optimizer": {"lr": 1e-3}, "data": ["a.txt", "b.txt"]},
+    "config": {"preset": "tiny", "optimizer": {"lr": 1e-3}, "data": ["a.txt", "b.txt"], "wandb_api_key": "hunter2"},
     "versions": {"torch": "2.13.0"},
     "device": {"name": "cpu"},
     "layout": {"tp": 2},
@@ -30,7 +34,8 @@ INFO: dict[str, Any] = {
 }
 
 
-def arms_of(pairs: int = 6) -> dict[str, list[Record]]:
+def plain_arms(pairs: int = 6) -> dict[str, list[Record]]:
+    """Nothing was sampled."""
     arms = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
     arms["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
     arms["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
@@ -67,18 +72,36 @@ class Page(HTMLParser):
         else:
             self._into[-1] += data
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        return {name.removeprefix("run1-"): figure for name, figure in json.loads(self.scripts[0]).items()}
-
 
 def page(folder: Path) -> Page:
     return Page(write_report(folder).read_text(encoding="utf-8"))
 
 
+def parts(shown: Chapter) -> dict[str, Part]:
+    found = {part.id: part for part in shown.parts}
+    assert len(found) == len(shown.parts)
+    for part in found.values():
+        if part.figure is not None:
+            for palette in (LIGHT, DARK):
+                text = re.sub(r"var\(--([\w-]+)\)", lambda name, of=palette: of[name[1]], json.dumps(part.figure))
+                go.Figure(json.loads(text))  # raises on a name, colour or value that plotly does not know
+            assert part.figure["layout"]["xaxis"]["title"]["text"], part.id
+        assert part.figure or part.table or part.caption, part.id
+    return found
+
+
+def trained(folder: Path, arms: dict[str, list[Record]]) -> dict[str, Part]:
+    return parts(chapter(load(full_run(folder / "run", arms)), "run1"))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", arms_of(), INFO)
+    return write_run(tmp_path / "run", plain_arms(), INFO)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
+    return trained(tmp_path_factory.mktemp("full"), full_arms())
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
@@ -87,9 +110,9 @@ def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
     assert [attrs for _, attrs in shown.tags if {"src", "srcset", "action"} & set(attrs)] == []
     # Links go to places of the page itself, each of which is there.
     places = {f"#{attrs['id']}" for _, attrs in shown.tags if "id" in attrs}
-    links = [attrs["href"] for _, attrs in shown.tags if "href" in attrs]
+    links = {attrs["href"] for _, attrs in shown.tags if "href" in attrs}
     assert links
-    assert set(links) <= places
+    assert links <= places
     assert len(shown.scripts) == 3  # figures, plotly.js once, ours
     assert sum("* plotly.js v" in script for script in shown.scripts) == 1
     assert "http" not in shown.scripts[0] + shown.scripts[2] + shown.text
@@ -101,7 +124,7 @@ def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
-    arms = arms_of()
+    arms = plain_arms()
     arms["flux"][-1]["flux/fallbacks"] = {HOSTILE: 2}
     hostile = {
         "config": {HOSTILE: HOSTILE, "nested": {"path": HOSTILE}},
@@ -110,8 +133,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
         "layout": {"tp": HOSTILE},
         "command": HOSTILE,
     }
-    folder = write_run(tmp_path / "a <b>&run", arms, hostile)
-    shown = page(folder)
+    shown = page(write_run(tmp_path / "a <b>&run", arms, hostile))
     assert len(shown.scripts) == 3
     assert "img" not in [tag for tag, _ in shown.tags]
     assert not any("onerror" in attrs for _, attrs in shown.tags)
@@ -134,130 +156,314 @@ def test_hostile_strings_in_plot_json_cannot_end_the_script() -> None:
 
 
 def test_content(run: Path) -> None:
+    (run / "summary.json").unlink()
     shown = page(run)
     for expected in (
-        "flux 1.11x (1.11…1.11): faster",
-        "step time, median (ms)",
-        "optimizer.lr",
-        "0.001",
-        "a.txt, b.txt",
-        "megatron-flux compare --preset tiny",
-        "2.13.0",
-        "fallback to stock",
-        "Largest relative".lower(),
+        *("flux 1.11x (1.11…1.11): faster", "step time, median (ms)", "optimizer.lr", "0.001", "a.txt, b.txt"),
+        *("megatron-flux compare --preset tiny", "2.13.0", "fallback to stock", "no summary.json"),
     ):
         assert expected in shown.text, expected
-    assert ("html", {"lang": "en"}) in shown.tags
-    assert any(attrs.get("name") == "viewport" for _, attrs in shown.tags)
-    assert "prefers-color-scheme: dark" in shown.styles[0]
-    assert "@media print" in shown.styles[0]
-
-
-def test_secrets_in_the_configuration_are_not_shown(tmp_path: Path) -> None:
-    config = {"config": {"wandb_api_key": "hunter2", "sub": {"hf_token": "hunter3"}, "tokenizer": "bytes"}}
-    text = page(write_run(tmp_path, arms_of(), config)).text
-    assert "hunter" not in text
-    assert "bytes" in text
-
-
-def test_each_figure_has_its_place_data_and_units(run: Path) -> None:
-    shown = page(run)
-    figures = shown.figures
+    assert "hunter" not in shown.text
     places = [attrs["id"] for tag, attrs in shown.tags if tag == "div" and attrs.get("class") == "plot"]
-    assert places == [f"plot-run1-{name}" for name in figures]
-    expected = ["step-times", "loss", "loss-difference", "grad-norm"]
-    assert list(figures) == expected
-    for name, figure in figures.items():
-        go.Figure(figure)  # raises on a name or value that plotly does not know
-        assert figure["data"], name
-        assert figure["layout"]["xaxis"]["title"]["text"], name
-        for trace in figure["data"]:
-            assert any(value is not None for value in trace["x"]), name
-        for palette in (LIGHT, DARK):
-            colours = painted(figure, palette)
-            assert "var(" not in json.dumps(colours)
-            go.Figure(colours)
-    titles = {name: figure["layout"]["yaxis"]["title"]["text"] for name, figure in figures.items()}
-    assert titles["step-times"] == "step time (ms)"
-    assert titles["loss"] == "lm loss (nat/token)"
+    assert places == [f"plot-{name}" for name in json.loads(shown.scripts[0])]
+    assert places == [f"plot-run1-{name}" for name in ("step-times", "loss", "loss-difference", "grad-norm")]
+
+
+def test_everything_that_was_recorded_is_shown(full: dict[str, Part]) -> None:
+    drawn = [name for name, part in full.items() if part.figure is not None]
+    assert drawn == [
+        *("step-times", "loss", "loss-difference", "grad-norm", "grad-norm-difference"),
+        *("time", "e-overlap", "heat-baseline", "heat-flux", "sm-clock-mhz-min", "power-w-max"),
+    ]
+    assert "missing" not in full
+    titles = {name: full[name].figure["layout"]["yaxis"]["title"]["text"] for name in ("step-times", "loss")}
+    assert titles == {"step-times": "step time (ms)", "loss": "lm loss (nat/token)"}
+    assert full["choices"].table.rows[0][1:] == ("fused bm=128 bn=256", "2")
+    assert "sw_power_cap in 10" in full["power-w-max"].caption
 
 
 def test_step_times_are_in_order_of_execution() -> None:
-    figure, caption = step_times(arms_of(2))
+    figure, caption = figures.step_times(plain_arms(2))
     where = {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]}
     assert where["baseline"][0] == [2, 3, 10, 11, 12]
     assert where["flux"][0] == [5, 6, 7, 8, 9]
-    assert where["baseline, warm-up"] == ([1], [4000.0])
-    assert where["flux, warm-up"][0] == [4]
+    assert where["baseline, not timed"] == ([1], [4000.0])
+    assert where["flux, not timed"][0] == [4]
     low, high = figure["layout"]["yaxis"]["range"]
     assert low < 90 < 100 < high < 130
     assert caption.endswith("above the axis: 1.")
 
 
-def captions(folder: Path) -> dict[str, str]:
-    """What stands in place of the figures that are left out."""
-    parts = chapter(load(folder), "run1").parts
-    gathered = {part.id: list(part.table.rows) for part in parts if part.id == "missing"}
-    alone = {part.id: part.caption for part in parts if part.figure is None and part.caption}
-    return alone | dict(gathered.get("missing", []))
+def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
+    part = full["time"]
+    for index, arm in enumerate(reversed(["baseline", "flux"])):
+        assert part.figure["data"][0]["y"][index] == arm
+        stacked = sum(trace["x"][index] for trace in part.figure["data"])
+        assert stacked == pytest.approx(100.0 if arm == "baseline" else 95.0)
+    rows = {row[0]: row[1:] for row in part.table.rows}
+    assert rows["fused operators"] == ("0.00", "12.00")
+    assert rows[WAITS_INCLUDED] == ("58.00", "53.00")
+    assert FUSED_WAITS in part.caption
 
 
-NOT_RECORDED = {
-    "Where the time goes": "--profile-steps",
-    "Overlap efficiency per operator": "sampled its operators",
-    "Slowest ranks": "sampled its ranks",
-    "Clocks, power and throttling": "sampled its GPUs",
-}
+def test_overlap_efficiencies(full: dict[str, Part], tmp_path: Path) -> None:
+    part = full["e-overlap"]
+    assert part.figure["data"][0]["x"] == pytest.approx([50.0, 80.0])
+    assert [row[-2:] for row in part.table.rows] == [("0.4", "80 %"), ("0.5", "50 %")]
+    arms = full_arms()
+    for item in arms["flux"]:
+        for call in item.get("flux/calls", [])[:1]:
+            call |= {"exposed_ms": None, "e_overlap": None, "withheld": "the clocks were others"}
+    part = trained(tmp_path, arms)["e-overlap"]
+    assert "5 of 10 sampled calls: the clocks were others" in part.caption
+    assert [row[-2:] for row in part.table.rows] == [("\u2014", "\u2014"), ("0.5", "50 %")]
 
 
-def test_no_empty_plots_but_a_sentence(tmp_path: Path) -> None:
-    missing = captions(write_run(tmp_path, {"baseline": [], "flux": []}, INFO))
-    curves = {"loss", "loss-difference", "grad-norm", "grad-norm-difference"}
-    assert curves | {"step-times", "operators"} <= set(missing)
-    assert all(caption for caption in missing.values())
+def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
+    arms = full_arms()
+    counts = ("all_gather_gemm_calls", "gemm_reduce_scatter_calls", "bytes_received", "fallback_calls")
+    for item in arms["flux"]:
+        item |= {f"flux/{name}": None for name in counts}
+        if item.get("flux/sampled"):
+            item |= dict.fromkeys((*FIELDS, "flux/slowest_rank", "flux/rank_spread_ms"))
+    shown = trained(tmp_path, arms)
+    assert "CUDA graphs" in dict(shown["missing"].table.rows)["Overlap efficiency per operator"]
+    assert "CUDA graphs" in shown["operators"].caption
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    arms = arms_of()
+    arms = plain_arms()
     for item in arms["baseline"] + arms["flux"]:
-        item |= {"peak-memory-bytes": None, "lm loss": 3.0}
+        item |= {"lm loss": 3.0}
     arms["flux"][3]["lm loss"] = math.nan
-    folder = write_run(tmp_path, arms, INFO)
-    expected = {
-        "loss-difference": r"identical in 17 iterations of 18\..* in 1 iteration",
-        "grad-norm-difference": "identical in 18 iterations of 18",
-        "comparison": "on CPUs arms share",
-        **NOT_RECORDED,
+    shown = parts(chapter(load(write_run(tmp_path, arms, INFO)), "run1"))
+    assert re.search(r"identical in 17 iterations of 18\..* in 1 iteration", shown["loss-difference"].caption)
+    assert "identical in 18 iterations of 18" in shown["grad-norm-difference"].caption
+    assert "flux lm loss is not finite in 1 iteration" in shown["loss"].caption
+    assert next(trace for trace in shown["loss"].figure["data"] if trace["name"] == "flux")["y"][3] is None
+    assert set(dict(shown["missing"].table.rows)) == {
+        *("Where the time goes", "Overlap efficiency per operator", "Ranks", "Clocks, power and throttling"),
     }
-    found = captions(folder)
-    assert set(found) == set(expected)
-    assert [name for name, fact in expected.items() if not re.search(fact, found[name])] == []
-    shown = page(folder)
-    loss = next(trace for trace in shown.figures["loss"]["data"] if trace["name"] == "flux")
-    assert loss["y"][3] is None
-    assert "flux lm loss is not finite in 1 iteration" in shown.text
+    empty = parts(chapter(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)), "run1"))
+    assert not [part.id for part in empty.values() if part.figure]
 
 
-def test_missing_arm_is_said_in_the_report(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, {"baseline": arms_of()["baseline"], "flux": []}, INFO)
-    (folder / "flux" / "metrics.jsonl").unlink()
-    shown = page(folder)
-    assert "The flux arm has no records." in shown.text
-    assert [trace["name"] for trace in shown.figures["loss"]["data"]] == ["baseline"]
+def test_validation_losses_are_points_on_the_loss() -> None:
+    arms = {"baseline": [record(n) for n in range(1, 5)], "flux": []}
+    arms["baseline"][2]["lm loss validation"] = 4.5
+    drawn, caption = figures.curves(arms, "lm loss", "nat/token", "lm loss validation")
+    line, points = drawn["data"]
+    assert (points["name"], points["mode"]) == ("baseline, lm loss validation", "markers")
+    assert (points["x"], points["y"], len(line["x"])) == ([3], [4.5], 4)
+    assert caption == "There are no records of flux."
 
 
-def test_killed_run_is_computed_from_its_records(run: Path) -> None:
-    (run / "summary.json").unlink()
-    shown = page(run)
-    assert "no summary.json" in shown.text
-    assert "flux 1.11x" in shown.text
-    assert "2.13.0" in shown.text
+def test_long_runs_are_thinned_without_losing_peaks() -> None:
+    steps = 5 * figures.MAX_POINTS
+    arms = {arm: [record(n, block=n // 50) for n in range(1, steps + 1)] for arm in ("baseline", "flux")}
+    arms["flux"][4321] |= {"lm loss": 9e9, "iteration-time": 0.12}
+    for drawn, _ in (
+        figures.step_times(arms),
+        figures.curves(arms, "lm loss", ""),
+        figures.difference(arms, "lm loss"),
+    ):
+        assert all(len(trace["x"]) <= figures.MAX_POINTS + 1 for trace in drawn["data"])
+        peak = max(value for trace in drawn["data"] for value in trace["y"])
+        assert peak in (9e9, 120.0) or peak > 1e5
+        assert all(sorted(trace["x"]) == trace["x"] for trace in drawn["data"])
+
+
+# Ranks.
+
+
+@pytest.fixture(scope="module")
+def cluster() -> dict[str, list[Record]]:
+    return cluster_arms()
+
+
+def of_ranks(arms: dict[str, list[Record]]) -> dict[str, Part]:
+    return {part.id: part for part in ranks.parts(ranks.of_arms(arms))}
+
+
+def test_the_straggler_among_many_ranks(cluster: dict[str, list[Record]]) -> None:
+    shown = of_ranks(cluster)
+    part = shown["heat-flux"]
+    assert "Rank 77 on gpu-node-009.cluster.example was slowest in 16 of 24 sampled steps of flux" in part.caption
+    assert part.caption.endswith("(5.0 %) above the median rank's: a straggler.")
+    z = part.figure["data"][0]["z"]
+    assert (len(z), len(z[0])) == (128, 24)
+    assert z[77][-1] == pytest.approx(0.945 * 1122, 1e-4)
+    assert shown["heat-baseline"].title == "Step time of every rank, baseline"
+    assert "Which rank waits for which is not known" in shown["heat-baseline"].caption
+    table = shown["ranks"].table
+    assert len(table.rows) == 32
+    assert shown["ranks"].caption == "The 16 slowest of 128 ranks."
+    assert [row[0] for row in table.rows if "straggler" in row[0]] == [
+        "flux, rank 77 on gpu-node-009.cluster.example, straggler"
+    ]
+    early = {arm: records[: len(records) // 3] for arm, records in cluster.items()}
+    assert of_ranks(early)["heat-flux"].caption.endswith("no straggler.")
+
+
+@pytest.mark.parametrize(("times", "found"), [(7, []), (9, ["straggler"])])
+def test_one_of_two_ranks_is_slower_by_chance(times: int, found: list[str]) -> None:
+    records = []
+    for n in range(1, 10):
+        slow = int(n <= times)
+        timings = {"step_ms": [100.0, 100.0], "operators_ms": [10.0 + 10 * slow, 20.0 - 10 * slow]}
+        records.append(sampled_record(n, flux=True, **{"flux/ranks": timings, "flux/slowest_rank": slow}))
+    known = ranks.of_arms({"baseline": [], "flux": records})
+    assert [name for name, _ in ranks.findings(known)] == found
+
+
+def test_a_heat_map_stays_small_and_keeps_what_is_slow() -> None:
+    many = 2 * MOST_ROWS + 3
+    records = [sampled_record(n, flux=True, ranks=many) for n in range(1, 2 * MOST_COLUMNS + 2)]
+    for item in records:
+        item["flux/ranks"]["operators_ms"] = [10.0] * many
+    records[101]["flux/ranks"]["operators_ms"] = [*[10.0] * (many - 1), 1.0]
+    z = of_ranks({"baseline": [], "flux": records})["heat-flux"].figure["data"][0]["z"]
+    assert (len(z), len(z[0])) == (172, 107)
+    assert max(map(max, z)) == z[-1][101 // 3] == 99.0
+
+
+def test_ranks_are_those_of_the_latest_nodes(cluster: dict[str, list[Record]]) -> None:
+    """A requeued job has other nodes: rank 77 of before is another GPU."""
+    moved = [dict(item) for item in cluster["flux"]]
+    last = max(index for index, item in enumerate(moved) if item["flux/sampled"])
+    moved[last]["flux/run"] = {"nodes": ["other"], "node_of_rank": [0] * 128}
+    caption = of_ranks({"baseline": [], "flux": moved})["heat-flux"].caption
+    assert "Rank 77 on other was slowest in 1 of 1 " in caption
+
+
+# Benchmarks.
+
+
+def test_operator_benchmarks() -> None:
+    first, second = load_all([RESULTS / "ops-h200x4-nvlink"])
+    assert [run.name for run in (first, second)] == ["ops-h200x4-nvlink/m8192", "ops-h200x4-nvlink/smaller"]
+    shown = parts(benchmark(first, "run1"))
+    tuned = next(trace for trace in shown["e-all_gather_gemm"].figure["data"] if trace["name"] == "tuned")
+    stored = {row["e_overlap"] for row in first.summary["rows"] if row["op"] == "all_gather_gemm"}
+    assert {round(value / 100, 3) for value in tuned["x"]} == {round(value, 3) for value in stored}
+    operators = benchmark(load(RESULTS / "ops-h200x4-sustained" / "m2048"), "run1")
+    assert operators.subtitle.endswith(", NVLink multicast off (NCCL_NVLS_ENABLE 0), CUDA_DEVICE_MAX_CONNECTIONS 1")
+
+
+def test_layer_benchmarks() -> None:
+    run = load(RESULTS / "layer-h200x4-nvlink")
+    chapter = benchmark(run, "run1")
+    shown = parts(chapter)
+    assert [part.title for part in shown.values() if part.figure] == [
+        "gpt3-175b, 2048 \u00d7 4: where the time goes",
+        "gpt3-175b, 2048 \u00d7 1: where the time goes",
+        "llama-70b, 4096 \u00d7 2: where the time goes",
+    ]
+    bars = {trace["name"]: dict(zip(trace["y"], trace["x"], strict=True)) for trace in shown["time-1"].figure["data"]}
+    assert sum(values["te"] for values in bars.values()) == pytest.approx(
+        run.summary["rows"][0]["breakdown"]["span_ms"], 1e-3
+    )
+    assert "TE's userbuffers without it too (UB_SKIPMC 1)" in chapter.subtitle
+    assert FUSED_WAITS in shown["layers-1"].caption
+
+
+INFERENCE = [
+    {"kind": "decode", "model": "gpt3-175b", "layers": 1, "m": m, "arm": arm, "ms": ms, "ms_low": ms, "ms_high": 2 * ms,
+     "speedup_vs_stock": 0.5 / ms}
+    for m in (1, 8)
+    for arm, ms in {"te": 0.5, "flux_te": 0.4}.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("note", [None, "no measure of speed"])
+def test_inference_benchmarks(tmp_path: Path, note: str | None) -> None:
+    skipped = [{"kind": "decode", "model": "gpt3-175b", "arm": "local", "reason": "it <fell> over"}] * 2
+    summary = {"device": "H200", "tp": 2, "link": "nvlink", "note": note, "rows": INFERENCE, "skipped": skipped}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    run = load(tmp_path)
+    assert (run.kind, run.verdict) == ("inference", "4 inference timings, H200, tp 2")
+    shown = parts(benchmark(run, "run1"))
+    assert [name for name, part in shown.items() if part.figure] == ([] if note else ["speed-up-decode"])
+    row = ("gpt3-175b, 1 layer(s), m 1", "flux_te", "0.4000 (0.4000\u20260.8000)", "1.250\u00d7")
+    assert shown["ms-decode"].table.rows[1] == (row[:3] if note else row)
+    assert shown["skipped"].table.rows == [("decode gpt3-175b local", "it <fell> over")]
+    summary["rows"][0] = {**INFERENCE[0], "ms": "fast"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(UserError, match="row 1 has no usable 'ms'"):
+        load(tmp_path)
+    summary["rows"][0] = {**INFERENCE[0], "ms": 0.5}
+
+
+# Several runs.
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    runs = [full_run(tmp_path / "first"), full_run(tmp_path / "second", shape={"hidden_size": 128}, lr=1.0)]
+    file = write_reports([*runs, RESULTS / "layer-h200x4-nvlink"], tmp_path / "out")
+    assert file == tmp_path / "out" / "report.html"
+    text = file.read_text()
+    assert "<title>3 runs</title>" in text
+    assert "first and second trained different models (num_layers 2 and \u2014, hidden_size 64 and 128" in text
+    assert re.search(r"lr</th><td>0.001</td><td>1.0</td>", text)
+    assert text.count("* plotly.js v") == 1
+    assert '<a href="#run3">layer-h200x4-nvlink</a>' in text
+
+
+def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
+    runs = [load(one_arm(tmp_path / "flux-job", "flux", seed=1)), load(one_arm(tmp_path / "stock-job", "baseline"))]
+    assert runs[0].verdict == "flux alone: 90.17 ms per step (median of 17)"
+    joined = with_pairs(runs)[0]
+    assert (joined.name, joined.verdict) == (
+        "stock-job and flux-job", "flux 1.11x, no interval: 1 pair of blocks, 6 are needed"
+    )  # fmt: skip
+    separate, unequal = joined.summary["notes"]
+    assert "two separate runs" in separate
+    assert unequal == "Their losses cannot be compared: seed 1234 and 1."
+    blocks = [{item["block"] for item in joined.arms[arm]} for arm in ("baseline", "flux")]
+    assert blocks == [{0}, {1}]
+    runs[1].summary["device"] = {**runs[1].summary["device"], "name": "NVIDIA A100"}
+    assert with_pairs(runs) == runs
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"global_batch_size": 8}, "in different ways (global_batch_size 4 and 8)"),
+        ({"shape": {**SHAPE, "num_layers": 3}}, "different models (num_layers 2 and 3)"),
+    ],
+)
+def test_sides_of_other_steps_are_not_compared(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    """A step of twice the batch takes twice as long: their ratio is no speed-up."""
+    runs = [load(one_arm(tmp_path / "stock-job", "baseline"))]
+    runs.append(load(one_arm(tmp_path / "flux-job", "flux", **settings)))
+    assert with_pairs(runs) == runs
+    text = write_reports([run.path for run in runs], tmp_path / "out").read_text()
+    assert f"stock-job and flux-job trained {said}: do not compare them" in text
+
+
+# Damage.
+
+
+def test_damaged_files_are_said_in_the_report(run: Path) -> None:
+    (run / "config.json").write_text("{")
+    (run / "flux" / "breakdown.json").write_text('{"parts": 3}')
+    lines = (run / "flux" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines[4] = lines[4][:50] + "\n"
+    (run / "flux" / "metrics.jsonl").write_text("".join(lines)[:-20])
+    assert load(run).summary["versions"] == {"torch": "2.13.0"}, "the stored summary knows them"
+    (run / "summary.json").write_text('{"schema_version"')
+    text = page(run).text
+    assert "config.json is not JSON" in text
+    assert "summary.json is not JSON" in text
+    assert "The data is damaged: AttributeError" in text
+    assert "flux/metrics.jsonl: line 5 is damaged and skipped" in text
+    assert "flux/metrics.jsonl: line 18 is cut off" in text
+    assert re.search("18 iterations and flux 16; .* the 16 that both have", text)
 
 
 def test_report_is_replaced_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_report(run)
-    first = path.read_bytes()
-    before = sorted(file.name for file in run.iterdir())
+    first, before = path.read_bytes(), sorted(file.name for file in run.iterdir())
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -269,36 +475,22 @@ def test_report_is_replaced_whole(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(file.name for file in run.iterdir()) == before
 
 
-def test_not_a_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a run folder") as caught:
-        write_report(tmp_path)
+@pytest.mark.parametrize(
+    ("make", "said"), [("file", "no folder"), ("missing", "missing"), ("empty", "not a run folder")]
+)
+def test_what_is_no_run(tmp_path: Path, make: str, said: str) -> None:
+    path = tmp_path / "x"
+    if make == "file":
+        path.write_text("")
+    elif make == "empty":
+        path.mkdir()
+    with pytest.raises(UserError, match=said) as caught:
+        write_reports([path], tmp_path / "out")
     assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_damaged_files_are_said_in_the_report(run: Path) -> None:
-    (run / "config.json").write_text("{")
-    (run / "summary.json").write_text('{"schema_version"')
-    (run / "flux" / "breakdown.json").write_text('{"parts": 3}')
-    lines = (run / "flux" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    lines[4] = lines[4][:50] + "\n"
-    (run / "flux" / "metrics.jsonl").write_text("".join(lines)[:-20])
-    text = page(run).text
-    assert "config.json is not JSON" in text
-    assert "summary.json is not JSON" in text
-    assert "flux/breakdown.json has no parts" in text
-    assert "flux/metrics.jsonl: line 5 is damaged and left out" in text
-    assert "flux/metrics.jsonl: line 18 is cut off" in text
-    assert re.search("18 iterations and flux 16; .* the 16 that both have", text)
-
-
-def test_a_damaged_configuration_leaves_what_the_summary_knows(run: Path) -> None:
-    (run / "config.json").write_text("{")
-    assert load(run).summary["versions"] == {"torch": "2.13.0"}
 
 
 def test_empty_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": {"preset": "tiny"}}))
     shown = page(tmp_path)
     assert "no step has been recorded" in shown.text
-    assert shown.figures == {}
+    assert json.loads(shown.scripts[0]) == {}

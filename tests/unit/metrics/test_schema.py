@@ -1,7 +1,8 @@
-"""The schema accepts what it documents and nothing else."""
+"""The schema accepts what it documents and nothing else; docs/metrics.md has its tables."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,82 +10,65 @@ import pytest
 from megatron_flux.metrics import schema
 from tests.unit.metrics.metrics_records import breakdown, record, sampled_record
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
-def test_fields_are_those_of_a_record() -> None:
+
+def test_the_examples_have_every_field() -> None:
     full = sampled_record(1, flux=True)
-    assert {field.name for field in schema.FIELDS} == set(full)
-    assert set(full["flux/run"]) == set(schema.described("flux/run"))
-    assert all(set(call) == set(schema.described("flux/calls")) for call in full["flux/calls"])
-    assert all(field.kind in schema.KINDS for field in schema.FIELDS)
+    assert set(full) == schema.names(schema.StepRecord)
+    assert set(full["flux/run"]) == schema.names(schema.ProcessRecord)
+    assert all(set(call) == schema.names(schema.CallRecord) for call in full["flux/calls"])
+    assert set(breakdown()) == schema.names(schema.Breakdown)
+    schema.ProcessRecord.model_validate(full["flux/run"])
+    schema.CallRecord.model_validate(full["flux/calls"][0])
+    schema.Breakdown.model_validate(breakdown())
 
 
-def test_breakdown_example_is_what_is_documented() -> None:
-    assert set(breakdown()) == set(schema.described("breakdown.json"))
-    assert tuple(breakdown()["parts"]) == schema.BREAKDOWN_PARTS
+def test_the_document_has_the_tables() -> None:
+    text = DOCUMENT.read_text()
+    assert text.count("<!-- table ") == len(schema.TABLES)
+    assert schema.with_tables(text) == text, "run: python -m megatron_flux.metrics.schema docs/metrics.md"
+    assert "| `flux/calls` | array of object? |  | one object per distinct call" in text
 
 
-def test_records_of_version_1_are_read() -> None:
-    names = [field.name for field in schema.FIELDS]
-    first = names[: names.index("schema")]
-    assert schema.problem({name: record(1)[name] for name in first}) is None
+@pytest.mark.parametrize("known", [record(1, flux=True), sampled_record(1), record(1, **{"flux/new": [0.9]})])
+def test_records_pass_unchanged(known: dict[str, Any]) -> None:
+    assert schema.checked(known) == known
 
 
-@pytest.mark.parametrize("version", [0, 4, "2", None, True])
-def test_records_of_other_versions_are_refused(version: Any) -> None:
-    assert "version" in schema.problem(record(1, schema=version))
-
-
-def test_full_record_is_accepted() -> None:
-    assert schema.problem(record(1, flux=True)) is None
-    assert schema.problem(sampled_record(1)) is None
-    assert schema.problem(sampled_record(1, flux=True)) is None
-
-
-def test_further_fields_are_accepted() -> None:
-    assert schema.problem(record(1, **{"flux/overlap": 0.9})) is None
-
-
-@pytest.mark.parametrize("name", ["mfu", "peak-memory-bytes"])
-def test_unknown_values_may_be_null_or_absent(name: str) -> None:
-    known = record(1)
-    assert schema.problem(known | {name: None}) is None
-    del known[name]
-    assert schema.problem(known) is None
-
-
-@pytest.mark.parametrize("field", [field for field in schema.FIELDS if not field.nullable], ids=lambda f: f.name)
-def test_other_values_may_not(field: schema.Field) -> None:
-    values = record(1)
-    assert "null" in schema.problem(values | {field.name: None})
-    del values[field.name]
-    assert "missing" in schema.problem(values)
-    assert field.name in schema.problem(values)
+def test_unknown_values_are_null_or_absent() -> None:
+    fields = {field.alias: field.is_required() for field in schema.StepRecord.model_fields.values()}
+    assert schema.checked({name: value for name, value in record(1).items() if fields[name]})
+    for name, required in fields.items():
+        if required:
+            with pytest.raises(ValueError, match=repr(name)):
+                schema.checked(record(1) | {name: None})
+            with pytest.raises(ValueError, match=f"{name!r}: Field required"):
+                schema.checked({key: value for key, value in record(1).items() if key != name})
+        else:
+            assert schema.checked(record(1) | {name: None})[name] is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("iteration", 0),
-        ("iteration", -1),
-        ("iteration", 1.5),
-        ("iteration", True),
-        ("lm loss", "high"),
-        ("lm loss", True),
+        *(("iteration", value) for value in (0, -1, 1.5, True)),
+        *(("lm loss", value) for value in ("high", True)),
         ("warmup", 0),
         ("block", "0"),
-        ("flux/fallbacks", ["reason"]),
-        ("flux/fallbacks", {"reason": -1}),
-        ("flux/fallbacks", {"reason": "many"}),
-        ("flux/e_overlap", {"all_gather_gemm": "high"}),
-        ("flux/e_overlap", [0.9]),
-        ("flux/calls", {"operator": "all_gather"}),
-        ("flux/calls", [1]),
+        *(("flux/fallbacks", value) for value in (["reason"], {"reason": -1}, {"reason": "many"})),
+        *(("flux/e_overlap", value) for value in ({"all_gather_gemm": "high"}, [0.9])),
+        *(("flux/calls", value) for value in ({"operator": "all_gather"}, [1])),
         ("flux/run", "job 1"),
     ],
 )
 def test_wrong_values_are_named(name: str, value: Any) -> None:
-    assert name in schema.problem(record(1) | {name: value})
+    with pytest.raises(ValueError, match=f"^'{name}': "):
+        schema.checked(record(1) | {name: value})
 
 
-def test_not_an_object() -> None:
-    assert "list" in schema.problem([1])
+def test_what_is_no_later_record() -> None:
+    with pytest.raises(ValueError, match="dictionary"):
+        schema.checked([1])
+    with pytest.raises(ValueError, match="iteration 3 after iteration 3"):
+        schema.checked(record(3), after=3)

@@ -18,7 +18,7 @@ import wandb
 from wandb.util import get_core_path
 
 from megatron_flux.metrics import wandb_mirror
-from megatron_flux.metrics.strict_json import without_secrets
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import full_run
@@ -86,50 +86,35 @@ def items(path: Path, kind: str) -> list[dict[str, Any]]:
     return [item for item in found if item["type"] == kind]
 
 
-def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
-    with mirror("offline", tmp_path) as first:
-        for n in range(1, 5):
-            first.write(record(n, flux=True))
-    wandb.teardown()  # waits for wandb's own process, which writes the files, as the end of the first start does
+def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
+    def train(iterations: range, resume_from: int | None = None, **more: Any) -> str | None:
+        with (
+            JsonlRecorder(tmp_path / "metrics.jsonl", resume_from) as recorder,
+            mirror("offline", tmp_path, resuming=resume_from is not None, **more) as mirrored,
+        ):
+            for n in iterations:
+                recorder.write(item := sampled_record(n, flux=True))
+                mirrored.write(item)
+        return mirrored.id
+
     # From a checkpoint of iteration 2: 3 and 4 are done again, and by a third start once more.
-    with mirror("offline", tmp_path, resuming=True) as second:
-        second.write(record(3, flux=True))
-    with mirror("offline", tmp_path, resuming=True, per_rank=True) as third:
-        for n in range(3, 6):
-            third.write(sampled_record(n, flux=True))
+    ids = [train(range(1, 5)), train(range(3, 4), 2), train(range(3, 6), 2, per_rank=True)]
+    wandb.teardown()  # waits for wandb's own process, which writes the files
     with mirror("offline", tmp_path / "another", resuming=True) as another:
         pass
-    assert first.id == second.id == third.id != another.id
+    assert ids == [ids[0]] * 3
+    assert ids[0] != another.id
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert {file.name for file in files} == {f"run-{first.id}.wandb"}
     steps = [[item["history"]["step"]["num"] for item in items(file, "history")] for file in files]
     assert steps == [[1, 2, 3, 4], [], [5]], "an iteration that is sent twice is shown twice"
-    assert [item["run"].get("resume", False) for file in files for item in items(file, "run")][-1] is True
     last = json.loads(inspect(files[-1], "--summary"))
     assert last["summary"]["flux/e_overlap/all_gather_gemm"] == pytest.approx(0.8)
     assert last["summary"]["flux/rank/1/step_ms"] == 100
     assert last["summary"]["flux/throttle_reasons/sw_power_cap"] == 1
     assert not [name for name in last["summary"] if name.startswith(("flux/calls", "flux/run", "schema"))]
-    # What is no curve is configuration.
+    # The rest is configuration.
     assert last["config"]["run"]["nodes"] == ["node1"]
     assert last["config"]["choices"]
-
-
-def test_the_last_step_of_a_file_that_was_cut_off(tmp_path: Path) -> None:
-    """Records longer than a block of the file's, and an end within one."""
-    with mirror("offline", tmp_path) as written:
-        for n in range(1, 40):
-            written.write(record(n, flux=True, **{f"long{n}": "x" * (997 * n)}))
-    wandb.teardown()  # waits for wandb's own process, which writes the file
-    file = only(tmp_path)
-    assert wandb_mirror._last_step(file) == 39
-    data = file.read_bytes()
-    steps = []
-    for size in range(0, len(data), 5003):
-        file.write_bytes(data[:size])
-        steps.append(wandb_mirror._last_step(file))
-    assert steps == sorted(steps)
-    assert set(steps) >= set(range(15, 39))
 
 
 def only(folder: Path) -> Path:
@@ -223,7 +208,7 @@ def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> No
         assert shown.get(curve) == (pytest.approx(32) if arm == "flux" else None)
 
 
-def test_what_is_not_known_of_a_comparison_is_left_out(tmp_path: Path) -> None:
+def test_what_is_not_known_of_a_comparison_is_null(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
     for arm in ("baseline", "flux"):
         (folder / arm / "breakdown.json").unlink()
@@ -234,17 +219,12 @@ def test_what_is_not_known_of_a_comparison_is_left_out(tmp_path: Path) -> None:
     found = wandb_mirror.comparison_summary(folder, summary)
     assert found["compare/speedup"] is found["compare/speedup_low"] is None
     assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
-    with mirror("offline", tmp_path, "flux") as opened:
-        opened.summarize(found)
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    shown = json.loads(inspect(file, "--summary"))["summary"]
-    assert not [name for name in shown if "speedup" in name or "traced" in name]
 
 
 def test_a_damaged_id_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "wandb.json").write_text("[")
     with caplog.at_level(logging.WARNING, logger="megatron_flux"):
-        assert wandb_mirror._kept_id(tmp_path) is None
+        assert wandb_mirror._earlier_id(tmp_path) is None
     assert "wandb gets a new run" in warnings(caplog)[0]
 
 
@@ -376,20 +356,3 @@ def test_where_nobody_is_logged_in_it_is_offline(
     assert all(options["prompt"] is False for options in logins), "a job that is asked for a key never trains"
     assert len(warnings(caplog)) == said
     assert json.loads((tmp_path / "wandb.json").read_text())["mode"] == mode
-
-
-def test_secrets_are_found_by_name_at_any_depth() -> None:
-    config = {
-        "API_KEY": 1,
-        "hf_Token": 1,
-        "clientSecret": 1,
-        "db_password": 1,
-        "list": [{"passwd": 1, "kept": 2}],
-        "nested": {"deeper": {"credentials": 1, "kept": 3}},
-        "tokenizer": "bytes",
-    }
-    assert without_secrets(config) == {
-        "list": [{"kept": 2}],
-        "nested": {"deeper": {"kept": 3}},
-        "tokenizer": "bytes",
-    }

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.metrics.report.run import load
-from megatron_flux.metrics.wandb_online import _where
 from megatron_flux.run import folder
 from megatron_flux.train import config, run_folder
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
-from tests.unit.metrics.report_runs import full_run
 
 ALONE = r"x-\d{8}-\d{6}-[0-9a-f]{4}"
 
@@ -100,11 +97,3 @@ def test_names_that_cannot_be_read_are_new_ones(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="megatron_flux"):
         assert re.fullmatch(ALONE, names(tmp_path / "x", load=tmp_path).group)
     assert "wandb gets new names" in caplog.text
-
-
-def test_dashboards_find_the_group(tmp_path: Path) -> None:
-    folder = full_run(tmp_path / "run")
-    assert _where([load(folder)], None)[1] == ["group-x"]
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"wandb": None}))
-    assert _where([load(folder)], None)[1] == ["run"]

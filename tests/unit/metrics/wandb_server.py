@@ -1,4 +1,4 @@
-"""As much of a wandb server as its real client asks for when it logs in, sends a run and saves a workspace or a report.
+"""As much of a wandb server as its real client asks for when it logs in and saves a workspace or a report.
 
 The real one cannot be had in a test. This one keeps what it was sent; it answers nothing that it was not asked.
 """
@@ -24,8 +24,6 @@ class Server:
 
     url: str = ""
     views: list[dict[str, Any]] = field(default_factory=list)
-    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def answers(server: Server, query: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -44,14 +42,6 @@ def answers(server: Server, query: str, variables: dict[str, Any]) -> dict[str, 
         project |= {"isBenchmark": False, "user": None}
         page = {"hasNextPage": False, "endCursor": ""}
         data["models"] = {"edges": [{"node": project, "cursor": ""}], "pageInfo": page}
-    if "upsertBucket" in query:
-        name = variables["name"]
-        server.runs.setdefault(name, {}).update({key: item for key, item in variables.items() if item is not None})
-        project = {"id": "p1", "name": variables["project"], "entity": {"id": "e1", "name": "team"}}
-        bucket = {"id": name, "name": name, "displayName": name, "project": project, "historyLineCount": 0}
-        data["upsertBucket"] = {"bucket": bucket, "inserted": True}
-    if "createRunFiles" in query:
-        data["createRunFiles"] = {"runID": "x", "uploadHeaders": [], "files": []}
     return data
 
 
@@ -73,12 +63,6 @@ def serving() -> Iterator[Server]:
             if self.path.endswith("/graphql"):
                 asked = json.loads(body)
                 self._answer({"data": answers(server, asked["query"], asked.get("variables") or {})})
-            elif self.path.endswith("/file_stream"):
-                run = self.path.split("/")[-2]
-                files = json.loads(body).get("files") or {}
-                lines = (files.get("wandb-history.jsonl") or {}).get("content") or []
-                server.history.setdefault(run, []).extend(json.loads(line) for line in lines)
-                self._answer({"exitcode": None, "limits": {}})
             else:
                 self._answer({})
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.metrics.schema import BREAKDOWN_PARTS, described
+from megatron_flux.metrics.schema import BREAKDOWN_PARTS, Breakdown, names
 from megatron_flux.telemetry.breakdown import of_steps as parts
 
 
@@ -37,7 +37,7 @@ GPU = [
 
 def test_parts_are_disjoint_and_add_up() -> None:
     found = parts({"traceEvents": GPU}, (5, 6), 3)
-    assert set(found) == set(described("breakdown.json"))
+    assert set(found) == names(Breakdown)
     assert (found["source"], found["rank"], found["steps"]) == ("gpu", 3, [5, 6])
     assert found["span_ms"] == 10
     # Per step, of two.

@@ -1,162 +1,497 @@
-"""``bench layer``: forward and backward of transformer layers, stock against flux, in one run.
+"""``bench layer``: transformer layers in training, prefill or decode, stock against flux, in one run.
 
-Every arm (:mod:`megatron_flux.bench.layer_arms`) works on the same weights and input; arms are timed in turn
-(:mod:`megatron_flux.ops.timing`). What a row of the summary says:
+Every variant (:mod:`megatron_flux.bench.variants`) works on the same weights and input. Fields of a row, one per
+workload and variant (``arm``):
 
 * ``ms_per_layer``: median over rounds of the slowest rank's milliseconds per step, divided by the layers; ``_low`` and
   ``_high`` are the quartiles.
-* ``speedup_vs_te``: te's median divided by the arm's; ``speedup_vs_te_ci95`` its 95 % interval, by bootstrap of rounds
-  (null with few).
-* ``hidden_share``: ``(te - arm) / (te - floor)``, the part of what hiding all communication would save that the arm
-  saves. 0 is stock, 1 is the floor; negative is slower than stock. Communication that te hides already counts in
-  neither. None without te or floor, or where the floor is not faster than te.
+* ``speedup_vs_te``: te's median divided by the variant's; ``speedup_vs_te_ci95`` its 95 % interval, by bootstrap of
+  rounds (null with few).
+* ``hidden_share``: ``(te - variant) / (te - no_communication)``, the part of what hiding all communication would save.
+  0 is stock, 1 is the bound; negative is slower than stock. Communication that te hides already counts in neither.
 * ``host_ms_per_step``: median over rounds of the slowest rank's time to enqueue one step.
 * ``sm_clock_mhz``: median over rounds of the slowest GPU's clock in the middle of a burst, and ``throttle_reasons``
-  seen there (NVML); null and none where NVML does not tell. At a lower clock than the floor's every GEMM takes longer.
-* ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights and main gradients, plus what the arm has
-  allocated since its first step, at the peak of a later one, plus what it holds outside torch's allocator: flux's
-  symmetric memory, userbuffers. Nothing that other arms hold is in it.
-* ``link`` connects the ranks; ``wire`` is what the arm sends over it, ``grad_wire`` what it sends of gradients.
-* ``fp8``: the recipe (:mod:`megatron_flux.bench.fp8`), null in bf16. Each recipe is a workload of its own: te, floor
-  and the speed-ups are those of the same recipe, and its rounds follow those of the others.
-* ``agreement``: difference of output, input gradient and weight gradients from te's (from the first arm's, without te).
-  In FP8 ``fp8_rounding`` is what te's differ by from those in bf16, which the tolerance is.
-* ``breakdown``: of :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
+  seen there (NVML); null and none where NVML does not tell. At a lower clock every GEMM takes longer.
+* ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights, main gradients and caches, plus what the variant
+  has allocated since its first step, at the peak of a later one, plus its memory outside torch's allocator: flux's
+  symmetric memory, userbuffers. Nothing that other variants hold is in it.
+* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's). In
+  FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
+* ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
+
+Correctness is checked before timing, on one step over all ranks. Variants share weights and input, so results can be
+subtracted. Two correct variants differ by rounding alone: other GEMM kernels, other orders of adding partial sums;
+through a few bf16 layers that is about one per cent. A lost shard, a stale buffer or a missing gradient is far above
+it, if it is looked for in the right place:
+
+* output and input gradient are compared without what the residual connections carry past the layers unchanged;
+* weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
+  right norm, and keeping every gradient of every variant would take more memory than the layers.
+
+In FP8 one bit of bf16 between two variants may become one of FP8, sixteen times as large and more, where the next
+linear quantises. That takes two correct variants no further apart than what rounding to FP8 changes at all, and
+:data:`LARGEST_ROUNDING` bounds that.
+
+A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
+values of its tokens behind those of ``context_length`` random others, and attends to all of them. All variants share
+the context, and every step is that at the same position. So it can be a CUDA graph, although megatron-core, which keeps
+the position on the host, captures none of such steps itself.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-import time
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from megatron_flux.bench import process_group, report
-from megatron_flux.bench.layer_config import LayerConfig, Workload, check_graphs
-from megatron_flux.bench.layer_workload import WorkloadBench
-from megatron_flux.comm import agreement, links
-from megatron_flux.errors import UserError
+from megatron_flux import nvml
+from megatron_flux.bench import harness, tables, variants
+from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Samples, Variant, attempt
+from megatron_flux.bench.no_communication import BOUNDS
+from megatron_flux.bench.options import LayerRun, check_graphs
+from megatron_flux.comm import agreement, group_state
+from megatron_flux.config import ALL_EXACT, Wires
+from megatron_flux.errors import FluxError, UserError
+from megatron_flux.metrics.summary import speedup_interval
+from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
+from megatron_flux.telemetry import breakdown
+from megatron_flux.telemetry.profiler import exported, write_trace
+from megatron_flux.train.measurements import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
-_T = TypeVar("_T")
+
+TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
+"""Relative, for every difference between variants, by wire format: e4m3 keeps three bits, 2-3 per cent a transfer."""
+LARGEST_ROUNDING = 0.3
+"""The same in FP8. What one of eight ranks does not add is a third of a result's norm."""
+
+Result = list[torch.Tensor]
+"""Results of one step on this rank: output and input gradient without the residual's share, then one product per weight
+gradient; of inference the output alone."""
 
 
-class Ranks(NamedTuple):
-    """Where a benchmark of layers runs."""
+class LayerBench:
+    """One workload on this rank."""
 
-    device: torch.device
-    group: dist.ProcessGroup
-    """The tensor-parallel one."""
-    ranks: dist.ProcessGroup
-    """All of them, for what hosts tell each other."""
-    link: links.Link
-    say: Callable[[str], None]
-    """Of the first rank, for people; nothing on the others."""
+    def __init__(self, workload: Workload, run: LayerRun, here: Ranks) -> None:
+        self.workload, self.config, self.here = workload, run, here
+        self.trained = workload.mode == "training"
+        self.on_gpu = here.device.type == "cuda"
+        self.captures = run.cuda_graphs and self.on_gpu
+        self.skipped: list[dict[str, Any]] = []
+        self.weights: dict[str, torch.nn.Parameter] = {}
+        """Shared by all variants."""
+        self.context: Any = None
+        """megatron-core's inference context, shared by all variants."""
+        self._blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
+        """Layers by their kind, or why there are none."""
+        self._userbuffer_bytes = 0
+        self._rounding: dict[str, float] | None = None
+        """What FP8 itself changes in the baseline."""
 
-    @property
-    def first(self) -> bool:
-        """Whether this rank writes files."""
-        return self.ranks.rank() == 0
+    def say(self, text: str) -> None:
+        """Write a line for people, with the workload's label."""
+        self.here.say(f"{self.workload.label} {text}")
+
+    def measure(self, deadline: float | None) -> Measured:
+        """Build, check, time and trace the variants."""
+        self.say(f"{self.workload.layers} layers, tp {self.here.group.size()}")
+        self._seed()
+        self.x, self.dy = self._input()
+        gpu = nvml.found_behind(self.here.device)
+        with ExitStack() as stack:
+            ready = self._variants(stack)
+            results = {variant.name: self._observe(variant) for variant in ready}
+            self._rounding = self._fp8_rounding(ready, results)
+            if self.captures:
+                for variant in ready:
+                    self._capture(variant, results[variant.name])
+            samples = harness.measure(
+                ready, self.here, rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=gpu
+            )
+            rows = [self._row(variant, samples[variant.name], results) for variant in ready]
+            complete(rows, samples)
+            # Userbuffers and graphs must be idle when they go.
+            self._synchronize()
+            ready.clear()
+            self._blocks.clear()
+            results.clear()
+        self._free()
+        rounds = [{**self.workload.model_dump(), "arm": name, **found} for name, found in samples.items()]
+        return rows, self.skipped, rounds
+
+    def _free(self) -> None:
+        """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
+        self.weights.clear()
+        self.context = None
+        self._synchronize()
+        dist.barrier(group=self.here.ranks)  # nobody uses another's memory any more
+        for bound in BOUNDS.values():
+            bound.close()
+        forget_dummy_gradients()
+        if not self.trained:
+            from megatron.core import parallel_state
+
+            # Stock layers gather into it: made in inference mode, it could not be written to by a training.
+            parallel_state.get_global_memory_buffer().buffer.clear()
+        gc.collect()
+        if self.on_gpu:
+            group_state.drop_slabs()
+            torch.cuda.empty_cache()
+
+    def _variants(self, stack: ExitStack) -> list[Variant]:
+        """Build and warm up every variant that can run here."""
+        device, workload = self.here.device, self.workload
+        reasons = {n: variants.why_not(n, workload, device, self.here.link.kind) for n in self.config.variants}
+        wanted = [name for name, reason in reasons.items() if reason is None]
+        settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
+        if self.on_gpu:
+            need = workload.memory_gb(self.here.group.size(), len(variants.blocks_of(wanted, workload.fp8)))
+            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.here.ranks))
+            # No optimizer comes here, which the layers would wait for.
+            settings["keep_gathered_bytes"] = max(0, int((free - need) * 1e9 / 4))
+            if need > free:
+                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --num-layers fit"
+                reasons |= dict.fromkeys(wanted, short)
+        ready = []
+        for name, reason in reasons.items():
+            if reason is None:
+                kind = variants.block_of(name, workload.fp8)
+                if kind not in self._blocks:
+                    self._blocks[kind] = attempt(partial(self._build, kind, stack), self.here.ranks)
+                block, reason = self._blocks[kind]
+                if block is not None:
+                    how = {"recipe": workload.fp8, "context": self.context, **settings}
+                    variant = variants.make(name, block, self.x, self.dy, **how)
+                    _, reason = attempt(partial(self._warm_up, variant), self.here.ranks)
+            if reason is None:
+                ready.append(variant)
+                self.say(f"{name}: ready")
+            else:
+                self.skipped.append({**workload.model_dump(), "arm": name, "reason": reason})
+                self.say(f"{name}: skipped: {reason}")
+        return ready
+
+    def _build(self, kind: variants.BlockKind, stack: ExitStack) -> torch.nn.Module:
+        tp = self.here.group.size()
+        if self.workload.context_length is not None and self.context is None:
+            self.context = static_context(self.workload, tp, self.here.group.rank(), self.here.device)
+        if kind == "te_ub":
+            self._userbuffer_bytes = stack.enter_context(variants.userbuffers(self.workload, tp))
+        block = variants.build(kind, self.workload, tp, self.here.device)
+        if self.weights:
+            variants.share(block, self.weights)
+        else:
+            trained = self.trained and not self.workload.frozen
+            self.weights = variants.shareable_weights(block, trained=trained)
+        return block if self.trained else block.eval()
+
+    def _held_bytes(self) -> int:
+        """Bytes that all variants hold together."""
+        tensors = [*self.weights.values(), *cache_of(self.context)]
+        gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
+        return sum(tensor.nbytes for tensor in tensors + gradients)
+
+    def _warm_up(self, variant: Variant) -> None:
+        """Run the first steps, look whether flux runs, and measure the memory of a step."""
+        if variant.name.startswith("te_ub"):
+            variant.facts["userbuffer_bytes"] = self._userbuffer_bytes
+        newest = [entry[self.context.sequence_len_offset :] for entry in cache_of(self.context)]
+        for entry in newest:  # a decode step writes its keys and values there
+            entry.fill_(math.nan)
+        self.x.grad = None
+        forget_dummy_gradients()
+        gc.collect()
+        before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        with variant.active():
+            for _ in range(WARMUP_STEPS):
+                variant.run()
+        if (bound := BOUNDS.get(variants.base_of(variant.name))) is not None:
+            bound.clear()
+        variants.look_inside(variant)
+        self._synchronize()
+        if not all(entry.isfinite().all() for entry in newest):
+            raise FluxError("its layers do not write to the cache of keys and values that was filled for them")
+        if self.on_gpu:
+            held = self._held_bytes()
+            torch.cuda.reset_peak_memory_stats()
+            with variant.active():
+                variant.run()
+            self._synchronize()
+            peak = held + torch.cuda.max_memory_allocated() - before + variants.memory_outside(variant)
+            variant.facts["peak_memory_gb"] = round(peak / 1e9, 3)
+
+    def _capture(self, variant: Variant, eager: Result) -> None:
+        """Replace the variant's step by a graph, where that can be done and gives the same result."""
+        from megatron.core.tensor_parallel.random import get_all_rng_states
+
+        with variant.active():
+            generators = list(get_all_rng_states().values())
+            replay, reason = attempt(lambda: harness.capture(variant.run, generators), self.here.ranks)
+        if replay is not None:
+            difference = self._compare(self._observe(Variant(variant.name, replay)), eager)
+            if difference["ok"]:
+                variant.run, variant.active = replay, nullcontext
+            else:
+                reason = f"the graph's result differs from the eager one: {difference}"
+        variant.facts |= {"cuda_graph": reason is None, "cuda_graph_reason": reason}
+        self.say(f"{variant.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
+
+    def _row(self, variant: Variant, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
+        reference = baseline_of(results)
+        agreement, wires = None, variants.wires_of(variant.name)
+        if variants.is_training(variant.name):
+            agreement = {"with": reference, **self._compare(results[variant.name], results[reference], wires)}
+            if self._rounding is not None:
+                agreement["fp8_rounding"] = {name: _rounded(value) for name, value in self._rounding.items()}
+            if not agreement["ok"]:
+                self.say(f"{variant.name}: does NOT agree with {reference}: {agreement}")
+        parts, name = {}, None
+        if self.config.trace and self.on_gpu:
+            name = f"trace-{self.workload.label}-{variant.name.replace(':', '-')}.json.gz"
+            self._synchronize()
+            dist.barrier(group=self.here.ranks)
+            with variant.active():
+                trace = trace_step(variant.run, self.config.out / name if self.here.first else None)
+            parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
+        return {
+            **row(self.workload, variant, samples),
+            "link": self.here.link.kind,
+            "wire": wires.activations,
+            "grad_wire": wires.gradients,
+            "agreement": agreement,
+            "breakdown": parts,
+            "trace": name,
+        }
+
+    def _observe(self, variant: Variant) -> Result:
+        """Run one step of ``variant`` on zeroed main gradients. A collective call."""
+        trained = [weight for _, weight in sorted(self.weights.items()) if weight.requires_grad]
+        for weight in trained:
+            variants.main_grad(weight).zero_()
+        with variant.active():
+            y, *gradients = variant.run()
+        result = [y.float() - self.x.detach().float()]
+        if self.dy is not None:
+            result.append(gradients[0].float() - self.dy.float())
+        return result + [_product(variants.main_grad(weight)) for weight in trained]
+
+    def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
+        """Return :meth:`_differences`, and ``ok``: all are within the tolerance (NaN is not). A collective call."""
+        found = self._differences(result, reference)
+        if self._rounding is None:
+            most = dict.fromkeys(found, max(map(TOLERANCE.__getitem__, wires)))
+        else:
+            most = {name: min(value, LARGEST_ROUNDING) for name, value in self._rounding.items()}
+        ok = all(value <= most[name] for name, value in found.items())
+        return {**{name: _rounded(value) for name, value in found.items()}, "ok": ok}
+
+    def _differences(self, result: Result, reference: Result) -> dict[str, float]:
+        """Return norms of the differences relative to the reference's: ``y``, ``dx`` and the weight gradient that
+        differs most (``wgrad``). A collective call.
+        """
+        differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
+        norms = self._norms(reference)
+        y, *gradients = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
+        found = {"y": y}
+        if gradients:
+            dx, *wgrads = gradients
+            found["dx"] = dx
+            if wgrads:  # max() would pass over a NaN
+                found["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
+        return found
+
+    def _fp8_rounding(self, ready: list[Variant], results: dict[str, Result]) -> dict[str, float] | None:
+        """Return the difference of the baseline's result in FP8 from that in bf16; None in other workloads."""
+        block, _ = self._blocks.get("te", (None, None))
+        if self.workload.fp8 is None or block is None or not any(variants.is_training(v.name) for v in ready):
+            return None
+        with variants.in_bf16(block):
+            exact = self._observe(variants.make("te", block, self.x, self.dy))
+        return self._differences(results[baseline_of(results)], exact)
+
+    def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
+        squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
+        by_rank = agreement.of_all_ranks(squares.tolist(), self.here.ranks)
+        return [math.fsum(column) ** 0.5 for column in zip(*by_rank, strict=True)]
+
+    def _seed(self) -> None:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        torch.manual_seed(1)
+        options = {"use_cudagraphable_rng": True, "force_reset_rng": True} if self.captures else {}
+        model_parallel_cuda_manual_seed(1, **options)
+
+    def _input(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rank's part of the input, and in training a gradient of the output, small enough for many
+        accumulations. Without sequence parallelism they are the same on all ranks.
+        """
+        w, device, group = self.workload, self.here.device, self.here.group
+        generator = torch.Generator(device=device).manual_seed(100 + (group.rank() if w.sequence_parallel else 0))
+        shape = (w.seq // group.size() if w.sequence_parallel else w.seq, w.micro_batch, w.shape.hidden_size)
+        how: dict[str, Any] = {"generator": generator, "device": device, "dtype": variants.dtype_of(device, w.fp8)}
+        x = torch.randn(shape, **how)
+        return (x.requires_grad_(), torch.randn(shape, **how) * 1e-2) if self.trained else (x, None)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.here.device)
 
 
-def ranks_of(config: LayerConfig, log: Callable[[str], None]) -> Ranks:
-    """With torch.distributed and Megatron's parallel state initialised; collective.
+def cache_of(context: Any) -> list[torch.Tensor]:
+    """Return the keys and values of all layers; none without a context."""
+    return [] if context is None else list(chain.from_iterable(context.key_value_memory_dict.values()))
 
-    Raises:
-        UserError: a GPU run without a CUDA device, or a link that is not there.
+
+def static_context(workload: Workload, tp: int, rank: int, device: torch.device) -> Any:
+    """Make megatron-core's context of a decode step, with random keys and values, other ones on every rank."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    shape = workload.cache_shape(tp)
+    context = StaticInferenceContext(max_batch_size=shape[1], max_sequence_length=shape[0])
+    generator = torch.Generator(device=device).manual_seed(200 + rank)
+    for layer in range(1, workload.layers + 1):
+        context.key_value_memory_dict[layer] = tuple(
+            torch.empty(shape, dtype=variants.dtype_of(device), device=device).normal_(generator=generator)
+            for _ in ("keys", "values")
+        )
+    context.sequence_len_offset = shape[0] - workload.seq
+    context.enable_decode_mode()
+    return context
+
+
+def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] | None:
+    """Run ``step`` twice and record the second one; every rank must call it, since steps communicate.
+
+    Only the GPU's side and the CUDA calls are recorded: recording every torch operator slows the host so much that
+    small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
+    None without one, on ranks that only take part.
     """
-    from megatron.core import parallel_state
-
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    group = parallel_state.get_tensor_model_parallel_group()
-    # gloo, because a barrier of NCCL is a kernel: it would show in traces and in the first step timed after it.
-    ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
-    links.want(links.Wanted(config.link))  # as all arms do, so that none changes what is known of the group
-    return Ranks(device, group, ranks, links.probe(group, device), log if ranks.rank() == 0 else lambda _: None)
-
-
-def in_time(items: Sequence[_T], seconds: float | None, here: Ranks) -> Iterator[tuple[_T, float | None]]:
-    """``items``, each with the :func:`time.monotonic` at which it is to end; collective.
-
-    Those that would begin after ``seconds`` by the first rank's clock are left out.
-    """
-    began = time.monotonic()
-    for index, item in enumerate(items):
-        if seconds is None:
-            yield item, None
-            continue
-        late = time.monotonic() - began > seconds
-        if agreement.of_all_ranks(late, here.ranks)[0]:
-            here.say(f"stopped after {seconds:g} s, {len(items) - index} of {len(items)} left out")
-            return
-        # An equal share of the time for each; what one leaves over is the next one's.
-        yield item, began + seconds * (index + 1) / len(items)
+    if path is None:
+        for _ in range(2):
+            step()
+            torch.cuda.synchronize()
+        return None
+    traces: list[dict[str, Any]] = []
+    with profile(
+        activities=[ProfilerActivity.CUDA],
+        # The first step under a profiler pays for its start.
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=lambda done: traces.append(exported(done, path)),
+    ) as profiler:
+        for _ in range(2):
+            step()
+            torch.cuda.synchronize()
+            profiler.step()
+    write_trace(path, traces[0])
+    return traces[0]
 
 
-def bench_of(kind: type[WorkloadBench], workload: Workload, config: LayerConfig, here: Ranks) -> WorkloadBench:
-    """The benchmark of one workload, which says what it does with its label ahead."""
-
-    def say(text: str) -> None:
-        here.say(f"{workload.label} {text}")
-
-    return kind(workload, config, here.group, here.ranks, here.device, here.link.kind, say)
+def baseline_of(names: dict[str, Any]) -> str:
+    """Return the variant that others are compared with."""
+    return next((name for name in ("te", "local") if name in names), next(iter(names)))
 
 
-def run(config: LayerConfig, *, log: Callable[[str], None] = print) -> dict[str, Any]:
+def row(workload: Workload, variant: Variant, samples: Samples) -> dict[str, Any]:
+    """Make one variant's row, without what compares it with others (:func:`complete` adds that)."""
+    low, median, high = (round(value / workload.layers, 5) for value in quartiles(samples["step_ms"]))
+    clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
+    return {
+        **workload.model_dump(),
+        "arm": variant.name,
+        "training": variants.is_training(variant.name),
+        "ms_per_layer": median,
+        "ms_per_layer_low": low,
+        "ms_per_layer_high": high,
+        "rounds": len(samples["step_ms"]),
+        "speedup_vs_te": None,
+        "speedup_vs_te_ci95": None,
+        "hidden_share": None,
+        "host_ms_per_step": round(quartiles(samples["host_ms"])[1], 3),
+        "sm_clock_mhz": quartiles(clocks)[1] if clocks else None,
+        "throttle_reasons": sorted({reason for reasons in samples["throttle_reasons"] for reason in reasons}),
+        "peak_memory_gb": None,
+        **variant.facts,
+    }
+
+
+def complete(rows: list[dict[str, Any]], samples: dict[str, Samples]) -> None:
+    """Fill in ``speedup_vs_te`` and ``hidden_share`` of one workload's rows, where their variants are there."""
+    by_name = {r["arm"]: r["ms_per_layer"] for r in rows}
+    te, bound = by_name.get("te"), by_name.get("no_communication")
+    if te is None:
+        return
+    for r in rows:
+        both = zip(samples["te"]["step_ms"], samples[r["arm"]]["step_ms"], strict=True)
+        r["speedup_vs_te"] = round(te / r["ms_per_layer"], 4)
+        r["speedup_vs_te_ci95"] = speedup_interval([([stock], [own]) for stock, own in both])
+        if bound is not None and bound < te:
+            r["hidden_share"] = round((te - r["ms_per_layer"]) / (te - bound), 4)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _product(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a matrix times a fixed random vector, and a vector as it is."""
+    if gradient.dim() == 1:
+        return gradient.clone()
+    generator = torch.Generator(device=gradient.device).manual_seed(2)
+    vector = torch.randn(gradient.shape[1], generator=generator, device=gradient.device, dtype=gradient.dtype)
+    return gradient @ vector
+
+
+def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
 
-    The first rank writes ``summary.json``, ``rounds.jsonl`` and the traces into the run folder, and
-    calls ``log`` with lines for people. Returns the summary, on the other ranks without the breakdowns.
+    The first rank writes summary, rounds and traces into the run folder, and calls ``log`` with lines for people.
+    Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
         UserError: a GPU run without a CUDA device, a link that is not there, or CUDA graphs over one that has none.
     """
-    here = ranks_of(config, log)
-    check_graphs(config.cuda_graphs, here.link.kind)
-    summary: dict[str, Any] = {
-        **process_group.machine(here.group, here.link),
-        "wire": config.wire,
-        "grad_wire": config.grad_wire,
-        "config": config.model_dump(mode="json"),
-        "rows": [],
-        "skipped": [],
-    }
-    raw: list[dict[str, Any]] = []
-    with gradient_accumulation_fusion():
-        for workload, deadline in in_time(config.workloads, config.seconds, here):
-            here.say(f"{workload.label}: {workload.layers} layers, tp {here.group.size()}")
-            rows, skipped, rounds = bench_of(WorkloadBench, workload, config, here).run(deadline)
-            summary["rows"] += rows
-            summary["skipped"] += skipped
-            raw += rounds
-            if here.first:
-                process_group.write(config.out, summary, raw)
-    return summary
+    from megatron.core import parallel_state
+
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
+    on_gpu = wanted.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    group = parallel_state.get_tensor_model_parallel_group()
+    here = harness.ranks_of(group, device, wanted.link, wanted.timeout, log)
+    check_graphs(wanted.cuda_graphs, here.link.kind)
+    with gradient_accumulation_fusion():  # stock layers are not built without
+        return harness.run_cases(
+            wanted.workloads,
+            here,
+            lambda workload, deadline: LayerBench(workload, wanted, here).measure(deadline),
+            {"config": wanted.model_dump(mode="json")},
+            wanted.out,
+            wanted.seconds,
+        )
 
 
 def work(text: str) -> None:
-    """Measure on this rank what a :class:`LayerConfig` as JSON says; the first one prints the table."""
-    on_rank(LayerConfig.model_validate_json(text), run, report.show_layers)
-
-
-def on_rank(config: LayerConfig, run: Callable[..., dict[str, Any]], show: Callable[..., None]) -> None:
-    """Call ``run(config, log=...)`` with process groups and a log; the first rank shows its summary."""
-    rank.set_environment()
+    """Measure on this rank what a :class:`LayerRun` as JSON describes; the first one prints the tables."""
     from megatron_flux.train.shims import cpu_shims
     from megatron_flux.train.worker import process_groups
 
-    warnings.filterwarnings("ignore")  # of packages that an arm uses and this project does not choose
-    log = config.out / "log.txt"
-    with process_group.logged_to(log), cpu_shims(), process_groups(config):
-        summary = run(config, log=logger.info)
-        if rank.is_first():
-            process_group.show(show, summary, log)
+    wanted = LayerRun.model_validate_json(text)
+    rank.set_environment()
+    warnings.filterwarnings("ignore")  # of packages that a variant uses and this project does not choose
+    with harness.logged_to(wanted.out / "log.txt"), cpu_shims(), process_groups(wanted):
+        harness.show(tables.show_layers, run(wanted, log=logger.info), wanted.out)

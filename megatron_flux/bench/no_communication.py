@@ -1,17 +1,17 @@
-"""Backends that leave out what communication costs: for the arms ``floor`` and ``busy_floor``. NOT ways to train.
+"""Backends without the cost of communication: bounds that ``bench layer`` measures. NOT ways to train.
 
-:class:`NoCommunication` is what a step would take if all communication were free. Gathers hand out a buffer that was
-filled once with the rank's own rows, as often as there are ranks (data, because a matrix product of zeros draws less
-power and runs faster), and a rank takes its own rows of its own partial product for the reduced result. Shapes, GEMMs
-(cuBLAS, as in the ``local`` arm) and everything around them are those of a real step; the numbers are wrong on purpose.
-Of FP8 both bytes and scales are handed out so, of a step whose scales had settled (:meth:`NoCommunication.refill`).
+:class:`NoCommunication` shows the time of a step if all communication were free. A gather returns a buffer that was
+filled once with the local shard, as often as there are ranks: real data, because a matrix product of zeros draws less
+power and runs faster. A reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS, as
+in the variant ``local``) and everything around them are those of a real step; the numbers are wrong on purpose. FP8
+bytes and scales are those of a step whose scales had settled (:meth:`NoCommunication.clear`).
 
 :class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
-none of them: perfect overlap, at what link, memory and copy engines draw of the power limit. The difference between the
-two estimates what no schedule hides. It is no bound: flux multiplies with kernels of its own where cuBLAS does here,
-and its reduce-scatters send from the kernel what is read from memory once more here, so that of a layer's ten
-collectives, all of them copies here, it copies six. On four H200s flux was level with this or 0.1-0.2 % faster with
-Llama-405B, and 0.7-1.9 % slower with GPT-3 and Llama-70B (results/layer-h200x4-more and results/layer-h200x4-ahead).
+none of them: perfect overlap, with the power that link, memory and copy engines draw. The difference between the two
+estimates what no schedule hides. It is no strict bound: flux multiplies with its own kernels where cuBLAS does here,
+and its reduce-scatters send from the kernel: of a layer's ten collectives, all copies here, flux copies six. On four
+H200s flux was between 0.2 % faster (Llama-405B) and 1.9 % slower (GPT-3, Llama-70B) than this
+(results/layer-h200x4-more and results/layer-h200x4-ahead).
 
 Only the benchmark knows these backends: it registers them, never an import.
 """
@@ -33,41 +33,41 @@ from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 class NoCommunication(ReferenceBackend):
-    """A :class:`megatron_flux.ops.backend.Backend` whose collectives take no time."""
+    """Backend whose collectives take no time."""
 
-    name = "floor"
+    name = "no_communication"
     automatic = False
 
     def __init__(self) -> None:
-        """No buffer is made before the first call."""
         self._buffers: dict[tuple[Any, ...], Any] = {}
 
     def clear(self) -> None:
-        """Free all buffers."""
+        """Free the gather buffers; the next step makes new ones from its own rows."""
         self._buffers.clear()
 
-    def refill(self) -> None:
-        """Have the gather buffers made anew, of the rows of the next step."""
-        self._buffers.clear()
+    def close(self) -> None:
+        """Free everything. Only when every rank has finished with it."""
+        self.clear()
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """``([m, n], made-up gathered x [m, k])``."""
+        """Return the product ``[m, n]`` of a made-up gathered x, and that x ``[m, k]``."""
         if call.fp8 is not None:
             operand = self._gathered_fp8(call.fp8.x, call.group)
             return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
         gathered = self._gathered(call.x, call.group)
+        assert call.weight is not None  # noqa: S101
         return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
 
     def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """``[m/tp, n]``: the own rows of the own product."""
+        """Return the local rows ``[m/tp, n]`` of the local product."""
         return Pending(self._scattered(partial(call), call.group))
 
     def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """``[m, n]``: the own product."""
+        """Return the local product ``[m, n]``."""
         return Pending(partial(call))
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """Made-up ``[m, k]``."""
+        """Return a made-up gathered x ``[m, k]``."""
         return Pending(self._gathered(call.x, call.group))
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -81,7 +81,7 @@ class NoCommunication(ReferenceBackend):
         return self._buffers[key]
 
     def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
-        """Of one shard: what scales of blocks are laid out for is a part of the gather."""
+        # As one shard: laying out the scales of blocks is a part of the gather.
         key = (x.data.shape, x.dtype, x.scaling, x.data.device, group.size())
         if key not in self._buffers:
             self._buffers[key] = x.repeated(group.size()).one_shard()
@@ -90,19 +90,18 @@ class NoCommunication(ReferenceBackend):
 
 
 class Unsynchronised(NoCommunication):
-    """A backend that starts every collective's copies and waits for none."""
+    """Backend that starts every collective's copies and waits for none."""
 
-    name = "busy-floor"
+    name = "unsynchronised"
 
     def __init__(self) -> None:
-        """Nothing is mapped before the first call."""
         super().__init__()
         self._targets: dict[tuple[str, int], tuple[list[torch.Tensor], Any]] = {}
         self._side: torch.cuda.Stream | None = None
 
-    def clear(self) -> None:
-        """Free all buffers. Only when every rank has finished with them."""
-        super().clear()
+    def close(self) -> None:
+        """Free everything. Only when every rank has finished with it."""
+        super().close()
         self._targets.clear()
 
     def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -133,19 +132,12 @@ class Unsynchronised(NoCommunication):
                     shard.record_stream(stream)
 
     def _place(self, group: dist.ProcessGroup, step: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Where rank ``r - step`` takes this rank's ``nbytes``."""
-        rank = group.rank()
-        return self._memory(group, group, nbytes, device)[(rank - step) % group.size()][rank * nbytes :][:nbytes]
-
-    def _memory(
-        self, group: dist.ProcessGroup, ranks: dist.ProcessGroup, nbytes: int, device: torch.device
-    ) -> list[torch.Tensor]:
-        """By process of ``ranks``, a place of ``nbytes`` for every source in ``group``."""
-        key = (group.group_name, nbytes)
+        """Return the place of this rank's ``nbytes`` in the memory of rank ``r - step``."""
+        rank, key = group.rank(), (group.group_name, nbytes)
         if key not in self._targets:
-            self._targets[key] = slab.memory(ranks, group.size() * nbytes, device)
-        return self._targets[key][0]
+            self._targets[key] = slab.memory(group, group.size() * nbytes, device)
+        return self._targets[key][0][(rank - step) % group.size()][rank * nbytes :][:nbytes]
 
 
-FLOORS: dict[str, NoCommunication] = {"floor": NoCommunication(), "busy_floor": Unsynchronised()}
-"""By the arm that runs it."""
+BOUNDS: dict[str, NoCommunication] = {backend.name: backend for backend in (NoCommunication(), Unsynchronised())}
+"""By the variant that runs it."""

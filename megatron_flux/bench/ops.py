@@ -1,112 +1,149 @@
-"""``bench ops``: the operators against GEMM alone, the collective alone, both in turn, and torch's async-TP.
+"""``bench ops``: the operators against the GEMM alone, the collective alone, both in sequence, and torch's async-TP.
 
-It runs on every rank of a node. All variants of a call are interleaved in one process
-(:mod:`megatron_flux.ops.timing`); times are medians over rounds of the slowest rank. The rows of ``summary.json``:
+Fields of a row, one per call:
 
+* ``…_ms``: median over rounds of the slowest rank, by variant; null where a variant does not run. ``gemm`` and ``nccl``
+  are parts alone, ``serial`` is stock. ``async_tp`` calls torch's operator itself, ``pipelined`` the same through this
+  package: their difference is host time. A decode call is timed in CUDA graphs of :data:`CALLS` calls, each with other
+  weights, of more bytes than the L2 cache holds, as the layers of a model do.
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
-* ``fp8``: the recipe of FP8 operands (:mod:`megatron_flux.bench.fp8_calls`), null of 16 bits. Then there is no
-  async-TP, and NCCL gathers the bytes.
-* ``bound_ms``: max(GEMM alone, bytes received / link rate). The link rate is the fastest seen for these bytes: a
-  copy-engine rate measured at the start of the run.
-* ``async_tp_ms`` calls torch's operator itself, ``pipelined_ms`` the same through this package's ``pipelined`` backend:
-  their difference is host time.
+* ``bound_ms``: max(GEMM alone, bytes received / link rate), by a copy-engine rate measured at the start of the run.
 * ``host_us``: by variant, the time to enqueue one call while the GPU is busy with those before.
-* ``async_tp_own``: ``gemm_ms``, ``serial_ms`` and ``async_tp_ms`` of a second pass with ``async_tp_connections`` as
-  ``CUDA_DEVICE_MAX_CONNECTIONS``. Megatron trains with one hardware queue, and so do all variants of the main pass, but
-  async-TP moves shards on a second stream and may be faster with more. CUDA reads the variable when it starts, so the
-  second pass has processes of its own. The passes are not interleaved; the GEMM, which both have, says whether the
-  machine was another by then.
+* ``differences``: by variant, norm of its result's difference from serial's, relative; checked before timing.
+* ``fp8``: the recipe of FP8 operands, null of 16 bits. delayed and current have one scale a tensor (dgrad's dy in
+  e5m2); blockwise one per 1 x 128 of activations and 128 x 128 of weights. Both operands are k-major; dgrad's weight
+  is the transposed copy that TransformerEngine keeps. Forward of the first two sums as the tensor core does, everything
+  else to fp32 every 128 of k. A gather moves bytes and the scales of blocks, a reduce-scatter partial sums in 16 bits.
+
+All variants run with the hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows: 1 as in Megatron's trainings, unless
+it is set. async-TP moves shards on a second stream and may be faster with 8: run it once more so.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.bench import fp8_calls, process_group, report
-from megatron_flux.bench.shapes import Case, OpsRun
-from megatron_flux.comm import links, transports
+from megatron_flux.bench import harness, tables
+from megatron_flux.bench.cases import Case
+from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Variant
+from megatron_flux.bench.options import OpsRun
+from megatron_flux.comm import agreement, links, transports
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuner_calls import key_of
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Pair
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, Fp8Pair, random_pair
+from megatron_flux.ops.gemm import cublas_takes, fp8_gemm
 from megatron_flux.run import folder, rank
-
-LINK_BYTES = 64 << 20
-WARMUP_CALLS = 3
-BACKENDS = ("pipelined", "fused", "tuned")
-"""Measured through the public operators, so that their host time counts."""
-ASYNC_TP = ("gemm", "serial", "async_tp")
-"""Variants of the second pass."""
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-Variant = Callable[[], object]
 
 logger = logging.getLogger("megatron_flux")
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LINK_BYTES = 64 << 20
+TOLERANCE = {"exact": 0.01, "int8": 0.05, "fp8": 0.1}
+"""Of ``differences``, by wire format."""
+CALLS, REPLAYS = 12, 4
+COLD_BYTES = 160 << 20
+"""Bytes of the weights that the calls of a graph read: three times the L2 cache of an H200."""
 
-def operands(
-    case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` and ``weight`` as the operator takes them, fresh and random."""
+Runs = dict[str, Callable[[], Any]]
+
+
+class Operands(NamedTuple):
+    """Operands of one call on this rank."""
+
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    """One; for a decode call as many as its graph reads."""
+    pair: Fp8Pair | None = None
+    """FP8 operands, of which ``x`` and the weight are the numbers."""
+
+
+def device_of(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.device:
+    """Return this rank's device, where ``group`` can run fused kernels or its link goes by chunks. Collective.
+
+    Raises:
+        UserError: no CUDA device, or the reason why the fused backend cannot run.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(f"{command} measures GPUs; no CUDA device is visible here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not links.by_chunks(links.probe(group, device)):
+        probe = torch.empty(8, 8, dtype=dtype, device=device)
+        reason = get_backend("fused").why_not(probe, probe, group)
+        if reason is not None:
+            raise UserError(f"{command}: the fused backend cannot run here: {reason}")
+    return device
+
+
+def operands(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Operands:
+    """Make operands as the operator takes them, fresh and random; results are in ``dtype``."""
     rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
-    weight = (case.k, case.n) if case.transposed else (case.n, case.k)
-    return (torch.randn(rows, case.k, dtype=dtype, device=device), torch.randn(*weight, dtype=dtype, device=device))
+    if case.fp8 is not None:
+        blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
+        of_x = torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn
+        kind = Fp8Kind(of_x, torch.float8_e4m3fn, "1x128" if blocks else "tensor", dtype, promoted=blocks or dgrad)
+        pair = random_pair(rows, case.n, case.k, kind, device)
+        return Operands(pair.x.numbers, [pair.weight.numbers], pair)
+    shape = (case.k, case.n) if case.transposed else (case.n, case.k)
+    count = 1
+    if case.op == "gemm_all_reduce":
+        cold = -(-COLD_BYTES // (case.n * case.k * dtype.itemsize)) if device.type == "cuda" else 0
+        count = min(max(2, cold), CALLS)
+    weights = [torch.randn(*shape, dtype=dtype, device=device) for _ in range(count)]
+    return Operands(torch.randn(rows, case.k, dtype=dtype, device=device), weights)
 
 
-def call(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backend: str, wire: str = "exact"
-) -> Variant:
-    """The operator through one backend."""
-    operator = getattr(ops, case.op)
-    return lambda: operator(x, weight, group, transposed=case.transposed, backend=backend, wire=wire)
+def as_tuned(case: Case, made: Operands, group: dist.ProcessGroup, wire: str) -> OperatorCall:
+    """Return the call as the tuner sees it."""
+    fp8 = made.pair is not None
+    transposed = case.transposed and not fp8  # FP8 operands are k-major, both
+    how: dict[str, Any] = {"return_gathered": False, "wire": "exact" if fp8 else wire, "fp8": made.pair}
+    return OperatorCall(case.op, made.x, made.weights[0], group, transposed, **how)
 
 
-def as_tuned(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, wire: str, pair: Fp8Pair | None = None
-) -> OperatorCall:
-    """The same as the tuner sees it; ``pair``: FP8 operands, of which ``x`` and ``weight`` are the numbers."""
-    transposed = case.transposed and pair is None  # FP8 operands are k-major, both
-    return OperatorCall(case.op, x, weight, group, transposed, return_gathered=False, wire=wire, fp8=pair)
+def plan_of(call: OperatorCall, *, captured: bool = False) -> dict[str, Any]:
+    """Have the tuner measure this very call, and return its plan. Collective."""
+    tuner: Any = get_backend("tuned")
+    with captured_calls() if captured else nullcontext():
+        tuner.decide(call)
+    plan: dict[str, Any] = tuner.decisions(call.group).answers[key_of(call, captured=captured)]
+    return plan
 
 
-def backends(link: links.Link, wire: str) -> tuple[str, ...]:
-    """Those that are measured over ``link``."""
+def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
+    """Return the backends that are measured over ``link``, through the public operators: their host time counts."""
     if not links.by_chunks(link):
-        return BACKENDS
+        return ("pipelined", "fused", "tuned")
     return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
 
 
-def variants(
-    case: Case,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup,
-    names: Sequence[str] = BACKENDS,
-    wire: str = "exact",
-) -> dict[str, Variant]:
-    """All by name: ``gemm`` and ``nccl`` alone, ``serial``, ``async_tp`` as torch has it where there is peer access,
-    then the backends of these ``names``, of which the tuner may send ``wire``.
-    """
-    importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
-    fused = torch.ops.symm_mem
+def runs_of(case: Case, made: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
+    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then async-TP and ``backends``."""
+    if case.op == "gemm_all_reduce":
+        return _decode_runs(case, made, group)
+    if made.pair is not None:
+        return _fp8_runs(case, made.pair, group, backends)
+    x, weight = made.x, made.weights[0]
     wt = weight if case.transposed else weight.t()
     y = x.new_empty(case.m, case.n)
-    found: dict[str, Variant]
+    importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
+    async_tp = torch.ops.symm_mem
     if case.op == "all_gather_gemm":
         # Random, not empty: a GEMM of zeros draws less power and clocks higher.
         full = torch.randn(case.m, case.k, dtype=x.dtype, device=x.device)
@@ -115,11 +152,11 @@ def variants(
             dist.all_gather_into_tensor(full, x, group=group)
             return torch.matmul(full, wt, out=y)
 
-        found = {
+        runs: Runs = {
             "gemm": lambda: torch.matmul(full, wt, out=y),
             "nccl": lambda: dist.all_gather_into_tensor(full, x, group=group),
             "serial": gathered,
-            "async_tp": lambda: fused.fused_all_gather_matmul(x, [wt], 0, group.group_name),
+            "async_tp": lambda: async_tp.fused_all_gather_matmul(x, [wt], 0, group.group_name)[1][0],
         }
     else:
         z = x.new_empty(case.m // group.size(), case.n)
@@ -129,110 +166,179 @@ def variants(
             dist.reduce_scatter_tensor(z, y, group=group)
             return z
 
-        found = {
+        runs = {
             "gemm": lambda: torch.matmul(x, wt, out=y),
             "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
             "serial": scattered,
-            "async_tp": lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
+            "async_tp": lambda: async_tp.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
         }
-    if "chunked" in names:
-        del found["async_tp"]
-    return found | {name: call(case, x, weight, group, name, wire) for name in names}
+    if "chunked" in backends or not x.is_cuda:
+        del runs["async_tp"]  # it needs peer access
+    operator, how = getattr(ops, case.op), {"transposed": case.transposed, "wire": wire}
+    return runs | {name: partial(operator, x, weight, group, backend=name, **how) for name in backends}
 
 
-def timed(
-    variants: Mapping[str, Variant], group: dist.ProcessGroup, device: torch.device, rounds: int, burst: int
-) -> dict[str, timing.Samples]:
-    """Warm up and time ``variants`` in turn."""
-    for variant in variants.values():
-        for _ in range(WARMUP_CALLS):
-            variant()
-    return timing.rounds(variants, group, device, rounds, burst)
+def _fp8_runs(case: Case, pair: Fp8Pair, group: dist.ProcessGroup, backends: tuple[str, ...]) -> Runs:
+    """Return the runs of all variants on FP8 operands; the GEMM is cuBLASLt's.
+
+    Raises:
+        UserError: operands that cuBLASLt does not multiply on this GPU.
+    """
+    if pair.x.data.is_cuda and not cublas_takes(pair.x, pair.weight):
+        raise UserError(
+            f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.kind.words()} of "
+            f"{case.m} x {case.n} x {case.k} on this GPU; leave that recipe out"
+        )
+    x = pair.x
+    if case.op == "all_gather_gemm":
+        whole = x.repeated(group.size())
+        alone = pair._replace(x=whole.one_shard())
+        # Apart from the GEMM's own, so that its operand stays what it is.
+        scales = whole.scale_inv.clone()
+        received = Fp8Operand(whole.data.clone(), x.dtype, scales, x.scaling, group.size())
+
+        def gather() -> None:
+            dist.all_gather_into_tensor(received.data, x.data, group=group)
+            if x.scaling != "tensor":
+                dist.all_gather_into_tensor(scales.view(-1, scales.shape[-1]), x.scale_inv, group=group)
+
+        def gathered() -> torch.Tensor:
+            gather()
+            return fp8_gemm(pair._replace(x=received))
+
+        runs: Runs = {"gemm": lambda: fp8_gemm(alone), "nccl": gather, "serial": gathered}
+    else:
+        z = torch.empty(case.m // group.size(), case.n, dtype=pair.out, device=x.data.device)
+        y = fp8_gemm(pair)
+
+        def scattered() -> torch.Tensor:
+            dist.reduce_scatter_tensor(z, fp8_gemm(pair), group=group)
+            return z
+
+        runs = {
+            "gemm": lambda: fp8_gemm(pair),
+            "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
+            "serial": scattered,
+        }
+    operator, how = getattr(ops, case.op), {"split_accumulator": pair.split, "out_dtype": pair.out}
+    names = [name for name in backends if name in ("fused", "chunked", "tuned")]
+    return runs | {name: partial(operator, x, pair.weight, group, backend=name, **how) for name in names}
 
 
-def run(
-    wanted: OpsRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
-) -> dict[str, Any]:
-    """Measure ``cases`` on all ranks of ``group``, and return the summary on all of them.
+def _decode_runs(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+    """Return the runs of a decode call: on GPUs replays of graphs, on CPUs the calls one by one."""
+    x, y = made.x, made.x.new_empty(case.m, case.n)
 
-    The first rank writes ``summary.json`` and ``rounds.jsonl``, and calls ``log`` with a line per case.
+    def reduced(backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda weight: ops.gemm_all_reduce(x, weight, group, backend=backend)
+
+    one_call: dict[str, Callable[[torch.Tensor], Any]] = {
+        "gemm": lambda weight: torch.matmul(x, weight.t()),
+        "nccl": lambda _: dist.all_reduce(y, group=group),
+        "serial": reduced("reference"),
+        "tuned": reduced("tuned"),
+    }
+
+    def calls(call: Callable[[torch.Tensor], Any]) -> list[Any]:
+        return [call(made.weights[i % len(made.weights)]) for i in range(CALLS)]
+
+    steps: Runs = {name: partial(calls, call) for name, call in one_call.items()}
+    with torch.no_grad():
+        return {name: harness.capture(step) if x.is_cuda else step for name, step in steps.items()}
+
+
+def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
+    """Return the relative difference of each whole result from serial's, the largest of all ranks. Collective."""
+
+    def result(name: str) -> torch.Tensor:
+        found = runs[name]()
+        return (found[-1] if isinstance(found, list) else found).float().clone()
+
+    expected = result("serial")
+    own = {name: result(name) - expected for name in runs if name not in ("gemm", "nccl", "serial")}
+    norm = expected.norm().item()
+    ratios = {name: difference.norm().item() / norm for name, difference in own.items()}
+    by_rank = agreement.of_all_ranks(ratios, here.ranks)
+    return {name: float(f"{max(rank[name] for rank in by_rank):.3g}") for name in ratios}
+
+
+class OpsBench(NamedTuple):
+    """A ``bench ops`` run on this rank."""
+
+    wanted: OpsRun
+    here: Ranks
+    rate: float
+    """GB/s that a rank receives over the link."""
+
+    def measure(self, case: Case) -> Measured:
+        """Tune, check and time one call."""
+        wanted, here, group = self.wanted, self.here, self.here.group
+        made = operands(case, group, DTYPES[wanted.dtype], here.device)
+        chunks, decode = links.by_chunks(here.link), case.direction == "decode"
+        wire = "exact" if case.fp8 is not None else wanted.wire
+        plan = plan_of(as_tuned(case, made, group, wire), captured=decode)
+        runs = runs_of(case, made, group, backends_of(here.link, wire), wire)
+        for run in runs.values():
+            for _ in range(WARMUP_STEPS):
+                run()
+        differences = differences_of(runs, here)
+        samples = harness.measure(
+            [Variant(name, run) for name, run in runs.items()],
+            here,
+            rounds=wanted.rounds,
+            burst=REPLAYS if decode else wanted.burst,
+        )
+        calls = CALLS if decode else 1
+        ms = {name: round(median(one["step_ms"]) / calls, 5 if decode else 4) for name, one in samples.items()}
+        e = tables.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
+        row = {
+            **asdict(case),
+            "dtype": str(DTYPES[wanted.dtype])[6:],
+            **{f"{name}_ms": ms.get(name) for name in (runs if chunks else tables.NAMES)},
+            "tuned_choice": tables.plan_name(plan),
+            "e_overlap": None if e is None else round(e, 4),
+            "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / self.rate / 1e6), 4),
+            "host_us": {name: round(1e3 * median(one["busy_host_ms"]) / calls, 1) for name, one in samples.items()},
+            "differences": differences,
+            "slab_bytes": state_of(group).slab_bytes(),
+            **({"link": here.link.kind, "wire": wire, "shared_bytes": transports.shared_bytes()} if chunks else {}),
+        }
+        here.say(tables.line(row))
+        for name, difference in differences.items():
+            if not difference <= TOLERANCE[wire]:
+                here.say(f"{name}: its result is NOT serial's: {difference}")
+        if here.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
+
+
+def run(wanted: OpsRun, group: dist.ProcessGroup, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure all calls on the ranks of ``group``. The first rank writes the run folder and calls ``log``.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
     """
-    device, link = process_group.checked(wanted.command, group, process_group.DTYPES[wanted.dtype], chunks=True)
-    first = dist.get_rank() == 0
-    say = log if first else lambda _: None
-    rate = _chunks_rate(group, device) if links.by_chunks(link) else _link_rate(group, device)
-    summary: dict[str, Any] = {
-        **process_group.machine(group, link),
-        **({"wire": wanted.wire} if links.by_chunks(link) else {}),
+    links.want(links.Wanted(wanted.link))
+    device = device_of("bench ops", group, DTYPES[wanted.dtype])
+    here = harness.ranks_of(group, device, wanted.link, 600.0, log)
+    chunks, cases = links.by_chunks(here.link), wanted.cases()
+    if chunks and any(case.direction == "decode" for case in cases):
+        raise UserError(f"--directions decode: CUDA graphs need NVLink, the link is {here.link.kind}; leave decode out")
+    rate = _chunks_rate(group, device) if chunks else _link_rate(group, device)
+    here.say(f"{len(cases)} calls on {group.size()} ranks, {here.link.kind}, {rate:.0f} GB/s a rank")
+    about = {
+        **({"wire": wanted.wire} if chunks else {}),
         "link_gb_per_s": round(rate, 1),
         "command": folder.command_line(),
         "rounds": wanted.rounds,
         "burst": wanted.burst,
-        "rows": [],
     }
-    say(f"{len(cases)} calls on {group.size()} x {summary['device']}, {link.kind}, {rate:.0f} GB/s a rank")
-    rounds: list[dict[str, Any]] = []
-    began, seconds = time.monotonic(), wanted.seconds
-    for number, case in enumerate(cases, 1):
-        if seconds is not None and not timing.all_agree(time.monotonic() - began <= seconds, group):
-            say(f"stopped after {seconds:g} s with {number - 1} of {len(cases)} calls measured")
-            break
-        row, raw = _case(case, wanted, group, device, link, rate)
-        summary["rows"].append(row)
-        say(f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {report.line(row)}")
-        rounds.append({**asdict(case), "ms": raw})
-        if first:
-            process_group.write(wanted.out, summary, rounds)
-        torch.cuda.empty_cache()
-    return summary
-
-
-def _case(
-    case: Case, wanted: OpsRun, group: dist.ProcessGroup, device: torch.device, link: links.Link, rate: float
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of the summary, and by variant what ``rounds.jsonl`` holds."""
-    dtype = process_group.DTYPES[wanted.dtype]
-    pair, wire, chunks = None, wanted.wire, links.by_chunks(link)
-    if case.fp8 is None:
-        x, weight = operands(case, group, dtype, device)
-        ways = variants(case, x, weight, group, backends(link, wire), wire)
-    else:
-        pair, wire = fp8_calls.pair_of(case, group, dtype, device), "exact"
-        x, weight = pair.x.numbers, pair.weight.numbers
-        ways = fp8_calls.variants(case, pair, group, chunks=chunks)
-    tuner: Any = get_backend("tuned")
-    call_of_tuner = as_tuned(case, x, weight, group, wire, pair)
-    tuner.decide(call_of_tuner)  # by itself, whatever was measured of other m
-    times = timed(ways, group, device, wanted.rounds, wanted.burst)
-    raw = {
-        name: {
-            **dict(zip(("low", "median", "high"), timing.quartiles(found.ms), strict=True)),
-            "host_us": round(1e3 * median(found.host_ms), 1),
-        }
-        for name, found in times.items()
-    }
-    ms = {name: round(found["median"], 4) for name, found in raw.items()}
-    answer = tuner.decisions(group).answers[key_of(call_of_tuner, captured=False)]
-    e = report.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
-    row = {
-        **asdict(case),
-        "dtype": str(dtype)[6:],
-        **{f"{name}_ms": ms.get(name) for name in (ways if chunks else report.NAMES)},
-        "tuned_choice": report.chosen(answer),
-        "e_overlap": None if e is None else round(e, 4),
-        "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
-        "host_us": {name: found["host_us"] for name, found in raw.items()},
-        "slab_bytes": state_of(group).slab_bytes(),
-        **({"link": link.kind, "wire": wire, "shared_bytes": transports.shared_bytes()} if chunks else {}),
-    }
-    return row, raw
+    bench = OpsBench(wanted, here, rate)
+    return harness.run_cases(cases, here, lambda case, _: bench.measure(case), about, wanted.out, wanted.seconds)
 
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """GB/s that a rank receives while every rank pushes to its neighbour by copy engine, slowest rank, best of 5."""
+    """Return the GB/s that a rank receives while every rank pushes to its neighbour by copy engine."""
     peers = state_of(group).slab("bench", LINK_BYTES, device, False)
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     target = peers.half(0, (group.rank() - 1) % group.size())[:LINK_BYTES]
@@ -245,7 +351,7 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _chunks_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """As :func:`_link_rate`, by chunks: a gather of ``LINK_BYTES`` from each rank, by nothing but copies."""
+    """Return the GB/s that a rank receives by chunks: a gather of ``LINK_BYTES`` from each rank."""
     link = transports.transport_of(group, device)
     mine = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     theirs = torch.empty(group.size(), LINK_BYTES, dtype=torch.uint8, device=device)
@@ -257,63 +363,14 @@ def _chunks_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _best_rate(move: Callable[[], None], nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """GB/s at which ``move``, by all ranks at once, brings each of them ``nbytes``: slowest rank, best of 5."""
-    best = 0.0
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(5):
-        dist.barrier(group=group)
-        torch.cuda.synchronize()
-        start.record()
-        move()
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, nbytes / start.elapsed_time(end) / 1e6)
-    rate = torch.tensor(best, device=device)
-    dist.all_reduce(rate, op=dist.ReduceOp.MIN, group=group)
-    return rate.item()
-
-
-def own_queues(wanted: OpsRun) -> str | None:
-    """:data:`QUEUES` in a second pass for async-TP; None where the main pass has it, or none is wanted."""
-    value = str(wanted.async_tp_connections)
-    if wanted.link in ("host", "p2p") or None not in wanted.recipes:
-        return None  # chunks are measured instead, or FP8 alone
-    return None if not wanted.async_tp_connections or os.environ.get(QUEUES) == value else value
-
-
-def add_async_tp(wanted: OpsRun, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Measure async-TP in the calls of ``summary.json``, add what was found to it, and return it."""
-    dtype = process_group.DTYPES[wanted.dtype]
-    device, _ = process_group.checked(wanted.command, group, dtype)
-    path = wanted.out / "summary.json"
-    summary = json.loads(path.read_text())
-    plain = [row for row in summary["rows"] if row["fp8"] is None]
-    for number, row in enumerate(plain, 1):
-        case = Case(**{field.name: row[field.name] for field in fields(Case)})
-        x, weight = operands(case, group, dtype, device)
-        every = variants(case, x, weight, group)
-        times = timed({name: every[name] for name in ASYNC_TP}, group, device, wanted.rounds, wanted.burst)
-        row["async_tp_own"] = {f"{name}_ms": round(median(found.ms), 4) for name, found in times.items()}
-        if rank.is_first():
-            logger.info(f"[{number}/{len(plain)}] async-TP by itself: {case} {row['async_tp_own']}")
-        torch.cuda.empty_cache()
-    summary["async_tp_connections"] = os.environ.get(QUEUES)
-    dist.barrier(group=group)  # every rank has read the file
-    if rank.is_first():
-        path.write_text(json.dumps(summary, indent=1) + "\n")
-    return summary
+    """Return the GB/s of ``move``, by all ranks at once, which brings each of them ``nbytes``: the best of five."""
+    return max(nbytes / timing.burst(move, 1, group, device, warm=0) / 1e6 for _ in range(5))
 
 
 def work(text: str) -> None:
-    """Measure on this rank what an :class:`OpsRun` as JSON says; the first one prints the table."""
+    """Measure on this rank what an :class:`OpsRun` as JSON describes; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
     rank.set_nccl_link(wanted.link)
-    links.want(links.Wanted(wanted.link))
-    log = wanted.out / "log.txt"
-    with process_group.logged_to(log), process_group.opened() as group:
-        second = wanted.command == "async-TP"
-        summary = add_async_tp(wanted, group) if second else run(wanted, wanted.cases(), group, logger.info)
-        if rank.is_first():
-            process_group.show(report.show_async_tp if second else report.show_ops, summary, log)
-            logger.info("summary, rounds, plot and log: %s", wanted.out)
+    with harness.logged_to(wanted.out / "log.txt"), harness.opened() as group:
+        harness.show(tables.show_ops, run(wanted, group, logger.info), wanted.out)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from megatron_flux.bench.shapes import MODELS
 from megatron_flux.slurm.job import Resolved
 from megatron_flux.slurm.profile import Profile
+from megatron_flux.train.presets import PRESETS
 
 _WIDTH = 110
 _LIBRARY = r"""
@@ -168,7 +168,7 @@ def _tune(resolved: Resolved) -> list[str] | None:
     ):
         return None
     tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
-    own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--nproc={run.tp}"]
+    own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--tp={run.tp}"]
     if run.fp8 is not None:
-        own += [f"--fp8={run.fp8}", "--no-bf16"]
-    return next(([f"--models={name}", *own] for name, model in MODELS.items() if model.layer == layer), None)
+        own += [f"--fp8={run.fp8}"]
+    return next(([f"--preset={name}", *own] for name, preset in PRESETS.items() if preset.shape.layer == layer), None)

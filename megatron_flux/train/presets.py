@@ -1,4 +1,4 @@
-"""Model shapes by name, and what a training step of one computes. All but ``tiny`` are published models.
+"""Model shapes by name, and what a training step of one computes. All but ``tiny`` and ``small`` are published models.
 
 Model FLOPs: what the model's mathematics needs, whatever is recomputed. A multiply and an add are two operations;
 backward costs twice forward; causal attention needs half of its score matrix. As in Narayanan et al.,
@@ -97,10 +97,10 @@ PRESETS = {
     "llama2-70b": Preset(_shape(80, 8192, 64, 8, 28672, 4096, 32000, **_LLAMA), 2, 1, 1.5e-4),
     # Llama team, arXiv 2407.21783, table 3.
     "llama3-70b": Preset(_shape(80, 8192, 64, 8, 28672, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 1.5e-4),
+    "llama3-405b": Preset(_shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 8e-5),
+    # Shows in seconds that a machine with GPUs can run a benchmark: the fused kernels and FP8 take it up to tp 4.
+    "small": Preset(_shape(2, 512, 8, 8, 1024, 256, 258, **_LLAMA), 2, 1, 1e-3),
 }
-
-LLAMA3_405B = _shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000)
-"""For benchmarks of its layers, no preset of a training. Source: Llama team, arXiv 2407.21783, table 3."""
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:

@@ -1,0 +1,154 @@
+"""Cases of the benchmarks: the operator calls of a model's linears, and its layers with their tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from megatron_flux.errors import UserError
+from megatron_flux.train.fp8 import Recipe
+from megatron_flux.train.presets import PRESETS, ModelShape
+
+LINEARS = ("qkv", "proj", "fc1", "fc2")
+DIRECTIONS = ("forward", "dgrad", "decode")
+"""``decode``: forward without sequence parallelism, in CUDA graphs; row-parallel linears alone communicate there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator call. ``n`` and ``k`` are the rank's own; ``direction`` decides the weight's layout."""
+
+    op: str
+    model: str
+    layer: str
+    direction: str
+    m: int
+    n: int
+    k: int
+    fp8: Recipe | None = None
+    """Recipe of the operands; None: 16 bits."""
+
+    @property
+    def transposed(self) -> bool:
+        """Return True for dgrad, which reads the forward weight ``[out, in]`` the other way."""
+        return self.direction == "dgrad"
+
+    def bytes_received(self, tp: int, element: int = 2) -> int:
+        """Bytes a rank gets from its peers: ``element`` a number; FP8 operands have one, and the scales of blocks."""
+        if self.op != "all_gather_gemm":
+            row = self.n * element
+        elif self.fp8 is None:
+            row = self.k * element
+        else:
+            row = self.k + (4 * -(-self.k // 128) if self.fp8 == "blockwise" else 0)
+        rows = self.m if self.op == "gemm_all_reduce" else self.m // tp
+        return (tp - 1) * rows * row
+
+
+def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
+    """Raise UserError if ``tp`` does not divide a size of ``shape``, or one of ``more``, given by name."""
+    sizes = {
+        "heads": shape.num_attention_heads,
+        "key/value heads": shape.num_query_groups,
+        "MLP columns": shape.ffn_hidden_size,
+    }
+    for what, size in {**sizes, **more}.items():
+        if size % tp:
+            raise UserError(f"{name}: {size} {what} cannot be divided among {tp} GPUs; give another --tp")
+
+
+def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -> list[Case]:
+    """Return the calls of one layer in one direction, sizes unchecked.
+
+    In forward QKV and FC1 gather, proj and FC2 scatter; in dgrad it is the other way round. In decode proj and FC2
+    reduce over all ranks.
+    """
+    hidden = shape.hidden_size
+    widths = (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size)
+    cases = []
+    for linear, width in zip(LINEARS, widths, strict=True):
+        column = linear in ("qkv", "fc1")
+        if direction == "decode":
+            if not column:
+                cases.append(Case("gemm_all_reduce", name, linear, direction, m, hidden, width // tp))
+        elif column == (direction == "forward"):
+            cases.append(Case("all_gather_gemm", name, linear, direction, m, width // tp, hidden))
+        else:
+            cases.append(Case("gemm_reduce_scatter", name, linear, direction, m, hidden, width // tp))
+    return cases
+
+
+def working_memory(shape: ModelShape, tokens: int, tp: int) -> float:
+    """Bytes of whole-sequence temporaries: two tensors, and the gradient of one."""
+    return 8 * tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)
+
+
+class Workload(BaseModel):
+    """Layers of one model, and the tokens they run on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    seq: int
+    micro_batch: int
+    layers: int
+    mode: Literal["training", "prefill", "decode"] = "training"
+    fp8: Recipe | None = None
+    """None: bf16."""
+    sequence_parallel: bool = True
+    """Without it every rank has all rows between the linears."""
+    frozen: bool = False
+    """No parameter has a gradient, as beside adapters."""
+    context_length: int | None = None
+    """Tokens of each sequence whose keys and values a decode step finds in its cache."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Shape of a model of these layers alone."""
+        update = {"num_layers": self.layers, "seq_length": self.seq}
+        return PRESETS[self.model].shape.model_copy(update=update)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.seq * self.micro_batch
+
+    @property
+    def label(self) -> str:
+        """Name for people and in file names."""
+        context = "" if self.context_length is None else f"context-{self.context_length}"
+        how = (
+            "" if self.mode == "training" else self.mode,
+            context,
+            self.fp8,
+            "" if self.sequence_parallel else "no-sp",
+            "frozen" if self.frozen else "",
+        )
+        return "-".join([f"{self.model}-{self.seq}x{self.micro_batch}", *filter(None, how)])
+
+    def cache_shape(self, tp: int) -> tuple[int, int, int, int]:
+        """Shape of a rank's keys, and of its values, in one layer: tokens, sequences, heads, channels."""
+        heads = self.shape.num_query_groups // tp
+        return (self.context_length or 0) + self.seq, self.micro_batch, heads, self.shape.head_size
+
+    def memory_gb(self, tp: int, blocks: int) -> float:
+        """Estimate the GPU memory that all variants need together, in GB (1e9 bytes), with ``blocks`` sets of layers.
+
+        Weights (bf16) and main gradients (fp32) are shared by all variants. A further block of layers holds its own
+        weights only until it is given the shared ones, and in FP8 a quantised copy and its transpose.
+        """
+        shape = self.shape
+        trained = self.mode == "training"
+        each = (6 if trained and not self.frozen else 2) + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0)
+        held: float = self.layers * shape.layer_weights // tp * each
+        if self.context_length is not None:
+            held += self.layers * 2 * math.prod(self.cache_shape(tp)) * 2
+        if trained:
+            inner = shape.qkv_size + 3 * shape.hidden_size + shape.fc1_size + shape.ffn_hidden_size
+            held += self.layers * self.tokens * (4 * shape.hidden_size + 2 * inner) / tp
+            if not self.sequence_parallel:  # inputs and outputs of norms are of the whole sequence
+                held += self.layers * 8 * shape.hidden_size * self.tokens * (tp - 1) / tp
+        return (held + working_memory(shape, self.tokens, tp)) / 1e9

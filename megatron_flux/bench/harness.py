@@ -1,0 +1,298 @@
+"""Benchmark harness of operators and layers: cases by variants, in interleaved rounds.
+
+1. :func:`run_cases` gives each case a deadline and writes what was measured so far: ``summary.json`` with one row per
+   case (operators) or per case and variant (layers), and ``rounds.jsonl`` with the raw rounds.
+2. A benchmark builds the variants of its case. All ranks leave out what one rank cannot do (:func:`attempt`).
+3. :func:`measure` times them: each round runs one burst of every variant in a new random order, and a time is the
+   slowest rank's (:mod:`megatron_flux.ops.timing`).
+
+All functions with :class:`Ranks` are collective: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import nvml
+from megatron_flux.comm import agreement, links
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.strict_json import write_atomically
+from megatron_flux.ops import timing
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.run import rank
+from megatron_flux.telemetry import environment
+
+logger = logging.getLogger("megatron_flux")
+
+WARMUP_STEPS = 3
+
+Samples = dict[str, list[Any]]
+"""One variant's rounds, an entry each. Of the slowest rank: ``step_ms``, ``host_ms`` (to enqueue a step on an idle GPU)
+and ``busy_host_ms`` (behind other steps). ``sm_clock_mhz`` of the slowest GPU in the middle of the burst, null where
+NVML told none, and ``throttle_reasons``: names of what held any GPU's clock down then."""
+Measured = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
+"""Rows, what was skipped (each with its ``reason``), lines of rounds.jsonl."""
+_T = TypeVar("_T")
+
+
+class Ranks(NamedTuple):
+    """Where a benchmark runs."""
+
+    device: torch.device
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+    ranks: dist.ProcessGroup
+    """All ranks over gloo: a barrier of NCCL is a kernel, which would show in traces and in the first step after it."""
+    link: links.Link
+    say: Callable[[str], None]
+    """Write a line for people; does nothing on other ranks than the first."""
+
+    @property
+    def first(self) -> bool:
+        """Return True on the rank that writes files."""
+        return self.ranks.rank() == 0
+
+
+@dataclass
+class Variant:
+    """One way to do the work of a case."""
+
+    name: str
+    run: Callable[[], Any]
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context around every burst of ``run``."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the variant's row."""
+
+
+def ranks_of(
+    group: dist.ProcessGroup, device: torch.device, link: str | None, timeout: float, log: Callable[[str], None]
+) -> Ranks:
+    """Describe the ranks of ``group``, which may use no stronger ``link``; ``timeout`` in seconds."""
+    ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    links.want(links.Wanted(link))
+    return Ranks(device, group, ranks, links.probe(group, device), log if ranks.rank() == 0 else lambda _: None)
+
+
+def in_time(items: Sequence[_T], seconds: float | None, here: Ranks) -> Iterator[tuple[_T, float | None]]:
+    """Yield each item with its deadline (:func:`time.monotonic`). Stops after ``seconds`` by the first rank's clock."""
+    began = time.monotonic()
+    for index, item in enumerate(items):
+        if seconds is None:
+            yield item, None
+            continue
+        if agreement.of_all_ranks(time.monotonic() - began > seconds, here.ranks)[0]:
+            here.say(f"stopped after {seconds:g} s, {len(items) - index} of {len(items)} left out")
+            return
+        # An equal share of the time for each; what one does not need is the next one's.
+        yield item, began + seconds * (index + 1) / len(items)
+
+
+def run_cases(
+    cases: Sequence[_T],
+    here: Ranks,
+    measured: Callable[[_T, float | None], Measured],
+    about: Mapping[str, Any],
+    out: Path,
+    seconds: float | None,
+) -> dict[str, Any]:
+    """Measure all cases and return the summary; the first rank writes it into ``out`` after every case.
+
+    ``about`` goes into the summary, beside the machine, ``rows`` and ``skipped``.
+    """
+    summary: dict[str, Any] = {
+        "device": environment.device_name(),
+        "tp": here.group.size(),
+        "link": here.link.kind,
+        "versions": environment.versions(),
+        "environment": environment.switches(),
+        **about,
+        "rows": [],
+        "skipped": [],
+    }
+    rounds: list[dict[str, Any]] = []
+    for case, deadline in in_time(cases, seconds, here):
+        for found, kept in zip(measured(case, deadline), (summary["rows"], summary["skipped"], rounds), strict=True):
+            kept += found
+        if here.first:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+            write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")  # the run may be killed
+    return summary
+
+
+def measure(
+    variants: Sequence[Variant],
+    here: Ranks,
+    *,
+    rounds: int,
+    burst: int,
+    deadline: float | None = None,
+    gpu: nvml.Gpu | None = None,
+) -> dict[str, Samples]:
+    """Time every variant once a round, by name; the samples are those of all ranks.
+
+    Python's garbage collector runs between variants, not inside them. From the second round on each rank reads its
+    GPU's clock in the middle of a burst: variants that move data while they multiply may be held at lower clocks. No
+    round but the first begins after ``deadline``.
+    """
+    by_name = {variant.name: variant for variant in variants}
+    seen: dict[str, list[nvml.Reading | None]] = {name: [] for name in by_name}
+    half: dict[str, float] = {}
+    """Half of a variant's last burst, in seconds."""
+    running, began, glance = "", 0.0, None
+
+    def barrier() -> None:
+        nonlocal began, glance
+        dist.barrier(group=here.ranks)
+        glance = nvml.Glance(gpu, half[running]) if gpu is not None and running in half else None
+        began = time.perf_counter()
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        nonlocal running
+        running = name
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            with by_name[name].active():
+                yield
+                half[name] = (time.perf_counter() - began) / 2
+                seen[name].append(glance.result() if glance else None)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def go_on() -> bool:
+        return not agreement.of_all_ranks(deadline is not None and time.monotonic() > deadline, here.ranks)[0]
+
+    steps = {name: variant.run for name, variant in by_name.items()}
+    timed = timing.rounds(
+        steps, here.group, here.device, rounds, burst, around=around, barrier=barrier, go_on=go_on
+    )  # fmt: skip
+    by_rank = agreement.of_all_ranks(seen, here.ranks)
+    samples: dict[str, Samples] = {}
+    for name, one in timed.items():
+        clocks: list[float | None] = []
+        reasons = []
+        for readings in zip(*(readings[name] for readings in by_rank), strict=True):
+            known = [reading for reading in readings if reading is not None]
+            clocks.append(min((r.sm_clock_mhz for r in known if r.sm_clock_mhz is not None), default=None))
+            reasons.append(sorted({reason for r in known for reason in nvml.throttle_reasons(r.throttle)}))
+        samples[name] = {
+            "step_ms": one.ms,
+            "host_ms": one.first_host_ms,
+            "busy_host_ms": one.host_ms,
+            "sm_clock_mhz": clocks,
+            "throttle_reasons": reasons,
+        }
+    return samples
+
+
+def capture(step: Callable[[], _T], generators: Sequence[torch.Generator] = ()) -> Callable[[], _T]:
+    """Capture ``step`` in a CUDA graph and return its replay. All ranks call it; the GPU is idle before and after.
+
+    The step must allocate nothing outside torch's allocator, draw random numbers from ``generators`` alone and never
+    wait for the GPU: otherwise it raises. The graph keeps the memory of its results for as long as the replay lives.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    # Workspaces of captured operators cannot be made during capture.
+    with torch.cuda.stream(side), captured_calls():
+        for _ in range(WARMUP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    # thread_local: NCCL's watchdog thread may ask for events while this thread captures.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        result = step()
+    torch.cuda.synchronize()
+
+    def replay() -> _T:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class NotHereError(Exception):
+    """Something cannot be measured on this machine or with these packages; the message says why."""
+
+
+def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | None, str | None]:
+    """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks."""
+    result, mine = None, None
+    try:
+        result = action()
+    except (NotHereError, UserError) as error:
+        mine = (True, str(error))
+    except Exception as error:  # whatever a variant raises is the reason why it is left out
+        mine = (False, f"{type(error).__name__}: {error}")
+    for number, failed in enumerate(agreement.of_all_ranks(mine, ranks)):
+        if failed is not None:
+            reason = " ".join(failed[1].split())[:500]
+            return None, reason if failed[0] else f"rank {number}: {reason}"
+    return result, None
+
+
+@contextmanager
+def opened() -> Iterator[dist.ProcessGroup]:
+    """Yield the group of all ranks that a launcher started, each on its GPU.
+
+    On an error the group is left as it is: tearing it down would wait for peers that may be gone.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    yield dist.distributed_c10d._get_default_group()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Write log lines of the first rank, and the error that ends it, to ``path`` as well; each message once."""
+    if not rank.is_first():
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(rank.once_per_message())  # variants patch and unpatch in every round
+    logger.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        print(f"ended by {type(error).__name__}: {error}", file=handler.stream)
+        raise
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def show(print_tables: Callable[..., None], summary: dict[str, Any], out: Path) -> None:
+    """Print the tables of ``summary`` on the first rank, and append them to ``log.txt`` in ``out``."""
+    if not rank.is_first():
+        return
+    print_tables(summary)
+    with (out / "log.txt").open("a", encoding="utf-8") as file:
+        print_tables(summary, file)
+    logger.info("summary, rounds and log: %s", out)

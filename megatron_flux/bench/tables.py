@@ -1,0 +1,205 @@
+"""Tables of ``bench ops``, ``tune`` and ``bench layer``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import IO, Any
+
+from rich.text import Text
+
+from megatron_flux.errors import UserError
+from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.table import connections, link, multicast, number, print_table
+from megatron_flux.ops.backends import tuning_cache
+
+Row = Mapping[str, Any]
+
+NAMES = {
+    "gemm": "gemm",
+    "nccl": "nccl",
+    "serial": "serial",
+    "async_tp": "async-TP",
+    "pipelined": "pipelined",
+    "fused": "fused",
+    "tuned": "tuned",
+}
+"""Variants of ``bench ops`` and their headings."""
+CHUNKED = {"chunked": "chunked", "chunked_fp8": "chunked fp8", "chunked_int8": "chunked int8"}
+"""Variants where the link goes by chunks."""
+CHUNKED_NAMES = {"gemm": "gemm", "nccl": "nccl", "serial": "serial", **CHUNKED, "tuned": "tuned"}
+OVERLAPPED = ("async_tp", "fused", *CHUNKED, "tuned")
+"""Variants with an overlap efficiency in the table."""
+SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS", "gemm_all_reduce": "AR"}
+
+
+def measured(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the variants that ``rows`` have, and their headings."""
+    known = CHUNKED_NAMES if any(f"{name}_ms" in row for row in rows for name in CHUNKED) else NAMES
+    return {name: shown for name, shown in known.items() if not rows or any(f"{name}_ms" in row for row in rows)}
+
+
+def efficiency(row: Row, variant: str) -> float | None:
+    """Return FLUX's overlap efficiency: 1 is GEMM alone, 0 is serial; None where serial hides nothing."""
+    return overlap_efficiency(row.get(f"{variant}_ms"), row["gemm_ms"], row["serial_ms"])
+
+
+def fp8_title(recipe: str | None) -> str:
+    """Return the part of a title that names the recipe."""
+    return "" if recipe is None else f", FP8 {recipe}"
+
+
+def line(row: Row) -> str:
+    """Return one call of ``bench ops`` as a line."""
+    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in measured([row]).items())
+    return (
+        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
+        f"k={row['k']:<5}{fp8_title(row.get('fp8'))} {times} E {number(row['e_overlap'], '.0%')} "
+        f"bound {row['bound_ms']:.3f} [{row['tuned_choice']}]"
+    )
+
+
+def show_ops(summary: Row, file: IO[str] | None = None) -> None:
+    """Print a summary of ``bench ops``; the fastest of the variants that do the whole work is bold."""
+    tp, rows = summary["tp"], summary["rows"]
+    names = measured(rows)
+    whole = [name for name in names if name not in ("gemm", "nccl")]
+    overlapped = [name for name in OVERLAPPED if name in names]
+
+    def cells(row: Row) -> list[str | Text]:
+        times = {name: row.get(f"{name}_ms") for name in names}
+        fastest = min(ms for name in whole if (ms := times[name]) is not None)
+        direction = f"{row['direction']}{fp8_title(row.get('fp8'))}"
+        return [
+            *(SHORT[row["op"]], row["model"], row["layer"], direction, f"{row['m']} x {row['n']} x {row['k']}"),
+            *(Text(number(ms), "bold" if name in whole and ms == fastest else "") for name, ms in times.items()),
+            *(number(efficiency(row, name), ".0%") for name in overlapped),
+            row["tuned_choice"],
+        ]
+
+    queues = connections(summary.get("environment"))
+    heads = (*names.values(), *(f"E {names[name]}" for name in overlapped))
+    print_table(
+        f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
+        ("<op", "<model", "<layer", "<direction", "m x n x k", *heads, "<plan"),
+        map(cells, rows),
+        "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
+        multicast(summary.get("environment")) + (f"; {queues} for every variant" if queues else ""),
+        "AG: all_gather_gemm, RS: gemm_reduce_scatter, AR: gemm_all_reduce; E = 1 - (t - gemm) / (serial - gemm)",
+        file=file,
+    )
+
+
+_KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
+"""The part of a key before the first bar; see :func:`megatron_flux.ops.backends.tuning_cache.describe`."""
+
+
+def plan_name(plan: Row) -> str:
+    """Return the name of a tuned plan, as its times have it."""
+    return tuning_cache.label(plan)
+
+
+def show_plans(
+    plans: Mapping[str, Row], file: IO[str] | None = None, calls: Sequence[tuple[str, str]] | None = None
+) -> None:
+    """Print ``plans`` of the tuner's cache, by key, in a table for each GPU and versions.
+
+    ``calls`` are rows: a model's name for a call and its key. Without it every key is a row, sorted by shape.
+
+    Raises:
+        UserError: a plan that is not the tuner's.
+    """
+    by_machine: dict[str, list[list[str | Text]]] = {}
+    for name, key in calls or [("", key) for key in sorted(plans, key=_order)]:
+        machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
+        by_machine.setdefault(machine, []).append([*([name] if calls else []), *_plan_cells(key, plans[key])])
+    head = ("<op", "<setting", "m x n x k", "reference", "pipelined", "best fused", "plan", "gain", "<planned")
+    for machine, rows in by_machine.items():
+        print_table(
+            f"{machine}: {len(rows)} call(s)",
+            (*(["<call"] if calls else []), *head),
+            rows,
+            "milliseconds: the slowest rank's median when it was tuned; gain: reference / plan",
+            file=file,
+        )
+
+
+def _plan_cells(key: str, plan: Row) -> list[str | Text]:
+    try:
+        ms, name = dict(plan["ms"]), plan_name(plan)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"the tuning cache has no usable plan for {key!r}; delete that entry to tune it again"
+        ) from None
+    call = _KEY.match(key.split(" | ")[0])
+    shape = (call["op"], call["setting"], f"{call['m']} x {call['n']} x {call['k']}") if call else (key, "-", "-")
+    fused = min((value for way, value in ms.items() if way.startswith("fused")), default=None)
+    before, after = ms.get("reference"), ms.get(name)
+    return [
+        *shape,
+        *map(number, (before, ms.get("pipelined"), fused, after)),
+        number(before / after if before and after else None, ".2f", "x"),
+        Text(name, style="" if name == "reference" else "bold"),
+    ]
+
+
+def _order(key: str) -> tuple[Any, ...]:
+    call = _KEY.match(key)
+    return (1, key) if call is None else (0, call["op"], call["setting"], *(int(call[size]) for size in "mnk"))
+
+
+LAYER_HEAD = ("<variant", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
+EXPLANATION = (
+    "ms per layer: median (quartiles), slowest rank. vs te: [95 % interval]. hidden: share of what no communication "
+    "saves over te. exposed, idle: ms per layer of communication beside which nothing ran, and of nothing at all "
+    f"(rank 0). {FUSED_WAITS} host ms: to enqueue one step. MHz: the slowest GPU's clock in the middle of a burst."
+)
+
+
+def _layer_cells(row: Row) -> tuple[str, ...]:
+    parts, agreement, interval = row["breakdown"], row["agreement"], row.get("speedup_vs_te_ci95")
+    graph = " (graph)" if row.get("cuda_graph") else ""
+    return (
+        f"{row['arm']}{graph}{'' if row['training'] else ', a bound'}",
+        f"{row['ms_per_layer']:.3f} ({row['ms_per_layer_low']:.3f}-{row['ms_per_layer_high']:.3f})",
+        number(row["speedup_vs_te"], ".3f", "x") + (f" [{interval[0]:.3f}-{interval[1]:.3f}]" if interval else ""),
+        number(row["hidden_share"], ".0%"),
+        number(parts.get("communication_exposed_ms")),
+        number(parts.get("idle_ms")),
+        f"{row['host_ms_per_step']:.2f}",
+        number(row.get("sm_clock_mhz"), ".0f"),
+        number(row["peak_memory_gb"], ".2f"),
+        "-" if agreement is None else "yes" if agreement["ok"] else "NO",
+    )
+
+
+def show_layers(summary: Row, file: IO[str] | None = None) -> None:
+    """Print one table per workload, what was skipped and why."""
+    userbuffers = any(row["arm"] == "te_ub" for row in summary["rows"])
+    conditions = multicast(summary.get("environment"), userbuffers=userbuffers)
+    print(f"{summary['device']}, tp {summary['tp']}, {link(summary)}, {conditions}", file=file)
+    for title, group in groupby(summary["rows"], key=workload_title):
+        rows = list(group)
+        stock = [
+            f"{row['arm']}: {calls} calls ran stock: {reason}"
+            for row in rows
+            for reason, calls in row.get("flux_fallbacks", {}).items()
+        ]
+        print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock, file=file)
+    for skipped in summary["skipped"]:
+        print(f"{workload_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}", file=file)
+    print(EXPLANATION, file=file)
+
+
+def workload_title(row: Row) -> str:
+    """Return the title of a workload."""
+    mode, context = row.get("mode", "training"), row.get("context_length")
+    how = "" if mode == "training" else f", {mode}"
+    how += f" behind {context} tokens" if context else ""
+    how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
+    how += ", frozen" if row.get("frozen") else ""
+    return (
+        f"{row['model']}, {row['seq']} x {row['micro_batch']}{fp8_title(row.get('fp8'))}{how}, {row['layers']} layers"
+    )

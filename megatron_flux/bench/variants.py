@@ -1,0 +1,350 @@
+"""Variants of ``bench layer`` and their layers.
+
+================  =======================  ========================================================================
+variant           layers                   run
+================  =======================  ========================================================================
+te                TransformerEngine spec   stock Megatron: the baseline
+local             local spec with          stock Megatron
+                  TransformerEngine's
+                  norm and attention
+te_ub             TransformerEngine spec   TransformerEngine's userbuffers (``tp_comm_overlap``), default settings
+flux_local        those of ``local``       under ``megatron_flux.patched()``
+flux_te           those of ``te``          under ``megatron_flux.patched()``
+no_communication  those of ``local``       communication left out: a bound, no training
+unsynchronised    those of ``local``       its bytes sent, nothing waits for them: no-wait bound, no training
+…_again           those of ``…``           the same once more, which shows the noise
+flux_…:NAME=…     those of ``flux_…``      with another setting of :class:`megatron_flux.config.FluxConfig`
+================  =======================  ========================================================================
+
+In FP8 there are no local layers: both bounds run those of ``te``, apart from the other variants, whose amaxes would
+otherwise be those of steps without communication.
+
+Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
+That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
+its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
+one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
+hook adds other gradients, and ``grad`` is dropped at once.
+
+All variants leave out rotary embedding, the final norm and dropout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from megatron_flux import ops, patched, report
+from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.harness import NotHereError, Variant
+from megatron_flux.bench.no_communication import BOUNDS
+from megatron_flux.bench.options import flux_config
+from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
+from megatron_flux.errors import FluxError
+from megatron_flux.patch.linears import NO_GAIN
+from megatron_flux.settings import WIRES
+from megatron_flux.train.fp8 import Recipe, transformer_options, turn_of
+from megatron_flux.train.measurements import workspace_bytes
+
+BlockKind = Literal["te", "te_ub", "te_bound", "local"]
+NEED_PEERS = ("te_ub", "unsynchronised")
+"""Variants whose ranks write into each other's memory."""
+
+
+def base_of(name: str) -> str:
+    """Return the variant that ``name`` repeats or changes."""
+    return name.partition(":")[0].removesuffix("_again")
+
+
+def block_of(name: str, recipe: Recipe | None = None) -> BlockKind:
+    """Return which layers a variant runs."""
+    base = base_of(name)
+    if base == "te_ub":
+        return "te_ub"
+    if base in BOUNDS:
+        return "local" if recipe is None else "te_bound"
+    return "te" if base in ("te", "flux_te") else "local"
+
+
+def blocks_of(names: Iterable[str], recipe: Recipe | None) -> set[BlockKind]:
+    """Return the layers that the variants run together."""
+    return {block_of(name, recipe) for name in names}
+
+
+def is_training(name: str) -> bool:
+    """Return True if the results are those of a training."""
+    return base_of(name) not in BOUNDS
+
+
+def wires_of(name: str) -> Wires:
+    """Return the wire formats of a variant: what its backends send, or what the tuner may."""
+    if not base_of(name).startswith("flux"):
+        return ALL_EXACT
+    config = flux_config(name, wire="exact", grad_wire="exact")
+
+    def wire(backend: str, tuned: str) -> str:
+        own = backend.removeprefix("chunked_")
+        return own if own in WIRES else tuned if backend in ("auto", "tuned") else "exact"
+
+    return Wires(wire(config.backends.forward, config.wires.activations),
+                 wire(config.backends.dgrad, config.wires.gradients))  # fmt: skip
+
+
+def why_not(name: str, workload: Workload, device: torch.device, link: str) -> str | None:
+    """Return why a variant cannot be built here, or None."""
+    recipe, base, kind = workload.fp8, base_of(name), block_of(name, workload.fp8)
+    if recipe is not None:
+        if kind == "local":
+            return "megatron-core's own linears have no FP8"
+        if kind == "te_ub" and recipe == "blockwise":
+            return "TransformerEngine's userbuffers take no FP8 in blocks"
+        if wires_of(name) != ALL_EXACT:
+            return "in FP8 the bytes themselves are sent"
+    if kind == "te_ub" and (workload.mode != "training" or not workload.sequence_parallel):
+        return "TransformerEngine's userbuffers are measured in trainings with sequence parallelism"
+    if kind != "local" and (reason := why_no_te(device)) is not None:
+        return reason
+    if base in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
+        return f"it needs peer access between GPUs; the link is {link}"
+    if wires_of(name) != ALL_EXACT and link not in ("host", "p2p"):
+        return f"8-bit wire formats are for the links host and p2p; the link is {link}"
+    return None
+
+
+def why_no_te(device: torch.device) -> str | None:
+    """Return why TransformerEngine's layers cannot run here, or None."""
+    if device.type != "cuda":
+        return "TransformerEngine needs a GPU"
+    return None if importlib.util.find_spec("transformer_engine") else "TransformerEngine is not installed"
+
+
+def make(
+    name: str,
+    block: torch.nn.Module,
+    x: torch.Tensor,
+    dy: torch.Tensor | None,
+    *,
+    recipe: Recipe | None = None,
+    context: Any = None,
+    **settings: Any,
+) -> Variant:
+    """Build a variant over the layers ``block``.
+
+    A step takes ``x`` ``[s/tp, b, h]``, a leaf that requires a gradient, and the output's gradient ``dy``; it returns
+    output and input gradient. Without ``dy`` it runs forward alone, in inference mode with megatron-core's ``context``,
+    and returns the output. ``settings``: FluxConfig of the flux variants.
+    """
+    base = base_of(name)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        if dy is None:
+            with torch.inference_mode():
+                return (block(hidden_states=x, attention_mask=None, inference_context=context),)
+        x.grad = None
+        y = block(hidden_states=x, attention_mask=None)
+        y.backward(dy)
+        return y.detach(), x.grad  # type: ignore[return-value]
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        with ExitStack() as opened:
+            if recipe == "delayed":
+                opened.enter_context(turn_of(vars(block).setdefault("_scales", {})))
+            if base in BOUNDS:
+                opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
+                if recipe is not None:
+                    opened.enter_context(without_amax_reductions(block))
+            elif base.startswith("flux"):
+                # The tuner sends exact numbers unless the name says otherwise, whatever the environment says.
+                exact = {"wire": "exact", "grad_wire": "exact", "fp8": recipe is not None}
+                opened.enter_context(patched(flux_config(name, **exact, **settings)))
+            yield
+
+    if base in BOUNDS and BOUNDS[base].name not in ops.backend_names():
+        ops.register_backend(BOUNDS[base])
+    return Variant(name, step, active)
+
+
+def memory_outside(variant: Variant) -> int:
+    """Bytes of a variant that torch's caching allocator does not know of: symmetric memory, userbuffers."""
+    return workspace_bytes() if variant.name.startswith("flux") else variant.facts.get("userbuffer_bytes", 0)
+
+
+def look_inside(variant: Variant) -> None:
+    """Run one step and note what flux did in it.
+
+    Raises:
+        NotHereError: no layer ran flux, unless stock is what flux chooses.
+    """
+    if base_of(variant.name) in ("te", "local", "te_ub"):
+        return
+    ops.stats.reset()  # calls and fallbacks of this step alone
+    with variant.active():
+        variant.run()
+        seen = report()
+    if not seen["active_layers"] and not any(why.endswith(NO_GAIN) for why in seen["fallbacks"]):
+        why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
+        raise NotHereError(f"no layer ran flux: {why}")
+    variant.facts |= {
+        "flux_layers": seen["active_layers"],
+        "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(ops.stats.calls.items())},
+        "flux_fallbacks": seen["fallbacks"],
+    }
+
+
+@contextmanager
+def without_amax_reductions(block: torch.nn.Module) -> Iterator[None]:
+    """Leave out the reductions of amaxes over ranks in ``block``, after forward and backward or tensor by tensor.
+
+    From its first step on every rank scales by its own amaxes, so ``block`` must run in no other way.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    name = "reduce_tensor_across_group_op_max"
+    stock = vars(FP8GlobalStateManager)[name]
+    for module in block.modules():
+        for quantizers in getattr(module, "quantizers", {}).values():
+            for quantizer in quantizers:
+                if getattr(quantizer, "with_amax_reduction", False):
+                    quantizer.with_amax_reduction = False
+    setattr(FP8GlobalStateManager, name, staticmethod(lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        setattr(FP8GlobalStateManager, name, stock)
+
+
+@contextmanager
+def in_bf16(block: Any) -> Iterator[None]:
+    """Run megatron-core's FP8 layers ``block`` in bf16, with the same weights."""
+    config = block.config
+    fp8, config.fp8 = config.fp8, None
+    try:
+        yield
+    finally:
+        config.fp8 = fp8
+
+
+@contextmanager
+def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
+    """Open TransformerEngine's userbuffers for one workload; yields the bytes they took on this GPU.
+
+    NVLink multicast stays off: that is UB_SKIPMC=1, which the worker sets before TransformerEngine is imported.
+    """
+    import transformer_engine.pytorch as te
+
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    modes = te.UserBufferQuantizationMode
+    try:
+        te.initialize_ub(
+            [workload.tokens, workload.shape.hidden_size],
+            tp,
+            quantization_modes=[modes.NONE if workload.fp8 is None else modes.FP8],
+            dtype=torch.bfloat16,
+            bootstrap_backend="gloo",
+        )
+        after, _ = torch.cuda.mem_get_info()
+        yield max(0, before - after)
+    finally:
+        te.destroy_ub()
+
+
+def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
+    """Return bf16 on GPUs and around FP8, fp32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" or recipe is not None else torch.float32
+
+
+def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
+    """Build a block of ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state.
+
+    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import init_method_normal
+
+    from megatron_flux.train.model import layer_options, layer_spec
+
+    shape, dtype = workload.shape, dtype_of(device, workload.fp8)
+    config = TransformerConfig(
+        **layer_options(shape, device.type),
+        **transformer_options(workload.fp8),
+        # The output of every linear has about the size of its input, whatever the width, so that each counts in the
+        # result and a wrong one is seen; without the usual shrinking with depth of those before a residual.
+        init_method_std=shape.hidden_size**-0.5,
+        output_layer_init_method=init_method_normal(shape.hidden_size**-0.5),
+        tensor_model_parallel_size=tp,
+        sequence_parallel=workload.sequence_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=True,
+        tp_comm_overlap=kind == "te_ub",
+    )
+    layer, _ = layer_spec("local" if kind == "local" else "transformer_engine", shape, device.type)
+    layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
+    # No norm behind the last layer: the figures are per layer.
+    return TransformerBlock(config, layers, post_layer_norm=False).to(device)
+
+
+def shared_name(name: str) -> str:
+    """Return a parameter's name in the local spec: TransformerEngine's linears own the norm in front of them."""
+    return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
+        "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+    )
+
+
+def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> None:
+    """Replace the block's own parameters by ``weights`` (by :func:`shared_name`).
+
+    Raises:
+        FluxError: the two do not have the same parameters, or not of the same shapes.
+    """
+    own = dict(block.named_parameters())
+    differ = {shared_name(name) for name in own} ^ weights.keys()
+    if differ:
+        raise FluxError(f"the variants' layers do not have the same parameters: {', '.join(sorted(differ))}")
+    for name, parameter in own.items():
+        weight = weights[shared_name(name)]
+        if weight.shape != parameter.shape:
+            raise FluxError(f"parameter {name}: shapes {tuple(parameter.shape)} and {tuple(weight.shape)} in variants")
+        owner, _, leaf = name.rpartition(".")
+        # Not setattr or register_parameter: TransformerEngine's modules overload both.
+        block.get_submodule(owner)._parameters[leaf] = weight
+
+
+def shareable_weights(block: torch.nn.Module, *, trained: bool) -> dict[str, torch.nn.Parameter]:
+    """Return all parameters by :func:`shared_name`, for :func:`share`.
+
+    ``trained`` ones get an fp32 ``main_grad``, into which a hook adds as Megatron's DistributedDataParallel does.
+    Others require no gradient.
+    """
+    weights = {}
+    for name, parameter in block.named_parameters():
+        weights[shared_name(name)] = parameter
+        parameter.requires_grad_(trained)
+        if trained:
+            _set_up_gradient(parameter)
+    return weights
+
+
+def main_grad(weight: Any) -> torch.Tensor:
+    """Return the fp32 gradient of a shared weight."""
+    gradient: torch.Tensor = weight.main_grad
+    return gradient
+
+
+def _set_up_gradient(parameter: Any) -> None:
+    def add(parameter: Any) -> None:
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    parameter.grad_added_to_main_grad = False
+    parameter.register_post_accumulate_grad_hook(add)

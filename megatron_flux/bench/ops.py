@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -312,8 +312,10 @@ class OpsBench(NamedTuple):
         return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
 
 
-def run(wanted: OpsRun, group: dist.ProcessGroup, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure all calls on the ranks of ``group``. The first rank writes the run folder and calls ``log``.
+def run(
+    wanted: OpsRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Measure ``cases`` on the ranks of ``group``. The first rank writes the run folder and calls ``log``.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
@@ -321,7 +323,7 @@ def run(wanted: OpsRun, group: dist.ProcessGroup, log: Callable[[str], None] = p
     links.want(links.Wanted(wanted.link))
     device = device_of("bench ops", group, DTYPES[wanted.dtype])
     here = harness.ranks_of(group, device, wanted.link, 600.0, log)
-    chunks, cases = links.by_chunks(here.link), wanted.cases()
+    chunks = links.by_chunks(here.link)
     if chunks and any(case.direction == "decode" for case in cases):
         raise UserError(f"--directions decode: CUDA graphs need NVLink, the link is {here.link.kind}; leave decode out")
     rate = _chunks_rate(group, device) if chunks else _link_rate(group, device)
@@ -373,4 +375,4 @@ def work(text: str) -> None:
     rank.set_environment()
     rank.set_nccl_link(wanted.link)
     with harness.logged_to(wanted.out / "log.txt"), harness.opened() as group:
-        harness.show(tables.show_ops, run(wanted, group, logger.info), wanted.out)
+        harness.show(tables.show_ops, run(wanted, wanted.cases(), group, logger.info), wanted.out)

@@ -44,7 +44,7 @@ from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import flux_config
 from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
 from megatron_flux.errors import FluxError
-from megatron_flux.patch.linears import NO_GAIN
+from megatron_flux.patch.reasons import NO_GAIN
 from megatron_flux.settings import WIRES
 from megatron_flux.train.fp8 import Recipe, transformer_options, turn_of
 from megatron_flux.train.measurements import workspace_bytes

@@ -154,7 +154,8 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
 
     def describe(out: Path) -> dict[str, Any]:
         return {
-            "config": to(out).model_dump(mode="json"),
+            "config": {**given.model_dump(mode="json"), "tp": run.tp, "out": str(out)},
+            "workloads": [workload.model_dump() for workload in run.workloads],
             "memory_gb_per_gpu": {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads},
             "started": folder.started(),
             "command": folder.command_line(),

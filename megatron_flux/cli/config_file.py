@@ -25,7 +25,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.train.options import CheckpointOptions, CompareOptions
 from megatron_flux.train.presets import ModelShape
 
-_DECIDED = {"command", "padded_vocab_size", "device", "dp", "text", "shape", "world_size", "tp", "workloads"}
+_DECIDED = {"command", "padded_vocab_size", "device", "dp", "text", "shape", "world_size", "tp"}
 _OF_SOME_COMMANDS = {*CheckpointOptions.model_fields, *CompareOptions.model_fields}
 """What ``config.json`` has and a command may lack: decided by options, machine and data; and others' options."""
 _OF_PRESET = {*ModelShape.model_fields, "micro_batch_size", "global_batch_size", "lr"}
@@ -68,16 +68,6 @@ def _of_run(config: dict[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str
     found.pop("out", None)
     if "nproc" in fields:
         found["nproc"] = config.get("world_size", config.get("tp"))
-    if (workloads := config.get("workloads")) and "models" in fields:
-        found["models"] = list(dict.fromkeys(workload["model"] for workload in workloads))
-        for name in ("seq", "micro_batch", "layers"):
-            # Where they differ, each model has its own.
-            if len(values := {workload[name] for workload in workloads}) == 1:
-                (found[name],) = values
-        if "fp8" in fields:
-            recipes = list(dict.fromkeys(workload.get("fp8") for workload in workloads))
-            found["bf16"] = None in recipes
-            found["fp8"] = ",".join(filter(None, recipes)) or None
     if isinstance(steps := found.get("profile_steps"), list):
         found["profile_steps"] = "-".join(map(str, steps))
     for name, value in found.items():

@@ -3,132 +3,223 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import layer_config
-from megatron_flux.bench.layer_config import LayerConfig, Workload
+from megatron_flux.bench import harness
+from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.harness import Ranks, Variant
+from megatron_flux.bench.options import VARIANTS, LayerRun
 from megatron_flux.comm import links
 from megatron_flux.errors import UserError
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.train.presets import PRESETS, ModelShape
-from tests.distributed.megatron_world import megatron
+from megatron_flux.train.presets import PRESETS, Preset
+from megatron_flux.train.shims import gradient_accumulation_fusion
+from tests.distributed.data import normals, relative_error, require_close
+from tests.distributed.megatron_world import inference, megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
 
-def small(preset: str, heads: int) -> ModelShape:
+def small(preset: str, heads: int) -> Preset:
     sizes = {"hidden_size": 64, "num_attention_heads": heads, "num_query_groups": 4, "ffn_hidden_size": 96}
-    return PRESETS[preset].shape.model_copy(update=sizes)
+    return PRESETS[preset]._replace(shape=PRESETS[preset].shape.model_copy(update=sizes))
 
 
-SMALL = {
-    "gelu": small("gpt3-175b", heads=4),
-    "swiglu": small("llama2-70b", heads=8),
-}
+SMALL = {"gelu": small("gpt3-175b", heads=4), "swiglu": small("llama2-70b", heads=8)}
+TRAINED = tuple(Workload(model=name, seq=16, micro_batch=2, layers=2) for name in SMALL)
+DECODE = Workload(
+    model="swiglu", seq=1, micro_batch=3, layers=2, mode="decode", sequence_parallel=False, context_length=8
+)
 
 
-def config(tp: int, **changes: Any) -> LayerConfig:
-    workloads = tuple(Workload(model=name, seq=16, micro_batch=2, layers=2) for name in SMALL)
-    chosen = {"workloads": workloads, "arms": layer_config.ARMS, "rounds": 3, "burst": 1, "device": "cpu"}
-    return LayerConfig(tp=tp, **{**chosen, **changes})
-
-
-def run(tp: int, out: Path, changes: dict[str, Any], spoil: bool = False) -> dict[str, Any]:
+def run(tp: int, out: Path, spoil: bool = False, **changes: Any) -> dict[str, Any]:
     from megatron_flux.bench import layer
+    from megatron_flux.bench.no_communication import NoCommunication
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
-    layer_config.LAYER_MODELS.update(SMALL)
-    stock = ReferenceBackend.gemm_reduce_scatter
-    if spoil:
-
-        def own_part_only(self, call):
-            from megatron_flux.bench.no_communication import NoCommunication
-
-            return NoCommunication().gemm_reduce_scatter(call)
-
-        ReferenceBackend.gemm_reduce_scatter = own_part_only
-    try:
-        with megatron(tp):
-            return layer.run(config(tp, out=out, **changes), log=lambda text: None)
-    finally:
-        ReferenceBackend.gemm_reduce_scatter = stock
-        links.want(links.Wanted())
+    how = {"workloads": TRAINED, "variants": VARIANTS, "rounds": 3, "burst": 1, "device": "cpu", "out": out}
+    with pytest.MonkeyPatch.context() as patch:
+        if spoil:
+            local_part = lambda _, call: NoCommunication().gemm_reduce_scatter(call)  # noqa: E731
+            patch.setattr(ReferenceBackend, "gemm_reduce_scatter", local_part)
+        for name, preset in SMALL.items():
+            patch.setitem(PRESETS, name, preset)
+        try:
+            with megatron(tp):
+                return layer.run(LayerRun(tp=tp, **{**how, **changes}), log=lambda text: None)
+        finally:
+            links.want(links.Wanted())
 
 
-def test_arms_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
+def run_with(tp: int, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    return run(tp, out, **changes)
+
+
+def test_variants_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
     tp = world.size
-    summary = world.run(run, tp, tmp_path, {})[0]
+    summary = world.run(run, tp, tmp_path)[0]
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert summary["tp"] == tp
-    assert summary["link"] == "none"
-    assert [(r["model"], r["arm"]) for r in summary["rows"]] == [
-        (model, arm) for model in SMALL for arm in ("local", "flux_local", "floor")
-    ]
+    assert (summary["tp"], summary["link"]) == (tp, "none")
+    ran = [(r["model"], r["arm"]) for r in summary["rows"]]
+    assert ran == [(model, arm) for model in SMALL for arm in ("local", "flux_local", "no_communication")]
     assert [(s["model"], s["arm"], s["reason"]) for s in summary["skipped"]] == [
         (model, arm, "TransformerEngine needs a GPU") for model in SMALL for arm in ("te", "te_ub", "flux_te")
     ]
     for row in summary["rows"]:
-        assert row["ms_per_layer_low"] <= row["ms_per_layer"] <= row["ms_per_layer_high"]
-        assert row["ms_per_layer"] > 0
+        assert 0 < row["ms_per_layer_low"] <= row["ms_per_layer"] <= row["ms_per_layer_high"]
         assert row["host_ms_per_step"] > 0
         assert row["rounds"] == 3
-        assert row["training"] is (row["arm"] != "floor")
+        assert row["training"] is (row["arm"] != "no_communication")
         assert row["speedup_vs_te"] is None
-    flux = [r for r in summary["rows"] if r["arm"] == "flux_local"]
-    for row in flux:
-        # The same collectives and GEMMs in fp32: nothing but the order of a few additions can differ.
-        assert row["agreement"]["ok"]
-        assert row["agreement"]["with"] == "local"
-        assert max(row["agreement"][name] for name in ("y", "dx", "wgrad")) < 1e-5
-        assert row["flux_layers"] == 8
-        assert list(row["flux_fallbacks"]) == ["operators: reference: no GPU"]
-        assert row["flux_calls_per_step"] == {
-            "all_gather/reference": 4,
-            "all_gather_gemm/reference": 8,
-            "gemm_reduce_scatter/reference": 8,
-        }
+        calls = {"all_gather": 4, "all_gather_gemm": 8, "gemm_reduce_scatter": 8}
+        if row["arm"] == "flux_local":
+            # The same collectives and GEMMs in fp32: nothing but the order of a few additions can differ.
+            assert row["agreement"]["ok"]
+            assert row["agreement"]["with"] == "local"
+            assert max(row["agreement"][name] for name in ("y", "dx", "wgrad")) < 1e-5
+            assert row["flux_layers"] == 8
+            assert list(row["flux_fallbacks"]) == ["operators: reference: no GPU"]
+            assert row["flux_calls_per_step"] == {f"{op}/reference": n for op, n in calls.items()}
+        if row["arm"] == "no_communication":
+            assert row["agreement"] is None
+            assert row["flux_calls_per_step"] == {f"{op}/no_communication": n for op, n in calls.items()}
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert [(line["model"], line["arm"]) for line in lines] == [(r["model"], r["arm"]) for r in summary["rows"]]
+    assert [(line["model"], line["arm"]) for line in lines] == ran
     assert all(len(line["step_ms"]) == len(line["host_ms"]) == 3 for line in lines)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen: bool) -> None:
-    how = {"seq": 64, "micro_batch": 2, "layers": 1, "sequence_parallel": False, "frozen": frozen}
-    workloads = (Workload(model="swiglu", **how),)
-    changes = {"workloads": workloads, "arms": ("local", "flux_local", "floor")}
-    for backend, active in (("auto", 0), ("reference", 4)):
-        rows = world2.run(run, 2, tmp_path, {**changes, "backend": backend})[0]["rows"]
-        _, flux, floor = rows
-        assert (flux["sequence_parallel"], flux["frozen"], flux["agreement"]["ok"]) == (False, frozen, True)
-        assert ("wgrad" in flux["agreement"]) is not frozen
-        assert flux["flux_layers"] == active
-        assert floor["flux_calls_per_step"] == {"gemm_all_reduce/floor": 4}
+    workload = Workload(model="swiglu", seq=64, micro_batch=2, layers=1, sequence_parallel=False, frozen=frozen)
+    # From 128 rows on flux leaves such layers to stock, unless a backend is named.
+    variants = ("local", "local_again", "flux_local", "flux_local:backend=reference", "no_communication")
+    changes = {"workloads": (workload,), "variants": variants}
+    _, again, stock, flux, bound = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    assert again["agreement"] == {**again["agreement"], "with": "local", "y": 0.0, "ok": True}
+    for row, active in ((stock, 0), (flux, 4)):
+        assert (row["sequence_parallel"], row["frozen"], row["agreement"]["ok"]) == (False, frozen, True)
+        assert ("wgrad" in row["agreement"]) is not frozen
+        assert row["flux_layers"] == active
+    assert bound["flux_calls_per_step"] == {"gemm_all_reduce/no_communication": 4}
+
+
+def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
+    """Forward operators alone: nothing of backward, and nothing that the bound sends."""
+    prefill = Workload(model="gelu", seq=16, micro_batch=2, layers=1, mode="prefill")
+    changes = {"workloads": (prefill, DECODE), "variants": ("local", "flux_local", "no_communication")}
+    rows = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    assert [(row["mode"], row["arm"]) for row in rows] == [
+        (mode, arm) for mode in ("prefill", "decode") for arm in changes["variants"]
+    ]
+    for row in rows:
+        if row["arm"] == "local":
+            continue
+        backend, n = "reference" if row["arm"] == "flux_local" else "no_communication", 2 * row["layers"]
+        assert row["flux_layers"] == 4 * row["layers"]
+        assert row["flux_calls_per_step"] == (
+            {f"all_gather_gemm/{backend}": n, f"gemm_reduce_scatter/{backend}": n}
+            if row["mode"] == "prefill"
+            else {f"gemm_all_reduce/{backend}": n}
+        )
+        if backend == "reference":
+            assert row["agreement"] == {"with": "local", "y": row["agreement"]["y"], "ok": True}
+            assert row["agreement"]["y"] < 1e-5
+
+
+def rank_cache() -> None:
+    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass. On the
+    random ones of the benchmark both agree; other ones give other results, and so does no cache.
+    """
+    from megatron_flux import patched
+    from megatron_flux.bench import variants
+    from megatron_flux.bench.layer import cache_of, static_context
+
+    behind, batch, device = 7, 3, torch.device("cpu")
+    step = DECODE.model_copy(update={"model": "small", "micro_batch": batch, "context_length": behind})
+    tp, rank, width = dist.get_world_size(), dist.get_rank(), step.shape.hidden_size
+    with megatron(tp), gradient_accumulation_fusion(), inference():
+        block = variants.build("local", step, tp, device).eval()
+        made, real = (static_context(step, tp, rank, device) for _ in range(2))
+        shape = (behind + 1, batch, 8 // tp, width // 8)
+        assert [entry.shape for pair in made.key_value_memory_dict.values() for entry in pair] == [shape] * 4
+        assert (made.sequence_len_offset, made.is_decode_only()) == (behind, True)
+        x = normals(behind + 1, batch, width, seed=3)
+
+        def run(name: str, context: Any) -> torch.Tensor:
+            variant = variants.make(name, block, x[-1:], None, context=context)
+            with variant.active():
+                return variant.run()[0]
+
+        real.sequence_len_offset = 0
+        real.enable_prefill_mode()
+        causal = torch.ones(1, 1, behind + 1, behind + 1).triu(1).bool()
+        block(hidden_states=x[:-1], attention_mask=causal[..., 1:, 1:], inference_context=real)
+        real.sequence_len_offset = behind
+        real.enable_decode_mode()
+        whole = block(hidden_states=x, attention_mask=causal)[-1:]
+        random = run("local", made)
+        for arm in ("local", "flux_local"):
+            for context, expected in ((real, whole), (made, random)):
+                for entry in cache_of(context):
+                    entry[behind:].fill_(math.nan)
+                require_close(arm, run(arm, context), expected)
+        assert relative_error(random, whole) > 1e-2
+        with patched():
+            assert relative_error(block(hidden_states=x[-1:], attention_mask=None), whole) > 1e-2
+
+
+def test_a_decode_step_is_that_of_megatron_core_s_cache(world: WorkerPool) -> None:
+    world.run(rank_cache)
+
+
+def rank_unused_cache(out: Path) -> list[str]:
+    from megatron_flux.bench import layer
+
+    stock = layer.static_context
+
+    def others(*given: Any) -> Any:
+        context = stock(*given)
+        context.key_value_memory_dict[7] = context.key_value_memory_dict.pop(1)
+        return context
+
+    with (
+        mock.patch.object(layer, "static_context", others),
+        mock.patch("torch.cuda.current_device", return_value="cpu"),  # where megatron-core makes a cache of its own
+    ):
+        summary = run(2, out, workloads=(DECODE.model_copy(update={"layers": 1}),), variants=("local",))
+    assert summary["rows"] == []
+    return [one["reason"] for one in summary["skipped"]]
+
+
+def test_a_cache_that_no_layer_uses_is_no_measurement(world2: WorkerPool, tmp_path: Path) -> None:
+    said = "rank 0: FluxError: its layers do not write to the cache of keys and values that was filled for them"
+    assert world2.run(rank_unused_cache, tmp_path) == [[said]] * 2
 
 
 @pytest.mark.parametrize("wire", ["fp8", "int8"])
 def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path, wire: str) -> None:
-    arms = ("local", "flux_local", f"flux_local_{wire}wire", "busy_floor", "floor")
-    changes = {"arms": arms, "link": "host", "wire": wire, "backend": "chunked"}
-    summary = world2.run(run, 2, tmp_path, changes)[0]
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert (summary["link"], summary["wire"], summary["config"]["link"]) == ("host", wire, "host")
+    eight_bit = f"flux_local:backend=chunked_{wire}"
+    variants = ("local", "flux_local", eight_bit, "unsynchronised", "no_communication")
+    changes = {"variants": variants, "link": "host", "backend": "chunked"}
+    summary = world2.run(run_with, 2, tmp_path, changes)[0]
+    assert (summary["link"], summary["config"]["link"]) == ("host", "host")
     assert {s["arm"]: s["reason"] for s in summary["skipped"]} == {
-        "busy_floor": "it needs peer access between GPUs; the link is host"
+        "unsynchronised": "it needs peer access between GPUs; the link is host"
     }
-    ran = {"flux_local": "chunked", f"flux_local_{wire}wire": f"chunked_{wire}", "floor": "floor"}
+    ran = {"flux_local": "chunked", eight_bit: f"chunked_{wire}", "no_communication": "no_communication"}
     for row in summary["rows"]:
-        assert (row["link"], row["wire"]) == ("host", wire if row["arm"] == f"flux_local_{wire}wire" else "exact")
+        assert (row["link"], row["wire"]) == ("host", wire if row["arm"] == eight_bit else "exact")
         if (backend := ran.get(row["arm"])) is not None:
             assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}
     flux = [row["agreement"] for row in summary["rows"] if row["arm"].startswith("flux")]
@@ -140,15 +231,12 @@ def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path, wire: str) 
 
 def graphs_between_hosts(out: Path) -> str:
     with pytest.raises(UserError) as error:
-        run(2, out, {"link": "none", "cuda_graphs": True})
+        run(2, out, link="none", cuda_graphs=True)
     return str(error.value)
 
 
 def test_no_graphs_between_hosts(world2: WorkerPool, tmp_path: Path) -> None:
-    assert (
-        world2.run(graphs_between_hosts, tmp_path)
-        == ["--cuda-graphs cannot capture what goes over the link none; leave one of them out"] * 2
-    )
+    assert "cannot capture what goes over the link none" in world2.run(graphs_between_hosts, tmp_path)[1]
 
 
 def rank_unsynchronised() -> None:
@@ -177,80 +265,61 @@ def rank_unsynchronised() -> None:
     busy.clear()
 
 
-def test_the_busy_floor_sends_what_a_collective_would(world2: WorkerPool) -> None:
+def test_unsynchronised_sends_what_a_collective_would(world2: WorkerPool) -> None:
     world2.run(rank_unsynchronised)
 
 
-def test_the_floor_communicates_nothing(world2: WorkerPool, tmp_path: Path) -> None:
-    rows = world2.run(run, 2, tmp_path, {"arms": ("floor",)})[0]["rows"]
-    for row in rows:
-        assert row["flux_calls_per_step"] == {
-            "all_gather/floor": 4,
-            "all_gather_gemm/floor": 8,
-            "gemm_reduce_scatter/floor": 8,
-        }
-        assert row["agreement"] is None
-
-
-def test_a_wrong_arm_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
-    rows = world2.run(run, 2, tmp_path, {"arms": ("local", "flux_local")}, True)[0]["rows"]
+def test_a_wrong_variant_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
+    rows = world2.run(rank_spoilt, tmp_path)[0]["rows"]
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
 
 
-def test_a_run_in_which_no_arm_can_run_says_why(world2: WorkerPool, tmp_path: Path) -> None:
-    summary = world2.run(run, 2, tmp_path, {"arms": ("te",)})[0]
-    assert summary["rows"] == []
-    assert [s["reason"] for s in summary["skipped"]] == ["TransformerEngine needs a GPU"] * len(SMALL)
+def rank_spoilt(out: Path) -> dict[str, Any]:
+    return run(2, out, spoil=True, variants=("local", "flux_local"))
 
 
-def count_steps(rounds: int, late: bool) -> tuple[dict[str, int], dict[str, int]]:
-    import torch
-    import torch.distributed as dist
+def here() -> Ranks:
+    group: Any = dist.group.WORLD
+    return Ranks(torch.device("cpu"), group, group, links.Link("none", ""), lambda _: None)
 
-    from megatron_flux.bench.layer_steps import interleave
 
+def count_steps(late: bool) -> tuple[list[str], dict[str, int]]:
     order: list[str] = []
-    arms = {name: (lambda name=name: order.append(name), nullcontext) for name in "abc"}
-    samples = interleave(
-        arms,
-        dist.group.WORLD,
-        dist.group.WORLD,
-        torch.device("cpu"),
-        rounds=rounds,
-        burst=2,
-        # The first rank's clock decides for all.
-        deadline=time.monotonic() + (-1 if late == (dist.get_rank() == 0) else 1000),
-    )
-    turns = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
-    return turns, {name: len(s["step_ms"]) for name, s in samples.items()}
+    variants = [Variant(name, lambda name=name: order.append(name)) for name in "abc"]  # type: ignore[misc]
+    # The first rank's clock decides for all.
+    deadline = time.monotonic() + (-1 if late == (dist.get_rank() == 0) else 1000)
+    samples = harness.measure(variants, here(), rounds=8, burst=2, deadline=deadline)
+    rounds = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
+    return rounds, {name: len(s["step_ms"]) for name, s in samples.items()}
+
+
+def test_rounds_are_shuffled_alike_on_all_ranks(world2: WorkerPool) -> None:
+    (rounds, counts), other = world2.run(count_steps, False)
+    assert other == (rounds, counts)
+    assert counts == {"a": 8, "b": 8, "c": 8}
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
+    for _, counts in world2.run(count_steps, True):
+        assert counts == {"a": 1, "b": 1, "c": 1}
+    changes = {"variants": ("local",), "seconds": 1e-9}
+    assert world2.run(run_with, 2, tmp_path, changes)[0]["rows"] == []
 
 
 class Gpu:
     """As NVML would tell of a GPU."""
 
     def read(self) -> Any:
-        import torch.distributed as dist
-
         from megatron_flux.nvml import Reading
 
         return Reading(1500.0 - 100 * dist.get_rank(), None, None, None, 0)
 
 
 def clocks() -> list[float | None]:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_flux.bench.layer_steps import interleave
-
-    found = interleave(
-        {"a": (lambda: time.sleep(0.05), nullcontext)},
-        dist.group.WORLD,
-        dist.group.WORLD,
-        torch.device("cpu"),
-        rounds=3,
-        burst=2,
-        gpu=Gpu(),
-    )
+    gpu: Any = Gpu()
+    found = harness.measure([Variant("a", lambda: time.sleep(0.05))], here(), rounds=3, burst=2, gpu=gpu)
     return found["a"]["sm_clock_mhz"]
 
 
@@ -258,55 +327,37 @@ def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool
     assert world2.run(clocks) == [[None, 1400.0, 1400.0]] * 2
 
 
-def test_rounds_are_shuffled_alike_on_all_ranks(world2: WorkerPool) -> None:
-    (turns, counts), other = world2.run(count_steps, 8, False)
-    assert other == (turns, counts)
-    assert counts == {"a": 8, "b": 8, "c": 8}
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
-    assert len(set(turns)) > 1
-
-
-def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
-    for _, counts in world2.run(count_steps, 8, True):
-        assert counts == {"a": 1, "b": 1, "c": 1}
-    summary = world2.run(run, 2, tmp_path, {"arms": ("local",), "seconds": 1e-9})[0]
-    assert summary["rows"] == []
-
-
-def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
-    workload = Workload(model="tiny", seq=16, micro_batch=1, layers=1)
-    chosen = config(2, workloads=(workload,), arms=("te", "local", "floor"), rounds=1, out=tmp_path)
-    text = chosen.model_dump_json()
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [warm_python, "-m", *command, "-m", "megatron_flux.run.rank", "megatron_flux.bench.layer", text],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [r["arm"] for r in summary["rows"]] == ["local", "floor"]
-    assert summary["environment"]["NCCL_NVLS_ENABLE"] == "0"
-    assert summary["environment"]["UB_SKIPMC"] == "1"
-    assert "floor, no training" in done.stdout
-    assert "tiny-16x1 local: ready" in done.stderr
-    log = (tmp_path / "log.txt").read_text()
-    assert "tiny-16x1 te: skipped: TransformerEngine needs a GPU" in log
-    assert "ms per layer" in log
-
-
 def attempt(fails_on: int) -> tuple[Any, Any]:
-    import torch.distributed as dist
-
-    from megatron_flux.bench import process_group
-
     def action() -> str:
         if dist.get_rank() == fails_on:
             raise ValueError("no\n luck")
         return "done"
 
-    return process_group.attempt(action, dist.group.WORLD)
+    return harness.attempt(action, dist.group.WORLD)
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:
     assert world2.run(attempt, 1) == [(None, "rank 1: ValueError: no luck")] * 2
     assert world2.run(attempt, 7) == [("done", None)] * 2
+
+
+def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
+    workload = Workload(model="small", seq=16, micro_batch=1, layers=1)
+    wanted = LayerRun(
+        tp=2, workloads=(workload,), variants=("te", "local", "no_communication"), rounds=1, device="cpu", out=tmp_path
+    )
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_flux.run.rank"]
+    done = subprocess.run(
+        [warm_python, "-m", *command, "megatron_flux.bench.layer", wanted.model_dump_json()],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [r["arm"] for r in summary["rows"]] == ["local", "no_communication"]
+    assert summary["environment"]["NCCL_NVLS_ENABLE"] == "0"
+    assert summary["environment"]["UB_SKIPMC"] == "1"
+    assert "no_communication, a bound" in done.stdout
+    assert "small-16x1 local: ready" in done.stderr
+    log = (tmp_path / "log.txt").read_text()
+    assert "small-16x1 te: skipped: TransformerEngine needs a GPU" in log
+    assert "ms per layer" in log

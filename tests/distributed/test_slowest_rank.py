@@ -7,7 +7,6 @@ fastest rank's shows.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,10 +58,11 @@ def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: 
 
 
 def rank_rounds(slow: int) -> tuple[list[float], list[float]]:
-    from megatron_flux.bench.layer_steps import interleave
+    from megatron_flux.bench.harness import Ranks, Variant, measure
+    from megatron_flux.comm.links import Link
 
-    arms = {"step": (step_of(slow), nullcontext)}
-    samples = interleave(arms, dist.group.WORLD, dist.group.WORLD, CPU, rounds=2, burst=1)["step"]
+    here = Ranks(CPU, dist.group.WORLD, dist.group.WORLD, Link("none", ""), print)
+    samples = measure([Variant("step", step_of(slow))], here, rounds=2, burst=1)["step"]
     return samples["step_ms"], samples["host_ms"]
 
 

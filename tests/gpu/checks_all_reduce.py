@@ -1,14 +1,13 @@
-"""gemm_all_reduce on real GPUs: its checks, and its times against stock's. Run under torchrun; a JSON line for each.
+"""Checks of gemm_all_reduce on real GPUs, run under torchrun; a JSON line for each.
 
     python -m torch.distributed.run --nproc-per-node 4 tests/gpu/checks_all_reduce.py --out all_reduce.jsonl
-        [--only NAMES] [--seconds 55] [--auto] [--variations] [--ms 1,16,64] [--checks-only | --times-only]
+        [--only NAMES] [--seconds 55]
 
 Every check runs on all ranks and raises on the rank that sees the failure. Operands are fresh; memory that the caching
 allocator hands out for results is NaN before each comparison. The slabs of this operator are not poisoned: between
 calls they must hold "nothing" everywhere, which is what is checked of them instead.
 
-``--variations`` times many more blocks, tiles and stages, to decide what the tuner's list should have. Timing ends
-before ``--seconds`` have passed since the start, and a watchdog ends the process 30 s later, whatever hangs.
+A watchdog ends the process 30 s after ``--seconds``, whatever hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,10 +28,9 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux import ops
-from megatron_flux.bench import all_reduce as bench
 from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
-from megatron_flux.ops import call_events, timing
-from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
+from megatron_flux.ops import call_events
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.registry import get_backend
@@ -366,69 +363,12 @@ CHECKS: dict[str, Callable] = {
 }
 
 
-def variations(call: OperatorCall) -> dict[str, AllReduceConfig]:
-    """Much more than the tuner's list."""
-    base, own = AllReduceConfig(), AllReduceConfig(own_gemm=True, bm=16 if call.m <= 16 else 32 if call.m <= 32 else 64)
-    found = [
-        replace(base, block=b, ctas=c, warps=w)
-        for b, w in ((512, 2), (1024, 4), (2048, 8), (4096, 8))
-        for c in (16, 64, 128)
-    ]
-    found += [
-        replace(base, shots=2, block=b, ctas=c, warps=w) for b, w in ((1024, 4), (2048, 8)) for c in (32, 64, 128)
-    ]
-    found += [
-        replace(own, bn=bn, bk=bk, stages=stages, warps=warps)
-        for bn, bk, stages, warps in (
-            (64, 128, 3, 4),
-            (64, 128, 5, 4),
-            (64, 128, 7, 4),
-            (64, 256, 3, 4),
-            (64, 256, 4, 4),
-            (64, 64, 8, 4),
-            (64, 128, 6, 8),
-            (32, 128, 6, 4),
-            (32, 256, 5, 4),
-            (128, 64, 5, 4),
-            (128, 128, 4, 8),
-        )
-        if (own.bm + bn) * bk * 2 * stages <= 220_000
-    ]
-    listed = candidates(call.m, call.n, call.k, call.group.size(), 2)
-    return {config.label(): config for config in [*listed, *found]}
-
-
-def times(group, args, began, out) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    def go_on() -> bool:
-        return timing.all_agree(time.monotonic() - began < args.seconds, group)
-
-    ms = [int(m) for m in args.ms.split(",")] if args.ms else bench.ROWS
-    for m in ms:  # each m of both layers, so that a run that ends early has whole pairs
-        if not go_on():
-            out({"times": "ended early", "before_m": m, "ok": True})
-            return
-        arms = variations if args.variations else None
-        start = time.monotonic()
-        for row in bench.rows(group, device, ms=[m], arms=arms, rounds=args.rounds, auto=args.auto):
-            out({**row, "tp": group.size(), "ok": True})
-        out({"times": m, "seconds": round(time.monotonic() - start, 2), "ok": True})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=55)
-    parser.add_argument("--rounds", type=int, default=bench.ROUNDS)
-    parser.add_argument("--ms", default="")
-    parser.add_argument("--variations", action="store_true")
-    parser.add_argument("--auto", action="store_true", help="also time what the tuner takes, which tunes first")
-    parser.add_argument("--checks-only", action="store_true")
-    parser.add_argument("--times-only", action="store_true")
     args = parser.parse_args()
-    began = time.monotonic()
     faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
     os.environ.setdefault("MEGATRON_FLUX_TIMEOUT_S", "20")
     rank = int(os.environ["RANK"])
@@ -439,14 +379,14 @@ def main() -> None:
 
     def out(line) -> None:
         if rank == 0 or not line["ok"]:
-            print(json.dumps({key: value for key, value in line.items() if key != "rounds_ms"}), flush=True)
+            print(json.dumps(line), flush=True)
             if args.out:
                 with args.out.open("a") as log:
                     log.write(json.dumps(line) + "\n")
 
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "tp": group.size()}
     out({**about, "nvls": os.environ.get("NCCL_NVLS_ENABLE"), "nccl": list(torch.cuda.nccl.version()), "ok": True})
-    for name, check in ({} if args.times_only else CHECKS).items():
+    for name, check in CHECKS.items():
         if args.only and name not in args.only.split(","):
             continue
         start = time.time()
@@ -460,8 +400,6 @@ def main() -> None:
         out(line)
         if not line["ok"]:
             os._exit(1)
-    if not args.checks_only:
-        times(group, args, began, out)
     dist.barrier()
     torch.cuda.synchronize()
     os._exit(0)

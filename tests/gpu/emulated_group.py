@@ -6,24 +6,12 @@ schedules, flags, and the bytes that enter and leave a GPU are those of the larg
 gather gives ``[mine, other's, other's, ...]``, a reduce-scatter ``mine[shard 0] + other's[shard 1] + other's[shard 2] +
 ...``, in the fused kernels (:mod:`tests.gpu.emulated_fused`) as in the collectives here, and can be compared.
 
-What it does not show, so that its figures are no measurement of the large group
-    * Several writers at one receiver, which slow each other's copies down when the ranks of a group drift.
-    * Waiting for the slowest of ``size`` ranks, and GPUs of a full host that throttle together.
-    * NCCL's collectives of that many. Here they are one exchange of ``size - 1`` shards each way, no ring: latency is
-      that of two ranks, and on 2 x H200 they reach 53 to 75 % of the link (``results/stand-in-8-h200x2``). So
-      stock is not stock's time on the large group, and speed-ups over it, overlap efficiencies too, may be too large:
-      compare with the GEMM alone, the bound, or the floor.
-
-Two ways to do a collective on GPUs
-    ``exact``: true results, for checking. Otherwise (for timing): the same bytes over the link from a scratch buffer of
-    random numbers; what a gather leaves is random, a reduce-scatter leaves the own rows of the own partial. On CPUs
-    always exact.
+It checks results; times say nothing about the large group (several writers at one receiver, ranks that drift, a full
+host that throttles together, NCCL's rings are all missing).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,10 +48,8 @@ class EmulatedGroup(dist.ProcessGroup):
             raise UserError(f"two GPUs can emulate tp {' or '.join(map(str, SIZES))}, not {size}")
         super().__init__(0, size)
         self.pair = pair
-        self.exact = True
         self._cpu = dist.new_group(backend="gloo")
         self._name = f"emulated-{size}-of-{pair.group_name}"
-        self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
         me = dist.get_rank()
         # torch.distributed looks up who the ranks are: this one, the other, and numbers that nobody has.
         ranks = {me: 0, 1 - me: 1, **{rank: rank for rank in range(2, size)}}
@@ -101,30 +87,18 @@ class EmulatedGroup(dist.ProcessGroup):
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> dist.Work:
         """``[size * rows, ...]`` from ``[rows, ...]``."""
         rows = x.shape[0]
-        if self.exact or not x.is_cuda:
-            out[:rows].copy_(x)
-            other, work = self._other(x)
-            out[rows:].view(self.size() - 1, *x.shape).copy_(other)
-            return work
-        theirs = self._random((self.size() - 1) * x.numel(), x)
-        sent, got = [x.view(-1), theirs], [out[:rows].view(-1), out[rows:].view(-1)]
-        if self.pair.rank() == 1:
-            sent.reverse()
-            got.reverse()
-        return self.pair.alltoall(got, sent, _options(dist.AllToAllOptions(), opts))
+        out[:rows].copy_(x)
+        other, work = self._other(x)
+        out[rows:].view(self.size() - 1, *x.shape).copy_(other)
+        return work
 
     def reduce_scatter_single(self, out: torch.Tensor, y: torch.Tensor, opts: Any = None) -> dist.Work:
         """``[rows, ...]`` from ``[size * rows, ...]``, summed."""
         rows = out.shape[0]
-        if self.exact or not y.is_cuda:
-            other, work = self._other(y)
-            total = other[rows:].view(self.size() - 1, *out.shape).sum(0, dtype=torch.float32) + y[:rows].float()
-            out.copy_(total)
-            return work
-        out.copy_(y[:rows])
-        peers = (self.size() - 1) * out.numel()
-        sent, got = self._random(2 * peers, y), self._random(peers, y)
-        return self.pair._reduce_scatter_base(got, sent, _options(dist.ReduceScatterOptions(), opts))
+        other, work = self._other(y)
+        total = other[rows:].view(self.size() - 1, *out.shape).sum(0, dtype=torch.float32) + y[:rows].float()
+        out.copy_(total)
+        return work
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single
@@ -159,10 +133,9 @@ class EmulatedGroup(dist.ProcessGroup):
         return dist.barrier(group=self.pair, async_op=True)
 
     def clear(self) -> None:
-        """Free scratch buffers and slabs. Only when both processes have finished with them."""
+        """Free slabs. Only when both processes have finished with them."""
         from tests.gpu import emulated_fused
 
-        self._scratch.clear()
         emulated_fused.fused.clear()
 
     def _of(self, x: torch.Tensor) -> dist.ProcessGroup:
@@ -174,12 +147,6 @@ class EmulatedGroup(dist.ProcessGroup):
         work = dist.all_gather(both, x.contiguous(), group=self._of(x), async_op=True)
         work.wait()
         return both[1 - dist.get_rank()], work
-
-    def _random(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        key = (count, like.dtype, like.device)
-        if key not in self._scratch:
-            self._scratch[key] = torch.randn(count, dtype=like.dtype, device=like.device)
-        return self._scratch[key]
 
 
 class EmulatedAgreements(agreement.Agreements):
@@ -196,11 +163,6 @@ class EmulatedAgreements(agreement.Agreements):
         return [both[dist.get_rank()]] + [both[1 - dist.get_rank()]] * (self._size - 1)
 
 
-def _options(made: Any, given: Any) -> Any:
-    made.asyncOp = bool(getattr(given, "asyncOp", False))
-    return made
-
-
 def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> EmulatedGroup:
     """The group, with the pair's link as its own; on GPUs ``fused`` and ``tuned`` then run on it. Collective."""
     from tests.gpu import emulated_fused
@@ -213,21 +175,3 @@ def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> Emulated
     if device.type == "cuda":
         emulated_fused.register()
     return group
-
-
-@contextmanager
-def tensor_parallel(size: int, device: torch.device) -> Iterator[EmulatedGroup]:
-    """Make Megatron's tensor-parallel group, which must be the two ranks of the world, emulate ``size``."""
-    from megatron.core import parallel_state as state
-
-    pair = state.get_tensor_model_parallel_group()
-    group = opened(pair, size, device)
-    state._TENSOR_MODEL_PARALLEL_GROUP = group
-    state.set_tensor_model_parallel_world_size(size)
-    state.set_tensor_model_parallel_rank(0)
-    try:
-        yield group
-    finally:
-        state._TENSOR_MODEL_PARALLEL_GROUP = pair
-        state.set_tensor_model_parallel_world_size(None)
-        state.set_tensor_model_parallel_rank(None)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.bench.shapes import MODELS, CallOptions, Calls, cases
+from megatron_flux.bench.cases import Case
+from megatron_flux.bench.options import OpsRun
 from megatron_flux.errors import UserError
 from megatron_flux.ops import all_reduce_config, launch, shipped_plans
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
@@ -85,32 +86,24 @@ def test_label_names_what_differs() -> None:
     assert KernelConfig(ws=True, bn=128).label() == "bn=128 ws=True"
 
 
+def cases_of(preset: str, tokens: str, **more: str) -> list[Case]:
+    return OpsRun(tp=8, preset=preset, tokens=tokens, **more).cases()
+
+
 def test_shapes_of_gpt3() -> None:
-    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases(["gpt3-175b"], [8192], ["forward", "dgrad"], 8)}
+    cases = cases_of("gpt3-175b", "8192")
+    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
     assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
     assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
     assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
     assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
     assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
-    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases(["gpt3-175b"], [8192], ["forward"], 8))
+    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)
 
 
 def test_shapes_of_llama_70b() -> None:
-    found = {c.layer: (c.n, c.k) for c in cases(["llama-70b"], [2048], ["forward"], 8)}
+    found = {c.layer: (c.n, c.k) for c in cases_of("llama2-70b", "2048", directions="forward")}
     assert found == {"qkv": (1280, 8192), "proj": (8192, 1024), "fc1": (7168, 8192), "fc2": (8192, 3584)}
-
-
-@pytest.mark.parametrize(
-    ("choice", "part"),
-    [
-        ({"models": "gpt5"}, ", ".join(MODELS)),
-        ({"models": "llama-70b", "tokens": "100"}, "100 tokens cannot be divided among 8 GPUs"),
-        ({"directions": "wgrad"}, "forward, dgrad"),
-    ],
-)
-def test_bad_choices_say_what_is_allowed(choice: dict[str, str], part: str) -> None:
-    with pytest.raises(UserError, match=part):
-        Calls.of(CallOptions(**choice), 8)
 
 
 def test_cache_is_merged_and_readable(tmp_path: Path) -> None:

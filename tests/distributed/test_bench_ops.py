@@ -1,0 +1,327 @@
+"""``bench ops`` and ``tune`` on two real ranks without GPUs.
+
+The variants really run, over gloo. What only GPUs have is replaced: the clock, the link's rate, the fused kernels, and
+the tuner's measurement. Keys, files, cache and agreement of the ranks are real.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import harness, ops, tables, tune
+from megatron_flux.bench.cases import Case
+from megatron_flux.bench.options import OpsRun, TuneRun
+from megatron_flux.comm import links
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.links import Link
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import registry, tuner_calls
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.tuned import TunedBackend
+from tests.distributed.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+CASES = [
+    Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
+    Case("gemm_reduce_scatter", "toy", "fc2", "forward", 8, 4, 6),
+    Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 8, 4, 6),
+    Case("all_gather_gemm", "toy", "fc2", "dgrad", 8, 6, 4),
+]
+DECODE = Case("gemm_all_reduce", "toy", "proj", "decode", 3, 4, 6)
+FP8_CASES = [
+    Case("all_gather_gemm", "toy", "fc1", "forward", 256, 128, 384),
+    Case("gemm_reduce_scatter", "toy", "fc2", "forward", 256, 256, 128),
+    Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 256, 256, 128),
+]
+CPU = torch.device("cpu")
+TIMES = {
+    **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "pipelined": 1.4, "fused": 1.1, "tuned": 1.2},
+    **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
+}
+ROW_KEYS = {
+    "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
+    "pipelined_ms", "fused_ms", "tuned_ms", "tuned_choice", "e_overlap", "bound_ms", "host_us",
+}  # fmt: skip
+
+
+class Named(ReferenceBackend):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Tuned(TunedBackend):
+    """Measures nothing: the first call of a shape finds "pipelined", others "reference"; counts."""
+
+    measured = 0
+
+    def why_not(self, *_: Any) -> None:
+        return None
+
+    def untested(self, *_: Any) -> None:
+        return None
+
+    def _measure(self, *_: Any) -> dict[str, Any]:
+        self.measured += 1
+        backend = "pipelined" if self.measured == 1 else "reference"
+        return {"backend": backend, "plan": None, "ms": {"reference": 2.0, "pipelined": 1.0 * self.measured}}
+
+
+def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    for variant in variants:
+        variant.run()
+    calls = {variant.name: len(found) if isinstance(found := variant.run(), list) else 1 for variant in variants}
+    return {
+        name: {"step_ms": [count * TIMES[name]] * 3, "busy_host_ms": [count * 0.01] * 3}
+        for name, count in calls.items()
+    }
+
+
+@contextmanager
+def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
+    """A machine with GPUs over the link ``kind``; over ``host`` the real chunked backends with made-up times."""
+    link = Link(kind, "asked for")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MEGATRON_FLUX_TUNE_SECONDS", "MEGATRON_FLUX_TUNE"):
+            patch.setenv(name, "")  # so that what tuning sets is undone
+            patch.delenv(name)
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(ops, "device_of", lambda *_: CPU)
+        patch.setattr(links, "probe", lambda *_: link)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(harness, "measure", measure)
+        pipelined, fused = Named("pipelined"), Named("fused")
+        tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
+        if kind == "nvlink":
+            patch.setattr(ops, "_link_rate", lambda *_: 100.0)
+            for backend in (pipelined, fused, tuned):
+                patch.setitem(registry._backends, backend.name, backend)
+        else:
+            patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
+            patch.setattr(tuner_calls, "by_chunks", lambda *_: True)
+            patch.setattr(timing, "interleaved", lambda ways, *_: {n: [TIMES[n.partition(" ")[0]]] for n in ways})
+            patch.setattr(timing, "all_agree", lambda *_: False)
+        try:
+            yield tuned
+        finally:
+            links.want(links.Wanted())
+
+
+def bench(
+    folder: Path, cases: list[Case], kind: str = "nvlink", seconds: tuple[float, float] = (1e9, 1e9), **more: Any
+) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    with machine(folder / "tuned.json", kind):
+        wanted = OpsRun(tp=2, out=folder / "run", seconds=seconds[dist.get_rank()], **more)
+        return ops.run(wanted, cases, dist.group.WORLD, said.append), said
+
+
+def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), (other, silent) = world2.run(bench, tmp_path, [*CASES, DECODE])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (other["rows"], silent) == (summary["rows"], [])
+    assert {"device", "tp", "link", "versions", "environment", "rows"} <= set(summary)
+    assert (summary["tp"], summary["link"]) == (2, "nvlink")
+    for row in summary["rows"]:
+        assert set(row) >= ROW_KEYS
+        variants = {"serial", "tuned"} if row["op"] == "gemm_all_reduce" else {"serial", "pipelined", "fused", "tuned"}
+        timed = {name for name in tables.NAMES if row[f"{name}_ms"] is not None}
+        assert timed == variants | {"gemm", "nccl"}
+        assert all(row[f"{name}_ms"] == TIMES[name] and row["host_us"][name] == 10.0 for name in timed)
+        assert row["e_overlap"] == 0.6
+        assert set(row["differences"]) == variants - {"serial"}
+        assert max(row["differences"].values()) < 1e-2
+    assert [row["tuned_choice"] for row in summary["rows"]] == ["pipelined", *["reference"] * 4]
+    assert len(said) == 6
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [line["arm"] for line in lines if line["layer"] == "fc1"][:6] == [
+        "gemm", "nccl", "serial", "pipelined", "fused", "tuned",
+    ]  # fmt: skip
+    tables.show_ops(summary)
+
+
+def wrong(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Named, "gemm_reduce_scatter", lambda _, call: Pending(call.x.new_zeros(call.m // 2, call.n)))
+        return bench(folder, CASES[1:2])
+
+
+def test_a_wrong_result_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), _ = world2.run(wrong, tmp_path)
+    assert summary["rows"][0]["differences"]["fused"] == 1.0
+    assert "fused: its result is NOT serial's: 1.0" in said
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_first_rank_s_clock_stops_all(world2: WorkerPool, tmp_path: Path, late: int) -> None:
+    seconds = (1e-9, 1e9) if late == 0 else (1e9, 1e-9)
+    (summary, said), (other, _) = world2.run(bench, tmp_path, CASES, "nvlink", seconds)
+    assert len(summary["rows"]) == len(other["rows"]) == (0 if late == 0 else 4)
+    assert late or said[-1] == "stopped after 1e-09 s, 4 of 4 left out"
+
+
+def compare_fp8(case: Case) -> None:
+    """Operands have the scales and formats of the recipe; serial is the operator."""
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    made = ops.operands(case, group, torch.bfloat16, CPU)
+    pair: Any = made.pair
+    blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
+    assert (pair.x.scaling, pair.weight.scaling) == (("1x128", "128x128") if blocks else ("tensor", "tensor"))
+    assert pair.x.dtype == (torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn)
+    assert pair.promoted is (blocks or dgrad)
+    assert (pair.weight.rows, pair.weight.k) == (case.n, case.k), "k-major in both directions"
+    scales = [torch.empty_like(pair.x.scale_inv) for _ in range(2)]
+    dist.all_gather(scales, pair.x.scale_inv)
+    assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
+    with machine(Path("none")):
+        runs = ops.runs_of(case, made, group, ("pipelined", "fused", "tuned"), "exact")
+        assert list(runs) == ["gemm", "nccl", "serial", "fused", "tuned"]
+        assert torch.equal(runs["serial"](), runs["fused"]())
+        assert runs["gemm"]().shape == (case.m, case.n)
+        runs["nccl"]()
+
+
+@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
+def test_fp8_calls(world2: WorkerPool, case: Case, fp8: Any) -> None:
+    world2.run(compare_fp8, replace(case, fp8=fp8))
+
+
+def test_rows_of_fp8(world2: WorkerPool, tmp_path: Path) -> None:
+    cases = [replace(case, fp8=fp8) for case in FP8_CASES for fp8 in ("delayed", "blockwise")]
+    summary, _ = world2.run(bench, tmp_path, cases)[0]
+    assert all(set(row) >= ROW_KEYS and row["e_overlap"] == 0.6 for row in summary["rows"])
+    keys = list(json.loads((tmp_path / "tuned.json").read_text()))
+    for words in ("e4m3fn x e4m3fn by tensor, to bfloat16", "e5m2 x e4m3fn by tensor, split, to bfloat16",
+                  "e4m3fn x e4m3fn by blocks, to bfloat16"):  # fmt: skip
+        assert any(words in key for key in keys), words
+    text = io.StringIO()
+    tables.show_ops(summary, text)
+    assert "forward, FP8 blockwise" in text.getvalue()
+
+
+def test_bytes_of_a_gather() -> None:
+    gather, scatter = FP8_CASES[:2]
+    assert gather.bytes_received(2) == 128 * 384 * 2
+    assert replace(gather, fp8="current").bytes_received(2) == 128 * 384
+    assert replace(gather, fp8="blockwise").bytes_received(2) == 128 * (384 + 3 * 4)
+    assert replace(scatter, fp8="blockwise").bytes_received(2) == scatter.bytes_received(2) == 128 * 256 * 2
+    assert DECODE.bytes_received(4) == 3 * 3 * 4 * 2
+
+
+def bench_over_host(folder: Path, cases: list[Case]) -> dict[str, Any]:
+    return bench(folder, cases, "host", wire="int8", link="host")[0]
+
+
+def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
+    cases = [*CASES, *(replace(case, fp8="blockwise") for case in FP8_CASES[:2])]
+    summary = world2.run(bench_over_host, tmp_path, cases)[0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "int8", 40.0)
+    for row in summary["rows"]:
+        found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
+        own = {"chunked_int8"} if row["fp8"] is None else set()
+        assert found == {"gemm", "nccl", "serial", "chunked", "tuned"} | own
+        assert (row["link"], row["wire"]) == ("host", "int8" if row["fp8"] is None else "exact")
+        assert row["tuned_choice"].startswith("chunked_int8" if row["fp8"] is None else "chunked")
+        assert row["shared_bytes"] > 1 << 20
+    text = io.StringIO()
+    tables.show_ops(summary, text)
+    assert " E chunked int8 " in text.getvalue()
+
+
+def fill(
+    cache: Path, cases: list[Case], kind: str = "nvlink", **more: Any
+) -> tuple[list[tuple[Case, str, str]], list[str], int]:
+    said: list[str] = []
+    with machine(cache, kind) as tuned:
+        used: Any = registry.get_backend("tuned")
+        used.decisions(dist.group.WORLD).answers.clear()  # of the test before
+        wanted = TuneRun(tp=2, cache=cache, **more)
+        done = tune.run(wanted, cases, dist.group.WORLD, said.append)
+        return [(case, key, tables.plan_name(plan)) for case, key, plan in done], said, tuned.measured
+
+
+def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:
+    cache, cases = tmp_path / "tuned.json", [*CASES, CASES[0]]
+    (done, said, measured), (other, silent, _) = world2.run(fill, cache, cases)
+    stored = json.loads(cache.read_text())
+    assert (done, silent) == (other, [])
+    # Gather and scatter, each with both forms of the weight; the fifth call is the first one again.
+    assert measured == len(stored) == 4
+    assert [name for *_, name in done] == ["pipelined", *["reference"] * 3, "pipelined"]
+    assert {key for _, key, _ in done} == set(stored)
+    assert said[0].endswith("pipelined 1.000 ms, reference 2.000 ms")
+    assert [line.endswith("(cached)") for line in said] == [False] * 4 + [True]
+
+    short = done[1][1]
+    cache.write_text(json.dumps(stored | {short: stored[short] | {"list": "short"}}))
+    (_, said, measured), _ = world2.run(fill, cache, cases)
+    assert measured == 1, "a plan from a short list is made again"
+    assert [line.endswith("(cached)") for line in said] == [True, False, True, True, True]
+    assert "list" not in json.loads(cache.read_text())[short]
+
+
+def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path: Path) -> None:
+    cache = tmp_path / "tuned.json"
+    (done, _, _), _ = world2.run(fill, cache, CASES)
+    stored = json.loads(cache.read_text())
+    stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
+    cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
+    assert world2.run(forced, cache)[0] == 4
+    assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
+
+
+def forced(cache: Path) -> int:
+    return fill(cache, CASES, force=True)[2]
+
+
+def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> None:
+    cases = [replace(case, fp8=fp8) for case in FP8_CASES[:2] for fp8 in ("delayed", "current", "blockwise")]
+    (done, said, measured), _ = world2.run(fill, tmp_path / "tuned.json", cases)
+    assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
+    assert measured == 4, "delayed and current make the same calls"
+    assert "forward FP8 blockwise m=256" in said[2]
+
+
+def over_host(cache: Path) -> list[tuple[Case, str, str]]:
+    return fill(cache, CASES, "host", link="host", wire="int8")[0]
+
+
+def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
+    done = world2.run(over_host, tmp_path / "tuned.json")[0]
+    assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
+    assert {(case.direction, "wire=int8" in key, plan) for case, key, plan in done} == {
+        ("forward", True, "chunked_int8 x1"),
+        ("dgrad", False, "chunked x1"),
+        ("wgrad", True, "chunked_int8 x1"),
+    }
+
+
+def test_gathers_of_wgrad_are_tuned_over_links_by_chunks() -> None:
+    """As the layers gather it (layers/fp8.py): one call for both column-parallel layers, bytes two at a time."""
+    dgrads = [
+        Case("gemm_reduce_scatter", "a", "qkv", "dgrad", 256, 384, 64),
+        Case("gemm_reduce_scatter", "a", "fc1", "dgrad", 256, 384, 128),
+        Case("all_gather_gemm", "a", "fc2", "dgrad", 256, 128, 512),
+    ]
+    forwards = [replace(case, direction="forward") for case in dgrads]
+
+    def widths(fp8: Any) -> list[tuple[str, int, int]]:
+        found = tune._gathers([replace(case, fp8=fp8) for case in (*forwards, *dgrads)])
+        return [(case.layer, case.m, case.k) for case in found]
+
+    assert widths(None) == [("qkv", 256, 384)]
+    assert widths("current") == [("qkv", 256, 192)]
+    assert widths("blockwise") == [("qkv", 256, 192), ("fc2", 256, 256)], "dy once more, by its rows"

@@ -1,0 +1,284 @@
+"""``bench ops``, ``bench layer`` and ``tune`` on a machine without GPUs: refusals, dry runs, what they start."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.bench import harness, ops, tune
+from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
+from megatron_flux.cli import main as cli
+from megatron_flux.errors import UserError
+from megatron_flux.run import launcher
+from megatron_flux.run.rank import MEASURED
+
+FEW = ["--preset", "llama2-70b", "--tokens", "1024", "--directions", "forward"]
+COMMANDS = pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command in this process, in an empty folder: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "MEGATRON_FLUX_TUNE_CACHE", *MEASURED):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megatron-flux", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+    """Pretend to have GPUs, and collect what would be started."""
+
+    def have(count: int) -> list[Any]:
+        started: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(launcher, "launch", lambda *words, **more: started.append((words, more)))
+        return started
+
+    return have
+
+
+def refused(run: Run, *words: str | Path) -> str:
+    code, out, err = run(*words)
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.startswith("megatron-flux: error: ")
+    assert err.count("\n") == 1
+    assert not Path("runs").exists()
+    return err
+
+
+def dry(run: Run, *words: str) -> dict[str, Any]:
+    code, out, err = run(*words, "--dry-run")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_without_gpus(run: Run) -> None:
+    assert "needs at least two GPUs of one host, torch sees no GPU; --dry-run" in refused(run, "bench", "ops")
+    assert "--show prints stored plans, --dry-run" in refused(run, "tune")
+    assert "no CUDA device is visible here" in refused(run, "bench", "layer")
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--preset", "gpt5"], ["'gpt5'", "gpt3-175b, gpt3-6.7b, llama2-7b"]),
+        (["--preset", ","], ["--preset", "no name"]),
+        (["--tokens", "1k"], ["--tokens 1k", "whole numbers"]),
+        (["--tokens", "1024,0"], ["--tokens 1024,0", "greater than 0"]),
+        (["--tokens", "1025"], ["1025 tokens", "8 GPUs"]),
+        (["--linears", "qkv,mlp"], ["'mlp'", "qkv, proj, fc1, fc2"]),
+        (["--directions", "back"], ["'back'", "forward, dgrad, decode"]),
+        (["--directions", "decode", "--linears", "qkv"], ["proj and fc2 alone"]),
+        (["--fp8", "mxfp8"], ["'mxfp8'", "delayed, current, blockwise"]),
+        (["--tp", "1"], ["--tp 1", "greater than or equal to 2"]),
+        (["--tp", "16"], ["llama2-70b: 8 key/value heads", "16 GPUs"]),
+    ],
+)
+def test_calls_that_do_not_exist(run: Run, command: list[str], arguments: list[str], said: list[str]) -> None:
+    line = refused(run, *command, "--dry-run", *arguments)
+    for words in said:
+        assert words in line
+
+
+def test_calls_of_a_dry_run(run: Run) -> None:
+    few = ("bench", "ops", *FEW, "--tp", "4", "--linears", "qkv,fc2", "--out", "somewhere")
+    found = dry(run, *few)
+    assert found["config"]["tp"] == 4
+    assert [[c["op"], c["layer"], c["m"], c["n"], c["k"]] for c in found["calls"]] == [
+        ["all_gather_gemm", "qkv", 1024, 2560, 8192],
+        ["gemm_reduce_scatter", "fc2", 1024, 8192, 7168],
+    ]
+    assert not Path("somewhere").exists()
+    assert [call["fp8"] for call in dry(run, *few, "--fp8", "delayed,blockwise")["calls"]] == [
+        "delayed",
+        "blockwise",
+    ] * 2
+    decode = dry(run, "bench", "ops", "--preset", "llama2-70b", "--directions", "decode", "--tp", "4")["calls"]
+    assert [(c["op"], c["layer"], c["m"]) for c in decode[:3]] == [
+        ("gemm_all_reduce", "proj", 1),
+        ("gemm_all_reduce", "fc2", 1),
+        ("gemm_all_reduce", "proj", 2),
+    ]
+    found = dry(run, "tune", "--seconds-per-shape", "5", "--cache", "mine.json")
+    # Eight GPUs unless said otherwise; three models, five sizes, two directions, four linears.
+    assert (found["config"]["tp"], len(found["calls"])) == (8, 3 * 5 * 2 * 4)
+    assert found["config"]["cache"] == str(Path.cwd() / "mine.json")
+
+
+def test_tuning_has_its_link_and_wires(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*words: str) -> list[Any]:
+        return [dry(run, "tune", *FEW, *words)["config"][name] for name in ("link", "wire", "grad_wire")]
+
+    assert found() == [None, "exact", "exact"]
+    assert found("--link", "p2p", "--wire", "int8", "--grad-wire", "exact") == ["p2p", "int8", "exact"]
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
+    assert found("--link", "host") == ["host", "exact", "int8"]
+
+
+def test_show_prints_stored_plans(run: Run, tmp_path: Path) -> None:
+    plan = {"backend": "reference", "plan": None, "ms": {"reference": 1.0}}
+    stored = tmp_path / "cache" / "tuned.json"
+    assert run("tune", "--show")[1] == f"nothing has been tuned yet: no plans in {stored}\n"
+    stored.parent.mkdir()
+    stored.write_text(json.dumps({"all_gather_gemm m=8 n=6 k=4 float32 | cpu": plan}))
+    lines = run("tune", "--show")[1].splitlines()
+    assert lines[0] == "cpu: 1 call(s)"
+    assert lines[-1] == f"plans: {stored}"
+    assert "absent.json does not exist" in refused(run, "tune", "--show", "--cache", "absent.json")
+    for option in ("--force", "--dry-run"):
+        assert "--show only prints" in refused(run, "tune", "--show", option)
+
+
+def test_caches_that_cannot_be_used(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    Path("broken.json").write_text("{")
+    for how in ("--show", "--dry-run"):
+        assert "broken.json cannot be read" in refused(run, "tune", how, "--cache", "broken.json")
+    gpus(2)
+    assert "its folder cannot be used" in refused(run, "tune", "--cache", Path("broken.json", "below", "tuned.json"))
+
+
+def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    gpus(1)
+    assert "1 process(es) with 1 GPU(s)" in refused(run, "bench", "ops", "--tp", "2")
+    gpus(4)
+    assert "--tp 8 on a machine with 4 GPU(s)" in refused(run, "tune", "--tp", "8")
+
+
+def test_a_folder_that_holds_other_files(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    gpus(2)
+    Path("thesis").mkdir()
+    Path("thesis", "chapter.txt").write_text("years of work")
+    for more in ([], ["--overwrite"], ["--dry-run"]):
+        assert "not a run folder" in refused(run, "bench", "ops", "--out", "thesis", *more)
+
+
+def test_ranks_start_with_multicast_off(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what the user has set stays
+    started = gpus(4)
+    assert run("bench", "ops", *FEW, "--out", "run")[0] == 0
+    ((module, text, ranks), more) = started[0]
+    assert (module, ranks, more["left"]) == (ops.__name__, 4, "what was measured is in run")
+    wanted = OpsRun.model_validate_json(text)
+    assert (wanted.cases()[0].n, wanted.out) == (2560, Path("run"))
+    assert json.loads(Path("run", "config.json").read_text())["config"]["tp"] == 4
+    assert {name: os.environ[name] for name in MEASURED} == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "UB_SKIPMC": "1",
+    }
+    started.clear()
+    code, _, err = run("tune", *FEW, "--force", "--cache", "deep/tuned.json")
+    assert (code, "4 calls on 4 GPUs" in err) == (0, True)
+    ((module, text, _), _) = started[0]
+    tuned = TuneRun.model_validate_json(text)
+    assert (module, tuned.force, tuned.cache) == (tune.__name__, True, Path.cwd() / "deep" / "tuned.json")
+
+
+def test_a_launchers_rank_starts_nothing(
+    run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = gpus(1)  # as with one GPU bound to each task
+    ran: list[Any] = []
+    monkeypatch.setattr(ops, "work", ran.append)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert run("bench", "ops", *FEW, "--out", "run")[0] == 0
+    assert started == []
+    assert OpsRun.model_validate_json(ran[0]).tp == 4
+    assert Path("run", "config.json").exists()
+    assert "--tp 2 under a launcher that started 4" in refused(run, "tune", "--tp", "2")
+
+
+def test_the_log_says_what_ended_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sad"), harness.logged_to(tmp_path / "run" / "log.txt"):
+        raise ValueError("sad")
+    assert (tmp_path / "run" / "log.txt").read_text() == "ended by ValueError: sad\n"
+
+
+def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:
+    found = dry(run, "bench", "layer", "--tp", "4", "--preset", "gpt3-175b,llama3-405b", "--variants", "te,te_again")
+    assert [(w["model"], w["seq"], w["micro_batch"], w["layers"]) for w in found["workloads"]] == [
+        ("gpt3-175b", 2048, 4, 4),
+        ("llama3-405b", 8192, 1, 2),
+    ]
+    assert list(found["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "llama3-405b-8192x1"]
+    assert 10 < found["memory_gb_per_gpu"]["gpt3-175b-2048x4"] < 30
+    assert found["config"]["variants"] == "te,te_again"
+
+
+def test_modes_of_layers() -> None:
+    made = layer_run(LayerOptions(preset="llama2-70b", mode="decode"), 4)
+    assert (made.cuda_graphs, made.burst) == (True, 30)
+    assert [(w.seq, w.micro_batch, w.context_length, w.sequence_parallel) for w in made.workloads] == [
+        (1, batch, 2048, False) for batch in (1, 8, 64, 512)
+    ]
+    assert made.workloads[0].label == "llama2-70b-1x1-decode-context-2048-no-sp"
+    assert made.workloads[3].cache_shape(4) == (2049, 512, 2, 128)
+    made = layer_run(
+        LayerOptions(preset="llama2-70b", fp8="current,blockwise", sequence_parallel=False, frozen=True), 4
+    )
+    assert (made.cuda_graphs, made.burst) == (False, 3)
+    assert [w.label for w in made.workloads] == [
+        f"llama2-70b-4096x2-{fp8}-no-sp-frozen" for fp8 in ("current", "blockwise")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"preset": "gpt5"}, "'gpt5'"),
+        ({"variants": "te,fast"}, "'fast'.*unsynchronised"),
+        ({"variants": "flux_te:speed=9"}, "no setting 'speed'; use one of: backend, "),
+        ({"variants": "flux_te:gather_ahead=often"}, "flux_te:gather_ahead=often: Input should be a valid boolean"),
+        ({"variants": "te:backend=fused"}, "only flux has settings"),
+        ({"backend": "warp"}, "unknown backend 'warp'"),
+        ({"micro_batch_size": "two"}, "--micro-batch-size two: give whole numbers"),
+        ({"seq_length": 4097}, "4097 tokens a sequence"),
+        ({"fp8": "mxfp8"}, "'mxfp8'"),
+        ({"cuda_graphs": True, "variants": "unsynchronised"}, "nothing waits"),
+        ({"cuda_graphs": True, "fp8": "current"}, "cannot capture"),
+        ({"cuda_graphs": True, "link": "p2p"}, "over the link p2p"),
+        ({"mode": "prefill", "frozen": True}, "has no gradients"),
+    ],
+)
+def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        layer_run(LayerOptions(**options), 8)
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    base = Workload(model="llama2-70b", seq=4096, micro_batch=2, layers=4)
+    decode = base.model_copy(update={"mode": "decode", "seq": 1, "context_length": 2048, "sequence_parallel": False})
+    one = base.memory_gb(8, 1)
+    assert base.model_copy(update={"frozen": True}).memory_gb(8, 1) < one < base.memory_gb(8, 2)
+    assert one < base.model_copy(update={"sequence_parallel": False}).memory_gb(8, 1)
+    assert decode.memory_gb(8, 1) < one
+    longer = decode.model_copy(update={"context_length": 4096})
+    assert longer.memory_gb(8, 1) - decode.memory_gb(8, 1) == pytest.approx(4 * 2 * 2048 * 2 * 128 * 2 / 1e9)

@@ -1,0 +1,110 @@
+"""Tables of ``bench ops``, ``tune`` and ``bench layer``."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.bench import tables
+from megatron_flux.errors import UserError
+from megatron_flux.ops.backends.tuning_cache import describe
+
+ROW = {
+    "op": "gemm_reduce_scatter", "model": "gpt3-175b", "layer": "fc2", "direction": "forward", "m": 8192, "n": 12288,
+    "k": 6144, "dtype": "bfloat16", "gemm_ms": 1.0, "nccl_ms": 0.5, "serial_ms": 1.5, "async_tp_ms": None,
+    "pipelined_ms": 1.25, "fused_ms": 1.1, "tuned_ms": 1.6, "tuned_choice": "fused <x>", "e_overlap": -0.2,
+    "bound_ms": 1.0,
+}  # fmt: skip
+SUMMARY = {"device": "H200", "tp": 4, "link": "nvlink", "environment": {"NCCL_NVLS_ENABLE": "0"}, "rows": [ROW]}
+LAYER = {
+    "model": "gpt3-175b", "seq": 2048, "micro_batch": 4, "layers": 4, "arm": "te", "training": True,
+    "ms_per_layer": 20.0, "ms_per_layer_low": 19.0, "ms_per_layer_high": 21.0, "speedup_vs_te": 1.0,
+    "speedup_vs_te_ci95": None, "hidden_share": 0.0, "host_ms_per_step": 9.0, "sm_clock_mhz": 1450.0,
+    "peak_memory_gb": 12.5, "breakdown": {"communication_exposed_ms": 5.0}, "agreement": {"ok": True},
+}  # fmt: skip
+
+
+def printed(show: Any, *arguments: Any, **more: Any) -> list[str]:
+    out = io.StringIO()
+    show(*arguments, file=out, **more)
+    assert "\x1b" not in out.getvalue()
+    return out.getvalue().splitlines()
+
+
+def line(lines: list[str], *words: str) -> str:
+    """The one line with these words, single-spaced."""
+    found = [line for line in lines if all(word in line.split() for word in words)]
+    assert len(found) == 1, found
+    return " ".join(found[0].split())
+
+
+def test_calls_in_a_table_and_a_line() -> None:
+    lines = printed(tables.show_ops, SUMMARY)
+    assert lines[0] == "4 x H200, nvlink, tp = 4, 1 call(s)"
+    assert line(lines, "gpt3-175b") == (
+        "RS gpt3-175b fc2 forward 8192 x 12288 x 6144 1.000 0.500 1.500 - 1.250 1.100 1.600 - 80% -20% fused <x>"
+    )
+    said = tables.line(ROW)
+    for part in ("fc2", "gemm 1.000", "async-TP -", "tuned 1.600", "E -20%", "[fused <x>]"):
+        assert part in said
+    assert tables.efficiency({**ROW, "serial_ms": 1.0}, "fused") is None
+    assert printed(tables.show_ops, {**SUMMARY, "rows": []})[0].endswith("0 call(s)")
+
+
+def test_what_was_emulated_is_named() -> None:
+    stored = Path(__file__).parents[3] / "results" / "stand-in-8-h200x2" / "m8192" / "summary.json"
+    lines = printed(tables.show_ops, json.loads(stored.read_text()))
+    assert lines[0] == "8 x NVIDIA H200 (2 standing in for 8), nvlink stand-in, tp = 8, 8 call(s)"
+
+
+def answer(backend: str, **ms: float) -> dict[str, Any]:
+    return {"backend": backend, "plan": None, "ms": ms}
+
+
+def key(m: int = 8) -> str:
+    import torch
+
+    return describe("all_gather_gemm", m, 6, 4, torch.zeros(1), True, 2, "p2p")
+
+
+def test_plans_by_key_and_by_call() -> None:
+    plans = {
+        "my favourite": answer("reference", reference=1.0),
+        key(16): answer("reference", reference=2.0),
+        # The fastest time is not always the plan: it may have won by less than the margin.
+        key(8): answer("reference", reference=2.0, pipelined=1.99),
+    }
+    lines = printed(tables.show_plans, plans)
+    assert [row.split()[5] for row in lines if "all_gather_gemm" in row] == ["8", "16"]
+    assert line(lines, "1.990") == (
+        "all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.990 - 2.000 1.00x reference"
+    )
+    assert line(lines, "favourite").startswith("my favourite - -")
+    calls = [("model fc1 forward", key(16)), ("model fc2 dgrad", key(8))]
+    named = [row for row in printed(tables.show_plans, plans, calls=calls) if "model" in row]
+    assert [row.split()[1:3] for row in named] == [["fc1", "forward"], ["fc2", "dgrad"]]
+
+
+@pytest.mark.parametrize("broken", [{}, {"backend": "fused", "plan": None, "ms": 5}, {"ms": {}}])
+def test_plans_that_are_none_are_refused(broken: Any) -> None:
+    with pytest.raises(UserError, match=r"has no usable plan for 'all_gather_gemm m=8.*delete that entry"):
+        printed(tables.show_plans, {key(): broken})
+
+
+def test_layers_and_what_was_skipped() -> None:
+    flux = {**LAYER, "arm": "flux_te", "speedup_vs_te": 1.177, "speedup_vs_te_ci95": [1.17, 1.18], "cuda_graph": True}
+    flux |= {"agreement": {"ok": False}, "flux_fallbacks": {"row: [fp8]": 4}}
+    bound = {**LAYER, "arm": "no_communication", "training": False, "agreement": None, "hidden_share": 1.0}
+    other = {**LAYER, "mode": "decode", "context_length": 2048, "fp8": "current", "sequence_parallel": False}
+    skipped = [{**LAYER, "arm": "te_ub", "reason": "<it> [did] not start"}]
+    said = "\n".join(printed(tables.show_layers, {**SUMMARY, "rows": [LAYER, flux, bound, other], "skipped": skipped}))
+    for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x [1.170-1.180]", "flux_te (graph)",
+                 "NO", "no_communication, a bound", "te_ub skipped: <it> [did] not start", "1450",
+                 "flux_te: 4 calls ran stock: row: [fp8]",
+                 "FP8 current, decode behind 2048 tokens, no sequence parallelism"):  # fmt: skip
+        assert part in said
+    printed(tables.show_layers, {**SUMMARY, "rows": [], "skipped": []})

@@ -86,24 +86,3 @@ def test_the_folded_mlp_gathers_nothing(
         for name, mlp in found.items():
             assert mlp["error"] < 2e-2
             assert torch.equal(mlp["y"], ranks[0][name]["y"])
-
-
-def rank_rows() -> list[dict[str, Any]]:
-    from megatron_flux.bench import int4_mlp
-
-    assert dist.group.WORLD is not None
-    return int4_mlp.rows(dist.group.WORLD, torch.device("cpu"), models=["tiny"], ms=[1, 4], rounds=2)
-
-
-def test_rows_of_the_benchmark(world2: WorkerPool) -> None:
-    rows, others = world2.run(rank_rows)
-    assert [row["ms"] for row in rows] == [row["ms"] for row in others], "the slowest rank's"
-    assert [(row["m"], row["arm"]) for row in rows] == [
-        (m, arm) for m in (1, 4) for arm in ("naive_int4", "folded_int4", "bf16")
-    ]
-    for row in rows:
-        assert row["kind"] == "int4_mlp"
-        assert len(row["rounds_ms"]) == 2
-        assert row["error"] < 2e-2
-        (naive,) = (other["ms"] for other in rows if (other["m"], other["arm"]) == (row["m"], "naive_int4"))
-        assert row["speedup_vs_stock"] == pytest.approx(naive / row["ms"], rel=1e-3)

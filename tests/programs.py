@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from megatron_flux import ops
-from megatron_flux.comm import host_memory
+from megatron_flux.comm import shared_memory
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.p2p_link import P2PLink
@@ -198,7 +198,7 @@ def _failing(fault: tuple[str, str] | None, group: dist.ProcessGroup) -> Iterato
 
     places: list[tuple[Any, str]] = [(torch, "empty"), (torch.Tensor, "new_empty")]
     if what == "workspace":
-        places = [(host_memory, "_sparse"), (host_memory, "_allocate")]
+        places = [(shared_memory, "_make_sparse"), (shared_memory, "_allocate")]
         if torch.cuda.is_available():
             import torch.distributed._symmetric_memory as symmetric
 

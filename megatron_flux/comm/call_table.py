@@ -18,7 +18,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import host_memory
+from megatron_flux.comm import shared_memory
 from megatron_flux.errors import OperatorError, UserError
 
 LAST = 1023
@@ -39,7 +39,7 @@ class CallTable:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Collective. Raises UserError: the ranks have no host in common, or no shared memory."""
-        self._regions = host_memory.make(group, _ROW, torch.device("cpu"))
+        self._regions = shared_memory.make_regions(group, _ROW, torch.device("cpu"))
         memory = [(ctypes.c_uint64 * (LAST + 1)).from_address(at) for at in self._regions.host]
         rows = [memoryview(row).cast("B").cast("Q") for row in memory]
         self._ranks, self._rank, tp = dist.get_process_group_ranks(group), group.rank(), group.size()

@@ -11,7 +11,7 @@ here, and end soon after the last. What a rank sends goes by copy engine into sl
 from there into its peers' GPUs: in a gather the block is copied to host memory once and all peers read it; in an
 exchange each pair has slots of its own. The parts:
 
-* :mod:`~megatron_flux.comm.host_memory`: the memory;
+* :mod:`~megatron_flux.comm.shared_memory`: the memory;
 * :mod:`~megatron_flux.comm.host_schedule`: what lies where in it, and what is enqueued in which order, once per size;
 * :mod:`~megatron_flux.comm.lanes`: the queues that copies and waits go into;
 * :mod:`~megatron_flux.comm.host_progress`: time-outs.
@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import settings
-from megatron_flux.comm import host_memory, host_schedule
+from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_schedule import DOWN, LANES, UP, Layout, Program, Step, default_layout
@@ -85,7 +85,7 @@ class HostLink:
         """
         self.rank, self.tp, self.device = group.rank(), group.size(), device
         self.layout = layout or default_layout(self.tp)
-        regions = host_memory.make(group, self.layout.region_bytes, device)
+        regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
         self._regions = regions.lanes
         self._programs: Cache[tuple[str, tuple[int, ...]], Program] = Cache()

@@ -26,7 +26,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.host_memory import Regions
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
@@ -40,6 +39,7 @@ from megatron_flux.comm.host_schedule import (
     progress_word,
 )
 from megatron_flux.comm.lanes import StreamLane, Wait, read, store
+from megatron_flux.comm.shared_memory import Regions
 from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
 

@@ -1,31 +1,58 @@
-"""Allocating memory that the ranks of a group share: the one way to it, for slabs, host memory and peers' memory.
+"""Memory that the ranks of a group share: on their GPUs, or on their host. The one allocator for both.
 
-:func:`obtain` is a step of such an allocation. It succeeds on all ranks, or raises SharedMemoryError on all of them: no
-peer waits for a rank that had no memory. A rank without memory first gives back what torch has cached and tries again:
-torch's symmetric memory and pinned memory do not come from torch's own allocator, which would do that by itself.
+* :func:`symmetric`: torch's symmetric memory, on every rank's GPU.
+* :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
+* :func:`host_tensors`: the same as tensors, of which the system allocates what is touched.
+
+Contract
+    * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no
+      peer waits for a rank that had no memory (:func:`obtain`). The memory is zero.
+    * A rank without memory first gives back what torch has cached and tries again: symmetric and pinned memory do not
+      come from torch's own allocator, which would do that by itself.
+    * A region is allocated before it is used (``posix_fallocate``): too little shared memory is an error here, not a
+      SIGBUS in the middle of a training. Containers have 64 MB unless they are told otherwise.
+    * A region's pages lie on the NUMA node of its owner's GPU.
+    * Files have no name any more when a function returns, whatever its end: the system frees the memory with the last
+      process that maps it, however that ends. Every rank removes all names it knows, not its own alone.
+
+Hazard: a GPU may be writing into a region whose last owner is dropped. So a region that CUDA has pinned is not freed
+when it is dropped but at the next :func:`make_regions`, which waits for the device first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import mmap
 import os
-from collections.abc import Callable
+import socket
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.agreement import TogetherError, together
-from megatron_flux.errors import OperatorError, SharedMemoryError, one_line
+from megatron_flux import cuda_memory_ops as memory_ops
+from megatron_flux import nvml
+from megatron_flux.comm.agreement import TogetherError, of_all_ranks, together
+from megatron_flux.errors import OperatorError, SharedMemoryError, UserError, one_line
 
 _Result = TypeVar("_Result")
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - mkstemp makes the files, private to us
+_MIB = 1 << 20
 
 
 def obtain(
     group: dist.ProcessGroup, about: str, work: Callable[[], _Result], advice: Callable[[bool], str]
 ) -> list[_Result]:
-    """Return what ``work()`` returns on every rank; collective. ``advice(full)`` says what to do where there was not
-    memory enough (``full``), and where it failed for another reason.
+    """Return the result of ``work()`` on every rank; collective. Raises SharedMemoryError on all ranks if it raised on
+    one, with ``advice(full)``; ``full``: there was too little memory.
     """
 
     def twice() -> _Result:
@@ -44,27 +71,31 @@ def obtain(
         raise SharedMemoryError(f"{error}: {advice(_is_full(str(error)))}") from error
 
 
+def _is_full(message: str) -> bool:
+    """Return True if an error's message speaks of too little memory; torch and the driver have no type for it."""
+    message = message.lower().replace("_", " ")
+    return any(part in message for part in ("out of memory", "no space left", "cannot allocate memory"))
+
+
 def symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """uint8 ``[nbytes]`` on every rank's GPU by torch's symmetric memory, and what keeps it mapped. Collective. Raises
-    SharedMemoryError.
-    """
+    """Return uint8 ``[nbytes]`` on every rank's GPU, and what keeps it mapped."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symm_mem
 
-    made: list[Any] = []
+    keep: list[Any] = []
     tensors: list[torch.Tensor] = []
 
     def allocate() -> None:
-        made.append(symm_mem.empty(nbytes, dtype=torch.uint8, device=device))
+        keep.append(symm_mem.empty(nbytes, dtype=torch.uint8, device=device))
 
     def map_all() -> None:
-        handle = symm_mem.rendezvous(made[0], group)
+        handle = symm_mem.rendezvous(keep[0], group)
         if handle.multicast_ptr:
             raise OperatorError(
                 "torch made an NVLink multicast object; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before "
                 "torch.distributed is imported"
             )
-        made.append(handle)
+        keep.append(handle)
         tensors.extend(handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size()))
 
     def advice(full: bool) -> str:
@@ -81,10 +112,200 @@ def symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tu
     about = f"sharing {nbytes >> 20} MiB of GPU memory among ranks {dist.get_process_group_ranks(group)}"
     obtain(group, about, allocate, advice)
     obtain(group, f"{about} (mapping)", map_all, advice)
-    return tensors, made
+    return tensors, keep
 
 
-def _is_full(words: str) -> bool:
-    """Return True if ``words`` of an error speak of too little memory; torch and the driver have no type for it."""
-    words = words.lower().replace("_", " ")
-    return any(part in words for part in ("out of memory", "no space left", "cannot allocate memory"))
+class Mapping:
+    """One file in this process's memory."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """Raises OSError."""
+        handle = os.open(path, os.O_RDWR)
+        try:
+            self._map = mmap.mmap(handle, nbytes)
+        finally:
+            os.close(handle)
+        self._view = np.frombuffer(self._map, dtype=np.uint8)
+        self.address: int = self._view.ctypes.data
+        self.lane_address = self.address
+        """Address for :mod:`~megatron_flux.comm.lanes`: the device's once it is pinned, else this process's."""
+        self.pinned = False
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as uint8 ``[nbytes]``, which keeps it mapped."""
+        return torch.from_numpy(self._view)
+
+    def pin(self) -> None:
+        """Let CUDA use it."""
+        if not self.pinned:
+            self.lane_address = memory_ops.register(self.address, len(self._view))
+            self.pinned = True
+
+    def unpin(self) -> None:
+        """Undo :meth:`pin`."""
+        if self.pinned:
+            memory_ops.unregister(self.address)
+            self.pinned = False
+
+
+_dropped: list[list[Mapping]] = []
+"""Pinned mappings whose owners are gone."""
+_in_graphs: list[list[Mapping]] = []
+
+
+class Regions:
+    """The regions of a group, by rank."""
+
+    def __init__(self, mappings: list[Mapping]) -> None:
+        """From :func:`make_regions`."""
+        self._mappings = mappings
+        self.host = [mapping.address for mapping in mappings]
+        """Addresses for this process."""
+        self.lanes = [mapping.lane_address for mapping in mappings]
+        """Addresses for :mod:`~megatron_flux.comm.lanes`."""
+        self._finalizer: weakref.finalize | None = None
+        if any(mapping.pinned for mapping in mappings):
+            self._finalizer = weakref.finalize(self, _dropped.append, mappings)
+            self._finalizer.atexit = False
+
+    def never_free(self) -> None:
+        """Keep the memory for good: a CUDA graph holds the addresses."""
+        if self._finalizer is not None and self._finalizer.detach() is not None:
+            _in_graphs.append(self._mappings)
+
+
+def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:
+    """Return a region of ``nbytes`` (a multiple of a page) for each rank. Raises UserError for several hosts."""
+    if _dropped and device.type == "cuda":
+        torch.cuda.synchronize(device)
+        while _dropped:
+            for mapping in _dropped.pop():
+                mapping.unpin()
+    _check_room(group, nbytes)
+    return Regions(_map_files(group, nbytes, functools.partial(_allocate, nbytes, device), pin=device.type == "cuda"))
+
+
+def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
+    """Return uint8 ``[nbytes]`` for each rank."""
+    mappings = _map_files(group, nbytes, functools.partial(_make_sparse, nbytes), pin=False)
+    return [mapping.tensor() for mapping in mappings]
+
+
+def _map_files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool) -> list[Mapping]:
+    """Map every rank's file, which ``allocate`` makes there."""
+    names: list[str] = []
+    mappings: list[Mapping] = []
+
+    def make_own() -> str:
+        names.append(allocate())
+        return names[0]
+
+    def map_all() -> None:
+        for name in names[len(mappings) :]:
+            mappings.append(Mapping(name, nbytes))
+        if pin:
+            for mapping in mappings:
+                mapping.pin()
+
+    def advice(_: bool) -> str:
+        return _more_shared_memory(group, nbytes)
+
+    about = f"sharing {-(-nbytes // _MIB)} MiB of {FOLDER}"
+    try:
+        names[:] = obtain(group, about, make_own, advice)
+        obtain(group, f"{about} (mapping)", map_all, advice)
+    except BaseException:
+        for mapping in mappings:
+            mapping.unpin()
+        raise
+    finally:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    return mappings
+
+
+def host_room() -> tuple[int, int]:
+    """Return the bytes of shared memory of this process's system, and those left; zeros where it has none."""
+    if not FOLDER.is_dir():
+        return 0, 0
+    disk = os.statvfs(FOLDER)
+    return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+
+
+def _check_room(group: dist.ProcessGroup, nbytes: int) -> None:
+    """Raise UserError unless all ranks are on one host with memory enough, before any is taken."""
+    answers = of_all_ranks((socket.gethostname(), *host_room()), group, "room in host memory")
+    if len({host for host, *_ in answers}) > 1:
+        raise UserError("a link through host memory needs all ranks of a group on one host")
+    total, free = min(total for _, total, _ in answers), min(free for *_, free in answers)
+    if free < nbytes * group.size():
+        raise SharedMemoryError(
+            f"the link through host memory needs {-(-nbytes * group.size() // _MIB)} MiB of shared memory for "
+            f"{group.size()} ranks, and {FOLDER} has {free // _MIB} MiB left of {total // _MIB}: "
+            f"{_more_shared_memory(group, nbytes)}"
+        )
+
+
+def _more_shared_memory(group: dist.ProcessGroup, nbytes: int) -> str:
+    needed = -(-nbytes * group.size() // _MIB)
+    return f"give the container more shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
+
+
+def _allocate(nbytes: int, device: torch.device) -> str:
+    """Make a file of that size, whose memory is there, and return its name. Raises OSError."""
+    handle, name = tempfile.mkstemp(prefix="megatron_flux_host_", dir=FOLDER)
+    try:
+        with _on_processors_near(device):
+            os.posix_fallocate(handle, 0, nbytes)
+    except BaseException:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(handle)
+    return name
+
+
+def _make_sparse(nbytes: int) -> str:
+    """Make a file of that size and return its name."""
+    handle, name = tempfile.mkstemp(prefix="megatron_flux_", dir=FOLDER if FOLDER.is_dir() else None)
+    try:
+        os.ftruncate(handle, nbytes)
+    finally:
+        os.close(handle)
+    return name
+
+
+@contextlib.contextmanager
+def _on_processors_near(device: torch.device) -> Iterator[None]:
+    """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
+    allowed = os.sched_getaffinity(0)
+    near = allowed & _processors(device)
+    if near:
+        os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        if near:
+            os.sched_setaffinity(0, allowed)
+
+
+def _processors(device: torch.device) -> set[int]:
+    """Return the processors beside the GPU; empty where not known."""
+    address = nvml.pci_address(device) if device.type == "cuda" else None
+    if address is None:
+        return set()
+    try:
+        return parse_cpulist((Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def parse_cpulist(text: str) -> set[int]:
+    """Parse a set of processors as the system writes it, such as ``0-3,8``. Raises ValueError."""
+    processors: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            processors.update(range(int(first), int(last or first) + 1))
+    return processors

@@ -74,7 +74,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm import host_memory, shared_memory
+from megatron_flux.comm import shared_memory
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.agreement import together
 from megatron_flux.comm.call_table import LAST, CallTable
@@ -355,7 +355,7 @@ def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple
     """
     if device.type == "cuda":
         return shared_memory.symmetric(group, nbytes, device)
-    return host_memory.tensors(group, nbytes), None
+    return shared_memory.host_tensors(group, nbytes), None
 
 
 def assemble(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.comm import agreement, host_memory, shared_memory, slab
+from megatron_flux.comm import agreement, shared_memory, slab
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.kernel_config import KernelConfig
@@ -49,7 +49,7 @@ def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
 
 def failing(times: int) -> Any:
     """Rank 1's part of a workspace fails so many times."""
-    real, left = host_memory._sparse, [times if dist.get_rank() == 1 else 0]
+    real, left = shared_memory._make_sparse, [times if dist.get_rank() == 1 else 0]
 
     def allocate(nbytes: int) -> str:
         left[0] -= 1
@@ -57,7 +57,7 @@ def failing(times: int) -> Any:
             raise NO_MEMORY
         return real(nbytes)
 
-    return mock.patch.object(host_memory, "_sparse", allocate)
+    return mock.patch.object(shared_memory, "_make_sparse", allocate)
 
 
 def no_memory_on_one_rank(times: int) -> tuple[str, str, float, int]:
@@ -132,7 +132,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def ends_in_between(folder: Path) -> tuple[tuple[str, str, float], ...]:
-    host_memory.FOLDER = folder
+    shared_memory.FOLDER = folder
     group, backend = dist.new_group([0, 1, 2]), twin()
     call, again = (call_of(backend, "all_gather_gemm", group=group) for _ in range(2))
     if dist.get_rank() == 1:

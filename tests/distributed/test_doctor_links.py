@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import host_link, host_memory
+from megatron_flux.comm import host_link, shared_memory
 from megatron_flux.errors import OperatorError
 from megatron_flux.telemetry import link_report
 from tests.distributed.pool import WorkerPool
@@ -86,7 +86,7 @@ def test_too_little_shared_memory(world2: WorkerPool, tmp_path: Path) -> None:
 
 
 def _measured_in(folder: str) -> dict[str, Any]:
-    with mock.patch.object(host_memory, "FOLDER", Path(folder)):
+    with mock.patch.object(shared_memory, "FOLDER", Path(folder)):
         return measure()
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import host_memory, links, p2p_link, transports
+from megatron_flux.comm import links, p2p_link, shared_memory, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import EMPTY, Layout
@@ -213,7 +213,7 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(world2: WorkerPool, kind
 
 
 def in_folder(folder: Path) -> str:
-    with mock.patch.object(host_memory, "FOLDER", folder), pytest.raises(UserError) as caught:
+    with mock.patch.object(shared_memory, "FOLDER", folder), pytest.raises(UserError) as caught:
         link("host", True)
     return str(caught.value)
 
@@ -227,7 +227,7 @@ def test_too_little_shared_memory(world2: WorkerPool, tmp_path: Path) -> None:
 
 
 def allocation_fails(kind: str) -> str:
-    what = (os, "posix_fallocate") if kind == "host" else (host_memory, "_sparse")
+    what = (os, "posix_fallocate") if kind == "host" else (shared_memory, "_make_sparse")
     full = mock.patch.object(*what, side_effect=OSError(28, "No space left on device"))
     if dist.get_rank() == 1:
         full.start()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, OperatorError
-from megatron_flux.comm import group_state, host_memory, shared_memory, slab, transports
+from megatron_flux.comm import group_state, shared_memory, slab, transports
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.run import rank
 from tests.distributed.data import integers
@@ -62,7 +62,7 @@ class Shared:
 
     def rendezvous(self, whole: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-        memory = host_memory.tensors(group, whole.numel() + 2048)
+        memory = shared_memory.host_tensors(group, whole.numel() + 2048)
         pad = memory[group.rank()][whole.numel() :]
         pad.fill_(0xA5)  # as another library left it in the middle of a barrier of its own
         self.pads += (pad,)

@@ -32,10 +32,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.timeouts import poison_on_error
+from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.backend import Backend
@@ -85,9 +85,7 @@ class ChunkedBackend(Backend):
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
             )
-        if x.is_cuda and capturing(x):
-            return _why_not_captured(x, group)
-        return transports.why_none(group, x.device)
+        return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
     def bytes_received(self, call: OperatorCall, exact: int) -> int:
         """What a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
@@ -175,7 +173,7 @@ class ChunkedBackend(Backend):
         tp, rank = group.size(), group.rank()
         mp, size = call.m // tp, call.out.itemsize
         rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces, 1 if call.fp8 is None else ROWS_AT_ONCE)
-        transport, known, gemm = transports.transport_of(group, x.device), state_of(group).kernels, _gemm_of_rows(call)
+        transport, known, gemm = transport_of(group, x.device), state_of(group).kernels, _gemm_of_rows(call)
         # All memory before the call begins: peers would wait for one that ends in between.
         theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
         sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
@@ -233,7 +231,7 @@ class _Gathered:
         (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
         at_once = 1 if exactly is None else ROWS_AT_ONCE
         self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces, at_once)
-        self.transport, self._known = transports.transport_of(call.group, x.device), state_of(call.group).kernels
+        self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).kernels
         exact = self._wire == wires.EXACT
         self.arrived = (
             full.view(tp, -1).view(torch.uint8) if exact else x.new_empty(tp, self._cuts[-1], dtype=torch.uint8)
@@ -310,9 +308,7 @@ def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     """What keeps a call on ``x`` from being part of a CUDA graph."""
     if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
         return "its transport would have to be made while a CUDA graph is captured; run it once before"
-    if reason := transports.why_none(group, x.device):
-        return reason
-    by = transports.transport_of(group, x.device)
+    by = transport_of(group, x.device)
     return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"
 
 

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import agreement
+from megatron_flux.comm import agreement, transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops import fast_path
@@ -146,8 +146,9 @@ class TunedBackend(Measurement, Backend):
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Whatever keeps ``fused`` from running, or ``chunked`` where the link goes by chunks."""
-        by_chunks = self.chunked and tuner_calls.by_chunks(x, group)
-        return (self.chunked["chunked"] if by_chunks else self.fused).why_not(x, weight, group)
+        if self.chunked and tuner_calls.by_chunks(x, group):
+            return self.chunked["chunked"].why_not(x, weight, group) or transports.why_none(group, x.device)
+        return self.fused.why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """As of ``fused``, where that may run. By chunks it is tried (results/host-link-h200x2)."""

@@ -43,13 +43,13 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     """Report this node: ``doctor``'s account, shared memory, each GPU; ``unknown`` could not be asked."""
     import torch
 
-    from megatron_flux.comm import host_memory
+    from megatron_flux.comm import shared_memory
     from megatron_flux.telemetry import environment
 
     gpus: list[dict[str, Any]] = []
     unknown: list[str] = []
     report: dict[str, Any] = {"node": node_name(), "doctor": environment.examine(), "gpus": gpus, "unknown": unknown}
-    report |= {"shared_memory": host_memory.room(), "numactl": shutil.which("numactl") is not None}
+    report |= {"shared_memory": shared_memory.host_room(), "numactl": shutil.which("numactl") is not None}
     if expected.device != "cuda":
         return report
     count = torch.cuda.device_count()

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_flux.comm.host_memory import FOLDER
 from megatron_flux.comm.host_schedule import Layout
+from megatron_flux.comm.shared_memory import FOLDER
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, validated
@@ -46,7 +46,7 @@ class Expected(Checked):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that a node's groups need in ``/dev/shm`` (:mod:`megatron_flux.comm.host_memory`)."""
+        """Bytes that a node's groups need in ``/dev/shm`` (:mod:`megatron_flux.comm.shared_memory`)."""
         return self.processes // self.host_tp * Layout(self.host_tp).total_bytes if self.host_tp else 0
 
     @classmethod

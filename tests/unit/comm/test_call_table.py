@@ -20,7 +20,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[CallTable]:
     """Of three ranks."""
     rows = [torch.zeros(call_table.LAST + 1, dtype=torch.int64) for _ in range(3)]
     regions = SimpleNamespace(host=[row.data_ptr() for row in rows], rows=rows)
-    monkeypatch.setattr(call_table.host_memory, "make", lambda *_: regions)
+    monkeypatch.setattr(call_table.shared_memory, "make_regions", lambda *_: regions)
     monkeypatch.setattr(call_table.dist, "get_process_group_ranks", lambda group: [4, 5, 6])
     groups: list[Any] = [SimpleNamespace(rank=lambda r=rank: r, size=lambda: 3) for rank in range(3)]
     found = [CallTable(group) for group in groups]

@@ -11,6 +11,7 @@ import torch
 import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
+from megatron_flux.comm import transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import chunked, reference, registry, tuner_calls
@@ -177,7 +178,8 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuner_calls, "by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")
-    monkeypatch.setattr(chunked.transports, "transport_of", lambda *_: transport)
+    for module in (chunked, transports):
+        monkeypatch.setattr(module, "transport_of", lambda *_: transport)
     group, names = group_of(2), ("chunked", "chunked_int8", "tuned")
     for name in names:
         assert get_backend(name).why_not(x, None, group) is None

@@ -39,7 +39,7 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
     began, other, transport = SimpleNamespace(device=0), SimpleNamespace(device=1), Transport()
     now = [began]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
-    monkeypatch.setattr(chunked.transports, "transport_of", lambda group, device: transport)
+    monkeypatch.setattr(chunked, "transport_of", lambda group, device: transport)
     monkeypatch.setattr(chunked, "compare_calls", lambda call: None)
     for name in ("encode", "decode"):
         monkeypatch.setattr(chunked.wires, name, lambda *given: None)

@@ -482,6 +482,7 @@ def over_host(tuned: TunedBackend, monkeypatch: pytest.MonkeyPatch) -> TunedBack
     """A tuner whose group talks through host memory; candidates that come last are the fastest."""
     monkeypatch.setattr(links, "probe", lambda group, device: Link("host", "asked for"))
     monkeypatch.setattr(tuner_calls, "by_chunks", lambda x, group: True)
+    monkeypatch.setattr(transports, "why_none", lambda *_: None)
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "30")
     monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
     monkeypatch.setattr(timing, "all_agree", lambda *_: False)

@@ -1,7 +1,7 @@
-"""What NVML knows of this machine's GPUs: names, links, clocks, power, temperature and what holds the clocks down.
+"""Read this machine's GPUs by NVML: names, links, clocks, power, temperature and throttling.
 
-NVML is NVIDIA's management library; it comes with the driver and needs no CUDA context, so a process that only starts
-others may ask it. Where there is no driver, everything here says so instead of failing.
+NVML comes with the driver and needs no CUDA context, so a process that only starts others may ask it. Without a driver
+everything here returns the reason, or None, instead of failing.
 
 Hazard: NVML counts GPUs in the order of the PCI bus, CUDA by default the fastest first. On machines with different
 kinds of GPUs the two agree only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; a rank that has a CUDA device asks for it by its
@@ -29,7 +29,7 @@ FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
 class Reading(NamedTuple):
-    """One GPU at one moment; None where it does not tell."""
+    """One GPU at one moment; None if it does not tell."""
 
     sm_clock_mhz: float | None
     memory_clock_mhz: float | None
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 @cache
 def why_not() -> str | None:
-    """Why NVML cannot be asked here, or None if it can: it is then initialised, for the life of the process."""
+    """Initialise NVML for the life of the process. Return why that failed, or None."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -49,7 +49,7 @@ def why_not() -> str | None:
 
 
 def is_missing() -> bool:
-    """Whether this machine has no NVML at all, as opposed to one that fails."""
+    """Return True if this machine has no NVML at all, as opposed to one that fails."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -58,22 +58,22 @@ def is_missing() -> bool:
 
 
 def source() -> str:
-    """``NVML, driver 570.124.06``, or why there are no readings."""
+    """Return ``NVML, driver 570.124.06``, or why there are no readings."""
     return why_not() or f"NVML, driver {pynvml.nvmlSystemGetDriverVersion()}"
 
 
 def names() -> list[str] | None:
-    """Names of the GPUs that CUDA would see (``CUDA_VISIBLE_DEVICES``), None without NVML."""
+    """Return the names of the GPUs that CUDA would see (``CUDA_VISIBLE_DEVICES``); None without NVML."""
     return None if why_not() else [pynvml.nvmlDeviceGetName(gpu) for gpu in _visible()]
 
 
 def pairs() -> list[tuple[bool, ...]] | None:
-    """``(peer access, NVLink)`` of every ordered pair of visible GPUs, None where NVML cannot tell."""
+    """Return ``(peer access, NVLink)`` of every ordered pair of visible GPUs; None if NVML cannot tell."""
     return _connections(_visible, _P2P_READ, _P2P_NVLINK)
 
 
 def linked(uuids: Sequence[str]) -> bool | None:
-    """Whether NVLink connects every pair of these GPUs (UUIDs as torch has them); None where NVML cannot tell.
+    """Return True if NVLink connects every pair of these GPUs (UUIDs of torch); None if NVML cannot tell.
 
     CUDA need not see them: a process that was given one GPU can ask for its peers'.
     """
@@ -101,7 +101,7 @@ class Gpu:
     """Reads one GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` as torch has it, with or without its prefix; LookupError, with why, where NVML cannot tell of it."""
+        """``uuid`` as torch has it, with or without its prefix. Raises LookupError, with the reason."""
         if why := why_not():
             raise LookupError(why)
         try:
@@ -110,7 +110,7 @@ class Gpu:
             raise LookupError(f"NVML does not know GPU {uuid}: {error}") from error
 
     def read(self) -> Reading:
-        """The GPU now. Takes up to some milliseconds, depending on the driver."""
+        """Read the GPU now. Takes up to some milliseconds, depending on the driver."""
         power = self._ask("PowerUsage")
         throttle = self._ask("CurrentClocksEventReasons")
         if throttle is None:  # its name before driver 535
@@ -124,9 +124,9 @@ class Gpu:
         )
 
     def pcie(self) -> dict[str, int | None]:
-        """Its PCIe link: ``width`` (lanes) and ``generation`` now, ``max_width`` and ``max_generation`` in this slot.
+        """Return ``width`` (lanes) and ``generation`` of its PCIe link, and ``max_width`` and ``max_generation``.
 
-        None where not told; an idle GPU may have lowered the generation to save power.
+        None if not told; an idle GPU may have lowered the generation to save power.
         """
         found = {}
         for what in ("width", "generation"):
@@ -136,9 +136,9 @@ class Gpu:
         return found
 
     def remapped_rows(self) -> dict[str, bool] | None:
-        """Whether memory rows with errors are ``pending`` (to be remapped at a reset), or ``failed`` to be.
+        """Return True for memory rows with errors that are ``pending`` (remapped at a reset), or ``failed`` to be.
 
-        None where the GPU or its driver has no such account.
+        None if the GPU or its driver does not count them.
         """
         try:
             _, _, pending, failed = pynvml.nvmlDeviceGetRemappedRows(self.handle)
@@ -147,15 +147,13 @@ class Gpu:
         return {"pending": bool(pending), "failed": bool(failed)}
 
     def health(self) -> dict[str, float | bool | None]:
-        """``slowed`` by its hardware (heat or power), ``uncorrected`` memory errors since its driver's start (None: it
-        has no such account), ``max_sm_mhz``.
-        """
+        """Return ``slowed`` (by heat or power), ``uncorrected`` memory errors of this driver, ``max_sm_mhz``."""
         errors = self._ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
         slowed = "hw_slowdown" in throttle_reasons(self.read().throttle)
         return {"slowed": slowed, "uncorrected": errors, "max_sm_mhz": self._ask("MaxClockInfo", pynvml.NVML_CLOCK_SM)}
 
     def bus_id(self) -> str:
-        """Its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
+        """Return its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
         return pynvml.nvmlDeviceGetPciInfo(self.handle).busId
 
     def _ask(self, what: str, *arguments: Any) -> float | None:
@@ -166,14 +164,14 @@ class Gpu:
 
 
 def of_device(device: torch.device) -> Gpu:
-    """The GPU behind a CUDA device of this process; LookupError as :class:`Gpu`, or where it is none of CUDA's."""
+    """Return the GPU of a CUDA device of this process. Raises LookupError as :class:`Gpu`, and on CPUs."""
     if device.type != "cuda":
         raise LookupError("this run is on the CPU")
     return Gpu(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def found_behind(device: torch.device) -> Gpu | None:
-    """As :func:`of_device`, and None where that raises."""
+    """Return :func:`of_device`, or None where that raises."""
     try:
         return of_device(device)
     except LookupError:
@@ -181,27 +179,27 @@ def found_behind(device: torch.device) -> Gpu | None:
 
 
 class Glance:
-    """Reads a GPU in the middle of a step, while it works: when a step has ended, an idle GPU is what there is to see.
+    """Reads a GPU in the middle of a step, while it works: after the step it is idle.
 
     One thread per glance, which sleeps and then calls NVML without the interpreter's lock.
     """
 
     def __init__(self, gpu: Gpu, delay: float) -> None:
-        """Look in ``delay`` seconds."""
+        """Read in ``delay`` seconds."""
         self._seen: list[Reading] = []
         self._thread = threading.Timer(delay, lambda: self._seen.append(gpu.read()))
         self._thread.name, self._thread.daemon = "megatron-flux-nvml", True
         self._thread.start()
 
     def result(self) -> Reading | None:
-        """What was seen; None if the step ended before the glance. Call it once, when the step is over."""
+        """Return the reading; None if the step ended before it. Call it once, after the step."""
         self._thread.cancel()
         self._thread.join()
         return self._seen[0] if self._seen else None
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Names of NVML's reasons in ``bits``, such as ``sw_power_cap``; an idle GPU is not held down."""
+    """Return the names of NVML's reasons in ``bits``, such as ``sw_power_cap``; an idle GPU is not throttled."""
     return [name for bit, name in _reasons().items() if bits & bit]
 
 
@@ -216,7 +214,7 @@ def _reasons() -> dict[int, str]:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """The place of a GPU on the PCI bus as sysfs writes it, such as ``0000:3b:00.0``; None where NVML does not tell."""
+    """Return a GPU's place on the PCI bus as sysfs writes it, ``0000:3b:00.0``; None if NVML does not tell."""
     gpu = found_behind(device)
     if gpu is None:
         return None
@@ -225,7 +223,7 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def _visible() -> list[Any]:
-    """Handles of the GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; like CUDA, up to the first that is not there."""
+    """Return the handles of ``CUDA_VISIBLE_DEVICES`` in order; like CUDA, up to the first that does not exist."""
     count = pynvml.nvmlDeviceGetCount()
     given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     handles: list[Any] = []

@@ -41,7 +41,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut the names of options
     help="Fused communication-GEMM tensor parallelism for Megatron.",
 )
-trace = typer.Typer(cls=start.Group, no_args_is_help=True, help="Traces of profiled runs.")
 
 for command in (train, compare, tune):
     app.command(cls=start.Command)(command)
@@ -112,23 +111,6 @@ def _link_speed() -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-@trace.callback()
-def _traces() -> None:
-    """Traces of profiled runs."""
-
-
-@trace.command()
-def merge(run: Annotated[Path, typer.Argument(help="Run folder of train or compare with --profile-steps.")]) -> None:
-    """Put the traces of all ranks into one file per arm, aligned in time; open it at ui.perfetto.dev."""
-    from megatron_flux.telemetry.profiler import merge_run
-
-    if not run.is_dir():
-        raise UserError(f"{run} is no folder; give the run folder that was named as --out")
-    for file in merge_run(run):
-        typer.echo(str(file))
-
-
-app.add_typer(trace, name="trace")
 app.add_typer(slurm.app, name="slurm")
 app.add_typer(bench, name="bench")
 app.add_typer(report.app, name="report")

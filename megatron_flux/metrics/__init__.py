@@ -1,14 +1,14 @@
-"""What a run recorded, and how people look at it: records (JSONL), summary, table, report, wandb mirror.
+"""Record runs and show them: records (JSONL), summary, table, report, wandb mirror.
 
 The JSONL is the record; everything else is made from it or mirrors it. plotly, jinja2 and wandb are imported only
-inside the functions that use them, so that a training process that only records pays for none of them. To be read in
-this order: ``schema`` (what a record holds), ``recorder``, ``summary``, ``table``; then ``watch``, ``report/``,
-``regression``, ``wandb_mirror``, ``wandb_online``.
+inside the functions that use them: a training process that only records pays for none of them. Read in this order:
+``schema`` (the fields of a record), ``recorder``, ``summary``, ``table``; then ``watch``, ``report/``, ``regression``,
+``wandb_mirror``, ``wandb_report``.
 
 Contents of a run folder::
 
-    config.json                 what was asked for: any JSON object
-    baseline/metrics.jsonl      one record per iteration (metrics.schema), stock Megatron
+    config.json                 the requested configuration: any JSON object
+    baseline/metrics.jsonl      one record per step (metrics.schema), stock Megatron
     flux/metrics.jsonl          the same, patched
     summary.json                metrics.summary
     report.html                 metrics.report

@@ -1,29 +1,28 @@
-"""Where the time in a trace of torch.profiler went: by category of what ran, or as disjoint parts of steps.
+"""Split the time in a trace of torch.profiler: by category of work (:func:`of_layers`), or as disjoint parts of steps.
 
 Definitions, all of one rank:
 
 * busy time of a category: the time during which at least one of its kernels ran (the length of the intervals' union).
-  A kernel that shares the GPU with another runs slower, and its busy time says so.
+  A kernel that shares the GPU with another runs slower, and its busy time shows it.
 * communication: kernels of NCCL, userbuffers and symmetric memory, copies between GPUs, and copies within the device
   that run beside the stream of the GEMMs (some drivers report a copy to memory mapped from a peer as such).
-* exposed: the part of communication's busy time during which no kernel of any other category ran; hidden: the rest.
-* idle: the part of the span, from the first kernel's begin to the last one's end, in which nothing ran at all.
+* exposed: the part of communication's busy time during which no kernel of another category ran; hidden: the rest.
+* idle: the part of the span, from the first kernel's begin to the last one's end, in which nothing ran.
 
-The parts of a step (:func:`of_steps`) add up to it. Every moment of a step (from its range ``flux::step`` on the host,
-which begins and ends with an idle device) counts once: for ``optimizer`` where something other than communication ran
-inside the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``, ``other`` that
-was busy then, else for ``communication_exposed`` where communication ran by itself, else for ``idle``.
+The parts of a step (:func:`of_steps`) add up to it. A step is its range ``flux::step`` on the host, which begins and
+ends with an idle device. Every moment counts once: for ``optimizer`` if something other than communication ran inside
+the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``, ``other`` that was busy,
+else for ``communication_exposed`` if communication ran, else for ``idle``.
 
-With a GPU in the trace its own timeline counts. Without one it is the timeline of torch's operators on the host: then
-``idle`` is Python, and waits for peers that no operator of torch covers. A profiler slows the host, so that ``idle`` is
-an upper bound.
+With a GPU in the trace its own timeline counts, else that of torch's operators on the host: then ``idle`` is Python,
+and waits for peers that no operator of torch covers. A profiler slows the host, so ``idle`` is an upper bound.
 
 Limit: communication inside a fused kernel cannot be separated from its GEMM; it shows as a ``fused`` time longer than
 the GEMM would take.
 
-This is the one place that knows names of kernels and operators. Rules are tried in order, so the first decides a name
-that fits two: flux's kernels are GEMMs too, cuDNN's attention contains the word of a GEMM instruction, and a compiled
-norm is also a compiled elementwise kernel.
+Only this module knows names of kernels and operators. Rules are tried in order, so the first decides a name that fits
+two: flux's kernels are GEMMs too, cuDNN's attention contains the word of a GEMM instruction, and a compiled norm is
+also a compiled elementwise kernel.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ _Work = dict[str, list[Interval]]
 
 @cache
 def category(kernel: str) -> str:
-    """The category of a kernel's name, one of :data:`CATEGORIES`; what no rule knows is ``other``."""
+    """Return the category of a kernel's name, one of :data:`CATEGORIES`; ``other`` if no rule fits."""
     return next((name for name, rule in _KERNELS.items() if rule.search(kernel)), "other")
 
 
 @cache
 def cpu_category(operator: str) -> str | None:
-    """The category of an operator's name in a trace of the CPU; None for what only contains operators.
+    """Return the category of an operator's name in a trace of the CPU; None for what only contains operators.
 
     Autograd's functions and nodes contain waits, so their time says nothing about what was done.
     """
@@ -87,7 +86,7 @@ def cpu_category(operator: str) -> str | None:
 
 
 def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
-    """The times of a trace of one step of ``layers`` layers, in milliseconds per layer; empty if the GPU did nothing.
+    """Return the times of one step of ``layers`` layers, in milliseconds per layer; empty if the GPU did nothing.
 
     ``<category>_ms`` of every category, ``communication_exposed_ms``, ``communication_hidden_ms``, ``idle_ms``,
     ``span_ms``, and ``launches``: kernels, copies and fills per layer.
@@ -109,9 +108,9 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """``breakdown.json`` of the trace of ``rank``; its fields are described in ``metrics/schema.md``.
+    """Return ``breakdown.json`` (:class:`~megatron_flux.metrics.schema.Breakdown`) of the trace of ``rank``.
 
-    ``steps``: first and last iteration in the trace, which has the ranges above; ValueError where it has no step.
+    ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step.
     """
     windows = _ranges(trace, STEP, "user_annotation")
     if not windows:
@@ -150,7 +149,7 @@ def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str
 
 
 def _stretches(work: Mapping[str, Sequence[Interval]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """By kind of work whether it went on in each stretch from one begin or end of anything to the next; and lengths."""
+    """Return, by kind of work, if it ran in each stretch between two begins or ends of anything; and their lengths."""
     edges = np.unique([moment for intervals in work.values() for interval in intervals for moment in interval])
     busy = {}
     for name, intervals in work.items():
@@ -192,7 +191,7 @@ def _on_gpu(trace: dict[str, Any]) -> _Work:
 
 
 def _on_host(trace: dict[str, Any]) -> _Work:
-    """What torch's operators did."""
+    """Return the work of torch's operators."""
     events = _complete(trace, "cpu_op", "user_annotation")
     # The transport's own threads copy, too, but beside the step.
     transport = {event["tid"] for event in events if event["name"].startswith("gloo:")}

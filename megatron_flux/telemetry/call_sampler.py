@@ -1,4 +1,4 @@
-"""Every so many steps, what the operators' calls of one step took, and what that says about overlap.
+"""Time the operators' calls of every n-th step, and compare them with their GEMMs alone.
 
     sampler = Sampler(interval)
     with sampler.step(iteration):
@@ -6,19 +6,18 @@
     values = sampler.result()        # None unless that step was sampled
     sampler.reading                  # the GPU in the middle of it
 
-The values have the names, units and meanings of :mod:`megatron_flux.metrics.schema`. They are of this rank.
-:mod:`ops.call_events` says what exactly is timed.
+Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of this rank. :mod:`ops.call_events` defines
+the time of a call.
 
-Calls are compared with their GEMM alone and with the collective and the GEMM in turn (the ``reference`` backend), see
-:func:`metrics.summary.overlap_efficiency`. Both are measured here, between steps: right behind a sampled step, while
-the GPU is as warm and its clock as low as training has made them, a short burst of each at every one of the first
-:data:`ROUNDS` samples that have the call. (The tuner's times would not do: its bursts of one GEMM run at the power
-limit, while a step with other work in between clocks higher, so that calls would seem to beat their GEMM.) The clock is
-read meanwhile, since even so it is not the step's: a GEMM takes longer by as much as the clock is lower, and where that
-could be much of what the collective takes, no efficiency is given.
+Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend). They are measured between steps: a
+short burst of each after each of the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its
+clock as low as training has made them. (The tuner's times would not do: its bursts of one GEMM run at the power limit,
+while a step with other work in between clocks higher, so that calls would seem to beat their GEMM.) Even so the clock
+is not the step's. A GEMM takes longer by as much as the clock is lower: where that could be much of what the collective
+takes, the comparison is withheld.
 
-Operands are random, since zeros make a GEMM draw less power and run faster, and come from a generator of their own:
-training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
+Operands are random, since zeros make a GEMM draw less power and run faster. They come from a generator of their own, so
+that training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
@@ -62,27 +61,28 @@ FASTER = "the call took less than the GEMM alone, which must have run in another
 """Why a comparison is withheld."""
 
 TOLERANCE = 0.1
-"""How much of what could be hidden may be due to clocks."""
+"""Share of the hideable time that may be due to clocks."""
 RESOLUTION = 0.005
 """Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
 ROUNDS = 5
-"""Measurements of every call's baselines; on GPUs one at each sample."""
+"""Measurements of every call's baselines, one after each sample."""
 BURST_MS, MOST_CALLS = 2.0, 20
-"""Of one burst: about how long, and how many calls at most."""
+"""Length of a burst, and its maximum of calls."""
 
 
 class Sampler:
     """Times the calls of one step out of ``interval``, and reads this rank's GPU once in it."""
 
     def __init__(self, interval: int, *, operators: bool = True, gpu: nvml.Gpu | None = None) -> None:
-        """``interval`` 0 is never. Without ``operators`` their calls are not timed and every field of a sample is null:
-        where CUDA graphs replay calls, those few that they do not would pass for all.
+        """``interval`` 0: never. Without ``operators`` calls are not timed and every field of a sample is null.
+
+        That is for CUDA graphs: the few calls that they do not replay would pass for all.
         """
         self._interval = interval
         self.reading: nvml.Reading | None = None
-        """Of ``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
+        """``gpu`` in the latest step; None unless that was sampled and lasted long enough."""
         self.reduction_ms: float | None = None
-        """Of the latest sampled step: the time that the reduction of gradients took; None where calls are not timed."""
+        """Time of the gradient reduction in the latest sampled step; None if calls are not timed."""
         self._operators, self._gpu, self._seconds = operators, gpu, 0.0
         self._timer = CallTimer()
         self._rounds: dict[Call, list[Baseline]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Sampler:
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """The context of one step, ``iteration`` from 1; each lasts about as long as the one before."""
+        """Run one step inside, ``iteration`` from 1; each lasts about as long as the one before."""
         self._sampling, self.reading = self._interval > 0 and iteration % self._interval == 0, None
         glance = nvml.Glance(self._gpu, self._seconds / 2) if self._sampling and self._gpu is not None else None
         began = time.perf_counter()
@@ -102,7 +102,7 @@ class Sampler:
             self.reading = glance.result() if glance is not None else None
 
     def result(self) -> dict[str, Any] | None:
-        """What was sampled in the latest step; call it right behind the step, while the GPU is as the step has left it.
+        """Return the sample of the latest step. Call it right after the step, while the GPU is in the step's state.
 
         Collective over the operators' groups at the first samples that have a call.
         """
@@ -120,10 +120,9 @@ class Sampler:
         self.reduction_ms = reduced
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(times, key=_same_on_all_ranks):
-            for _ in range(_rounds_at_once(call.device)):
-                rounds = self._rounds[call]
-                if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
-                    rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
+            rounds = self._rounds[call]
+            if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
+                rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
         clock = None if self.reading is None else self.reading.sm_clock_mhz
         return overlap(times, {call: _medians(self._rounds[call]) for call in times}, clock)
 
@@ -138,14 +137,14 @@ def _numbers(call: Call) -> str:
 
 
 class Baseline(NamedTuple):
-    """What one call takes without flux, once or as medians; None where it is not known."""
+    """Times of one call without flux, of one round or as medians; None if not known."""
 
     gemm_ms: float | None
     serial_ms: float | None
     source: str
     """``measured``, or why there is none."""
     sm_clock_mhz: float | None = None
-    """Of this rank's GPU while the GEMM ran."""
+    """This rank's GPU while the GEMM ran."""
 
 
 NO_MEMORY = Baseline(None, None, "not measured: no memory for the operands on some rank")
@@ -161,10 +160,10 @@ def _medians(rounds: list[Baseline]) -> Baseline:
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
-    """``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None where that is not known.
+    """Return ``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None if not known.
 
-    Sums by operator leave out what is not known: an operator with a call whose GEMM was not measured has a time, and
-    null elsewhere; one with a call whose comparison is withheld has no exposed time and no efficiency.
+    A sum by operator is null if the value of one of its calls is: of a GEMM that was not measured, or of a comparison
+    that is withheld.
     """
     rows = [_row(call, times[call], baselines[call], clock) for call in sorted(times, key=str)]
     by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -187,11 +186,11 @@ def _efficiency(exposed: float | None, gemm: float | None, serial: float | None)
 
 
 def _withheld(taken: float, baseline: Baseline, clock: float | None, *, on_gpu: bool) -> str | None:
-    """Why a call that took ``taken`` ms cannot be compared with its GEMM, or None if it can (or has none).
+    """Return why a call that took ``taken`` ms cannot be compared with its GEMM; None if it can (or has none).
 
-    A GEMM's time goes with the clock. Where the clocks of step and measurement are so far apart that the GEMM's time
-    may be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does
-    it where a call is faster than its GEMM by more than that. On CPUs nothing is compared.
+    A GEMM's time goes with the clock. If the clocks of step and measurement are so far apart that the GEMM's time may
+    be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does it if
+    a call is faster than its GEMM by more than that. On CPUs nothing is compared.
     """
     if not on_gpu:
         return NO_OVERLAP
@@ -229,7 +228,7 @@ def _row(call: Call, times: Times, baseline: Baseline, clock: float | None) -> d
 
 
 def _backend(call: Call) -> str:
-    """The call's backend, and what the tuner chose for it; the tuner leaves plain gathers to the copy engine."""
+    """Return the call's backend, with the tuner's plan; the tuner leaves plain gathers to the copy engine."""
     if call.backend != TunedBackend.name or call.operator == "all_gather":
         return call.backend
     like = torch.empty(0, dtype=call.dtype, device=call.device)
@@ -242,7 +241,7 @@ def _backend(call: Call) -> str:
 
 
 def choices() -> dict[str, dict[str, Any]]:
-    """What the tuner has chosen in this process, by call (its key up to the bar, without device and versions)."""
+    """Return the tuner's plans in this process, by call (its key up to the bar, without device and versions)."""
     return {
         key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "pieces", "ms") if name in answer}
         for key, answer in _tuner().all_answers()
@@ -255,13 +254,8 @@ def _tuner() -> TunedBackend:
     return backend
 
 
-def _rounds_at_once(device: torch.device) -> int:
-    """Rounds at one sample. A GPU would be in another state after many; a processor has none that lasts."""
-    return 1 if device.type == "cuda" else ROUNDS
-
-
 def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
-    """A round of ``call`` on random operands of its shape. Collective over its group."""
+    """Measure one round of ``call`` on random operands of its shape. Collective over its group."""
     group, reference = call.group, ReferenceBackend()
     operands = _operands(call)
     if not timing.all_agree(operands is not None, group, "room to sample") or operands is None:
@@ -278,7 +272,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
         ms, *_ = timing.own_burst(way, count, call.device, barrier, meanwhile=look)
         return ms, seen[0].sm_clock_mhz if seen else None
 
-    ways = {"serial": partial(made.run, reference), "gemm": alone}
+    ways: dict[str, Callable[[], Any]] = {"serial": partial(made.run, reference), "gemm": alone}
     if call.operator == "all_gather":
         del ways["gemm"]
     taken = {name: burst(ways[name]) for name in (reversed(ways) if gemm_first else ways)}
@@ -288,7 +282,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
 
 
 def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
-    """The call on operands (a weight of nothing for all_gather), and its GEMM alone; None where memory is short.
+    """Return the call on operands (an empty weight for all_gather), and its GEMM alone; None if memory is short.
 
     Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
     """

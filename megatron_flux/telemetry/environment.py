@@ -1,4 +1,4 @@
-"""What this machine and this Python have: versions, devices, the links between them, and whether flux can run."""
+"""Examine this machine and this Python: versions, devices, the links between them, and if flux can run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SWITCHES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what decides results and speed; None where it is not installed. Imports none of them.
+    """Return the versions of what decides results and speed; None if not installed. Imports none of them.
 
     ``apex`` is judged by its kernel module: the distribution of that name on PyPI is another project.
     """
@@ -70,7 +70,7 @@ def _installed(package: str) -> str | None:
 
 
 def device_name() -> str:
-    """The first GPU's name, or the processor's. Makes no CUDA context where NVML can be asked."""
+    """Return the first GPU's name, or the processor's. Makes no CUDA context if NVML can be asked."""
     if torch.cuda.is_available():
         return (nvml.names() or [torch.cuda.get_device_name()])[0]
     try:
@@ -81,7 +81,7 @@ def device_name() -> str:
 
 
 def link(asked: str | None = None) -> dict[str, Any]:
-    """How the GPUs of this machine reach each other. Makes no CUDA context where NVML can be asked.
+    """Return how the GPUs of this machine reach each other. Makes no CUDA context if NVML can be asked.
 
     ``asked``: the strongest link to use, instead of ``MEGATRON_FLUX_LINK``; without GPUs ``host`` can be asked for.
 
@@ -130,20 +130,20 @@ _JOB = {
 
 
 def job() -> dict[str, str] | None:
-    """The scheduler's job that this process is part of; None outside of one."""
+    """Return the scheduler's job that this process is part of; None outside of one."""
     found = {name: os.environ[variable] for name, variable in _JOB.items() if variable in os.environ}
     return found if "id" in found else None
 
 
 def switches() -> dict[str, str | None]:
-    """The environment variables that decide how communication and kernels run; None where one is not set."""
+    """Return the environment variables that affect communication and kernels; None if not set."""
     return {name: os.environ.get(name) for name in _SWITCHES}
 
 
 def examine() -> dict[str, Any]:
-    """What ``megatron-flux doctor`` prints, ready for JSON.
+    """Return what ``megatron-flux doctor`` prints, ready for JSON.
 
-    ``problems`` keep flux from running; ``notes`` say what is missing but not needed.
+    ``problems`` keep flux from running; ``notes`` name what is missing but not needed.
     """
     installed, count, connected = versions(), torch.cuda.device_count(), link()
     problems: list[str] = []
@@ -189,7 +189,7 @@ def examine() -> dict[str, Any]:
 
 
 def _auto(gpus: int, kind: str) -> str:
-    """What the backend ``auto`` is here, with the reason where that is none of flux's own."""
+    """Describe the backend ``auto`` here, with the reason if that is none of flux's own."""
     by_chunks = kind == "host" or (kind == "p2p" and links.asked() == "p2p")
     if gpus == 0:
         return without_gpu(["tuned" if by_chunks else "reference"], kind)
@@ -201,7 +201,7 @@ def _auto(gpus: int, kind: str) -> str:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print what :func:`examine` found, and ``link_speed``, if it was measured."""
+    """Print the result of :func:`examine`, and ``link_speed``, if it was measured."""
     supported, names, connected = found["supported"], found["devices"], found["link"]
     peers, why = f"{connected['peer_access']} of {connected['pairs']}", connected["reason"]
     parts = {

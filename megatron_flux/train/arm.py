@@ -228,7 +228,7 @@ class Arm:
             return
         (first, last), rank = self.config.profile_steps, dist.get_rank()
         if (begin := self.trainer.iteration + 1) < first:
-            about = {"rank": rank, "device": self._device, "barrier": dist.barrier, "nvtx": self.config.nvtx}
+            about = {"rank": rank, "device": self._device, "nvtx": self.config.nvtx}
             self._profiler = StepProfiler(first, last, self.folder, **about)
             return
         logger.warning(

@@ -128,7 +128,7 @@ def test_calls_on_fp8_operands_are_measured_on_such(world2: WorkerPool, in_block
         assert all(0 < row["gemm_ms"] <= 2 * row["serial_ms"] for row in values["flux/calls"])
 
 
-def rank_rounds(at_once: int | None) -> list[int]:
+def rank_rounds() -> list[int]:
     register()
     sampler, counts = Sampler(1), []
     from megatron_flux.telemetry import call_sampler
@@ -137,8 +137,6 @@ def rank_rounds(at_once: int | None) -> list[int]:
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_sampler, "_measure", lambda call, *more: (calls.append(call), measured(call, *more))[1])
-        if at_once is not None:
-            patch.setattr(call_sampler, "_rounds_at_once", lambda device: at_once)
         for iteration, rows in enumerate([4] * (call_sampler.ROUNDS + 2) + [8], 1):
             with sampler.step(iteration):
                 step(rows)
@@ -148,9 +146,7 @@ def rank_rounds(at_once: int | None) -> list[int]:
 
 
 def test_every_shape_is_measured_in_rounds_and_no_more(world2: WorkerPool) -> None:
-    assert world2.run(rank_rounds, None) == [[25] * 7 + [50]] * 2
-    as_on_gpus = [5, 10, 15, 20, 25, 25, 25, 30]
-    assert world2.run(rank_rounds, 1) == [as_on_gpus] * 2
+    assert world2.run(rank_rounds) == [[5, 10, 15, 20, 25, 25, 25, 30]] * 2
 
 
 def rank_without_memory() -> dict[str, Any]:

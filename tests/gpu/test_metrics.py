@@ -76,10 +76,6 @@ def test_samples_and_traces(tmp_path: Path) -> None:
             for call in sampled[-1]["flux/calls"]:
                 assert call["gemm_ms"] <= call["serial_ms"] * 1.1, call
         check_trace(out / arm, arm)
-    run("trace", "merge", out)
-    merged = json.loads(gzip.decompress((out / "flux" / "trace" / "merged.json.gz").read_bytes()))
-    kernels = {event["pid"] for event in merged["traceEvents"] if event.get("cat") == "kernel"}
-    assert len(kernels) == 2, "the GPUs of both ranks"
 
 
 def check_trace(folder: Path, arm: str) -> None:

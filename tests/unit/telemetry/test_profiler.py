@@ -21,8 +21,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_training(
         if full == "temporary":
             monkeypatch.setattr(tempfile, "tempdir", str(disk))
         folder = tmp_path / "arm" if full == "temporary" else disk / "arm"
-        about = {"rank": 1, "device": torch.device("cpu"), "barrier": lambda: None}
-        profiler = StepProfiler(2, 3, folder, **about)
+        profiler = StepProfiler(2, 3, folder, rank=1, device=torch.device("cpu"))
         for iteration in range(1, 6):
             with profiler.step(iteration):
                 torch.ones(8) + iteration

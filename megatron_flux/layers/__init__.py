@@ -1,4 +1,4 @@
-"""Autograd for column- and row-parallel linears. This room knows no Megatron class.
+"""Autograd for column- and row-parallel linears. This package knows no Megatron class.
 
 Per layer with sequence parallelism, with ``tp`` ranks, ``x`` and ``y`` as seen by one rank:
 
@@ -27,11 +27,11 @@ row      ``[s, b, k]``              forward  ``y  = all_reduce(x @ weight.T)``  
 
 The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving
 the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Over slow links it is saved all the same,
+Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Over slow links it is saved nevertheless,
 within a budget (``keep``).
 
-Reading order: ``linears``, ``precision`` (what is multiplied; ``fp8``: quantised rows), ``prefetch`` (the gather for
-wgrad, started early), ``keep`` (no such gather), ``backward`` (what the backwards share).
+Reading order: ``linears``, ``precision`` (the operands; ``fp8``: quantised rows), ``prefetch`` (the gather for
+wgrad, started early), ``keep`` (no such gather), ``backward`` (shared by both backwards).
 """
 
 from megatron_flux.layers.linears import column_parallel_linear, row_parallel_linear

@@ -1,11 +1,11 @@
-"""What the backwards of both layers share: autocast as in forward, no second derivative, and the sum in ``main_grad``.
+"""Shared parts of both layers' backwards: autocast as in forward, no second derivative, the sum in ``main_grad``.
 
 The backward functions call operators that autograd does not record, and add to ``main_grad`` in place: a second
 derivative would silently lack terms, so taking one is an error. A first derivative with ``create_graph=True`` works.
 
-Whether GEMMs run in the dtype of autocast is decided in forward, as in stock Megatron's linear (``custom_fwd`` and
-``custom_bwd`` of torch.amp): a ``backward()`` inside an autocast that forward did not run in keeps its precision.
-torch's decorators enter a context for every call, these only where something differs.
+Forward decides the dtype of autocast for both, as in stock Megatron's linear (``custom_fwd`` and ``custom_bwd`` of
+torch.amp): a ``backward()`` inside an autocast that forward did not run in keeps its precision. torch's decorators
+enter a context for every call, these only where something differs.
 
 Megatron's contract for a weight that its DistributedDataParallel manages (``gradient_accumulation_fusion``):
 
@@ -40,7 +40,7 @@ _unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def autocast_of(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast runs GEMMs on ``x`` in, None where they keep their own."""
+    """Return the dtype of autocast for GEMMs on ``x``; None if they keep their own."""
     if not any_autocast() or x.is_meta:  # autocast knows no meta device
         return None
     device = x.device.type
@@ -64,7 +64,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What backward returns for the parameter ``weight``, whose gradient has been added to ``main_grad``."""
+    """Return backward's result for the parameter ``weight``, whose gradient has been added to ``main_grad``."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -78,7 +78,7 @@ def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | 
 
 
 def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """``main_grad += dy.T @ x`` in place; ``main_grad`` ``[n, k]`` fp32, or the operands' own dtype."""
+    """Add ``dy.T @ x`` to ``main_grad`` ``[n, k]``, which is fp32 or the operands' own dtype."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(dy.t(), x)
@@ -94,7 +94,7 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
 
 @functools.cache
 def apex_kernel() -> ModuleType | None:
-    """Apex's accumulating wgrad GEMM, or None. Looked up by its module: PyPI's ``apex`` is another project."""
+    """Return Apex's accumulating wgrad GEMM, or None. Looked up by its module: PyPI's ``apex`` is another project."""
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -102,5 +102,5 @@ def apex_kernel() -> ModuleType | None:
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:
-    """``[..., n]`` as a matrix ``[m, n]``."""
+    """View ``[..., n]`` as a matrix ``[m, n]``."""
     return t.reshape(-1, t.shape[-1])

@@ -1,38 +1,36 @@
 """The column- and the row-parallel linear, with sequence parallelism and without, in any precision.
 
 Contract: all ranks of the group call forward and backward in the same order. Forward may run several times before any
-backward (pipeline warm-up, activation recompute): nothing but the saved tensors ties them together.
+backward (pipeline warm-up, activation recompute): only the saved tensors tie them together.
 
-The column layer's backward enqueues three things in this order, so that each transfer has a GEMM to hide behind:
-gather of ``x`` | dgrad GEMM and its reduce-scatter | wgrad GEMM.
-The first has been enqueued before where a row-parallel layer came behind this one: the row layer's backward gathers
-``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that the column layer
-before it will need (:mod:`layers.prefetch`).
+Order in the column layer's backward, so that each transfer has a GEMM to hide behind: gather of ``x`` | dgrad GEMM and
+its reduce-scatter | wgrad GEMM. The gather has begun earlier if a row-parallel layer followed this one: the row layer's
+backward gathers ``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that
+the column layer before it will need (:mod:`layers.prefetch`).
 
 Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
-ranks, the latter while wgrad runs; the other two are GEMMs of the rank's own.
+ranks, the latter while wgrad runs; the other two are GEMMs of this rank alone.
 
-With a norm before the column layer's gather, as in TransformerEngine's LayerNormLinear, norm and linear are one
-autograd function, which spares the host the second one's bookkeeping. The norm is computed once, on the rank's own
-rows. Saved for backward: the norm's input and statistics, and its output (the rank's rows; nothing gathered). The
-norm's arithmetic is the caller's (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels that the
-stock one runs.
+With a norm before the column layer's gather (TransformerEngine's LayerNormLinear) norm and linear are one autograd
+function, which saves the host the second one's bookkeeping. The norm is computed once, on the rank's shard. Saved for
+backward: the norm's input and statistics, and its output (the shard; nothing gathered). The caller supplies the norm's
+arithmetic (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels of the stock one.
 
-What is multiplied is the precision's (:mod:`layers.precision`). In FP8
-    * ``x`` and ``dy`` are quantised by the rank that has them, and FP8 bytes are gathered: half of bf16's. Sums over
-      ranks are of bf16;
+The precision supplies the operands (:mod:`layers.precision`). In FP8
+    * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
+      bf16;
     * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
-      ``dy``: those that are gathered are transposed after it;
-    * GEMMs that no communication belongs to are the library's: wgrad (torch adds no FP8 product to fp32) and, without
-      sequence parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
-    * of a row-parallel layer in blocks of 128 ``dy`` is gathered twice, as TransformerEngine does: what dgrad
-      multiplies has its scales by columns, what wgrad does by rows. The second gather lies in the memory of the next
-      one, so the gather of the column-parallel layer's ``x`` waits until it is transposed;
+      ``dy``: those that are gathered are transposed behind the gather;
+    * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
+      parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
+    * in blocks of 128 a row-parallel layer gathers ``dy`` twice, as TransformerEngine does: dgrad's operand has its
+      scales by columns, wgrad's by rows. The second gather lies in the memory of the next one, so the gather of the
+      column-parallel layer's ``x`` waits until it is transposed;
     * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
 Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
-function, nothing saved, kept or registered. What an earlier layer has registered ends all the same: the first pass of
-recomputed layers is such a forward, and no pair reaches across it.
+function, nothing saved, kept or registered. It still ends an earlier layer's registration for prefetch: the first pass
+of recomputed layers is such a forward, and no pair reaches across it.
 """
 
 from __future__ import annotations
@@ -68,10 +66,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
     wgrad        ``x_sBK -> x_SBK;  dweight_nK = dy_SBn.T @ x_SBK``     all_gather, started early   ``x_SBK`` is saved
     ===========  =====================================================  ==========================  ==================
 
-    Saved is the shard ``x_sBK``, of the norm if there is one, and the norm's input and statistics of the same rows.
+    Saved: the shard ``x_sBK`` (the norm's output if there is one), and the norm's input and statistics of its rows.
 
-    The norm's output, where a caller wants it returned, is what ``operands`` gives; its gradient is added to ``dx``
-    before the norm's backward. A wgrad that is to run later is the one call of ``wgrad``, with what it is given.
+    To return the norm's output, return what ``operands`` gives, and add its gradient to ``dx`` before the norm's
+    backward. To delay wgrad, delay the one call of ``wgrad`` with its arguments.
     """
 
     @staticmethod
@@ -117,7 +115,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             whole_x = linear.gathered(saved)  # waits for an early gather even where it is not needed
         elif need_dgrad:  # without wgrad nothing runs beside it
             pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=need_dw, backend=backend, **how)
-        local_dy = weight = None  # wgrad's is the most memory that backward has: it goes without what it does not read
+        local_dy = weight = None  # backward's memory peaks in wgrad: free what it does not read
         if need_dw:
             whole_x = precision.column_operand(saved, whole_x)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
@@ -147,7 +145,7 @@ def _column(
     sequence_parallel: bool,
     kept: keep.Kept | None = None,
 ) -> torch.Tensor:
-    """The forward alone; ``shape`` is that of ``x``. What is gathered goes to ``kept``."""
+    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``kept``."""
     if not sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
         return y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
@@ -230,7 +228,7 @@ def _row(
     wire: str,
     sequence_parallel: bool,
 ) -> torch.Tensor:
-    """The forward alone; ``shape`` is that of ``x``."""
+    """Run the forward; ``shape`` is that of ``x``."""
     if sequence_parallel:
         y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=wire, **precision.forward_options)
     else:
@@ -262,30 +260,28 @@ def column_parallel_linear(
     keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
 ) -> torch.Tensor:
-    """``all_gather(x) @ weight.T + bias`` or ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, differentiable.
+    """Return ``all_gather(x) @ weight.T + bias``, or ``all_gather(norm(x)) @ ...``, ``[s, b, n]``; differentiable.
 
     Args:
-        x: ``[s/tp, b, k]``, the rank's rows of the sequence.
+        x: ``[s/tp, b, k]``, the rank's shard of the sequence.
         weight: ``[n, k]``, the rank's columns of the layer (Megatron's ``[out, in]``). May be frozen.
         bias: ``[n]`` or None.
         group: the tensor-parallel group.
         sequence_parallel: without it ``x`` is ``[s, b, k]``, the same on all ranks, and its gradient the sum over them.
-        norm: what computes the norm and its gradients, its weight ``[k]``, and its bias ``[k]`` or None. The gradients
-            of these two are of the rows that this rank has: with sequence parallelism their owner sums them over the
-            group.
+        norm: the norm's arithmetic, its weight ``[k]``, and its bias ``[k]`` or None. The gradients of these two are of
+            this rank's rows: with sequence parallelism their owner sums them over the group.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
-        wires: what it may send, where it is a tuner's choice; with another precision than exact, nothing else.
-        epilogue_bias: see there; of the exact precision.
-        precision: what is multiplied, for this call alone. None: tensors as they are.
-        gather_ahead: see :class:`~megatron_flux.FluxConfig`.
-        keep_gathered: see there.
-        keep_gathered_bytes: see there.
+        wires: wire formats that a tuner may choose; exact alone with another precision than exact.
+        epilogue_bias: see there; for the exact precision.
+        precision: the operands of this call. None: tensors as they are.
+        gather_ahead: see :class:`~megatron_flux.FluxConfig`, also for the next two.
+        keep_gathered: keep the gathered ``x`` for wgrad.
+        keep_gathered_bytes: budget of the process for that.
     """
     backends = backend if isinstance(backend, Backends) else Backends.of(backend)
-    if precision is None:
-        precision = EXACT[epilogue_bias]
+    precision = EXACT[epilogue_bias] if precision is None else precision
     kernels, norm_weight, norm_bias = (None, None, None) if norm is None else norm
     if not torch.is_grad_enabled():
         state_of(group).column = None
@@ -318,7 +314,7 @@ def row_parallel_linear(
     wires: Wires = ALL_EXACT,
     precision: Precision = EXACT[False],
 ) -> torch.Tensor:
-    """``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's rows of the sum, differentiable; without
+    """Return ``reduce_scatter(x @ weight.T)`` ``[s/tp, b, n]``, the rank's shard of the sum; differentiable. Without
     ``sequence_parallel`` ``all_reduce(x @ weight.T)`` ``[s, b, n]``, the sum on every rank.
 
     ``x`` is ``[s, b, k]`` and ``weight`` ``[n, k]``, the rank's columns of both; the options are those of

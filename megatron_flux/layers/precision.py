@@ -1,12 +1,11 @@
-"""What the two linears leave to a precision: what is multiplied, what is gathered for wgrad, and wgrad itself.
+"""The numbers of a linear: its operands, what is gathered for wgrad, and wgrad itself.
 
-:mod:`layers.linears` owns the order of communication and GEMMs. A :class:`Precision` owns the numbers: :class:`Exact`
-multiplies tensors as they are; FP8 by TransformerEngine's quantizers is
-:class:`megatron_flux.patch.te_fp8.Fp8Call`, on the operands of :mod:`layers.fp8`. A layer that adds terms to its GEMMs,
-as an adapter does, wraps another precision.
+:mod:`layers.linears` owns the order of communication and GEMMs. A :class:`Precision` owns the numbers. The base class
+multiplies tensors as they are; FP8 by TransformerEngine's quantizers is :class:`megatron_flux.patch.te_fp8.Fp8Call`, on
+the operands of :mod:`layers.fp8`. A layer that adds terms to its GEMMs, as an adapter does, wraps another precision.
 
 ``saved`` is the tuple that backward gets back from forward: the norm's input, weight, mean and 1/deviation (four times
-None without a norm), then what the precision wants, of its ``x`` first.
+None without a norm), then the precision's own, its ``x`` first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from megatron_flux import ops
 from megatron_flux.config import Backends, Wires
 from megatron_flux.layers.backward import accumulate, rows, unread_gradient
 
-Saved = tuple[torch.Tensor | None, ...]
+Saved = tuple[Any, ...]
+"""Tensors or None."""
 
 
 class Norm(Protocol):
@@ -46,61 +46,12 @@ class Norm(Protocol):
         """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
 
 
-class Precision(Protocol):
-    """The numbers of one call of a layer. Shapes are those of :mod:`layers.linears`; operands may be quantised."""
-
-    serves_wgrad: bool
-    """Whether what forward gathers of ``x``, and dgrad of ``dy``, is what wgrad multiplies."""
-    gathered_dtype: torch.dtype | None
-    """The dtype in which ``x`` is gathered, if it is not its own."""
-    epilogue_bias: bool
-    """As of :func:`megatron_flux.ops.all_gather_gemm`."""
-    forward_options: dict[str, Any]
-    dgrad_options: dict[str, Any]
-    """Options of the operators of forward and dgrad."""
-    updates_scales: bool
-    """True if backward ends with :meth:`end_backward`."""
-
-    def operands(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: Norm | None,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-    ) -> tuple[Any, Any, Saved]:
-        """The local ``x`` (of its norm) and the weight for forward, and ``saved``."""
-
-    def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
-        """``dy`` and the weight for dgrad, the local ``dy`` for wgrad, and ``db`` where it comes of quantising."""
-
-    def multiply(self, x: Any, weight: Any, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
-        """``x @ weight.T (+ bias)``, or with ``dgrad`` ``x @ weight``, of this rank alone."""
-
-    def gather_x(self, saved: Saved, linear: LinearState) -> Any:
-        """Start gathering ``x`` for wgrad, a :class:`~megatron_flux.comm.collectives.Pending`; None if frozen."""
-
-    def column_operand(self, saved: Saved, gathered: Any) -> Any:
-        """``x`` for a column-parallel layer's wgrad: of what was gathered, or the local one if ``gathered`` is None."""
-
-    def row_operands(self, saved: Saved, dy: Any, gathered: Any, linear: LinearState) -> tuple[Any, Any]:
-        """``x`` and ``dy`` for a row-parallel layer's wgrad: of the ``dy`` that dgrad has gathered, or that is gathered
-        here if ``gathered`` is None and ranks have shards of it.
-        """
-
-    def wgrad(self, linear: LinearState, x: Any, dy: Any) -> torch.Tensor | None:
-        """What backward returns for the weight; with ``main_grad`` the gradient itself is added there."""
-
-    def end_backward(self) -> None:
-        """Everything of the layer's backward is enqueued."""
-
-
 @dataclass(slots=True)
 class LinearState:
-    """What the backward of a layer needs beside its saved tensors; ``ctx.linear`` of its autograd function.
+    """State of a layer's backward beside its saved tensors; ``ctx.linear`` of its autograd function.
 
     Hazard: under saved-tensor hooks (activation offloading) a saved weight comes back without the attributes that
-    Megatron set on the parameter, so the parameter itself is kept here beside it.
+    Megatron set on the parameter, so the parameter itself is kept here.
     """
 
     parameter: torch.Tensor
@@ -112,18 +63,26 @@ class LinearState:
     backends: Backends
     wires: Wires
     autocast: torch.dtype | None
-    """As from :func:`autocast_of`, in forward."""
+    """From :func:`~megatron_flux.layers.backward.autocast_of`, in forward."""
     sequence_parallel: bool
-    """Whether ranks hold their rows of the sequence between linears, or all of them the same rows."""
+    """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision
 
 
-class Exact:
-    """Multiplies and gathers tensors in their own dtype. It has no state but where the bias is added."""
+class Precision:
+    """Operands in their own dtype; base class of other precisions. Shapes are those of :mod:`layers.linears`."""
 
-    serves_wgrad, gathered_dtype, updates_scales = True, None, False
+    serves_wgrad = True
+    """What forward gathers of ``x``, and dgrad of ``dy``, is wgrad's operand."""
+    gathered_dtype: torch.dtype | None = None
+    """The dtype in which ``x`` is gathered, if it is not its own."""
+    epilogue_bias = False
+    """Option of :func:`megatron_flux.ops.all_gather_gemm`."""
+    updates_scales = False
+    """Backward ends with :meth:`end_backward`."""
 
     def __init__(self, epilogue_bias: bool) -> None:
+        """Keep the options of the operators of forward and dgrad."""
         self.epilogue_bias = epilogue_bias
         self.forward_options: dict[str, Any] = {}
         self.dgrad_options: dict[str, Any] = {"transposed": True}
@@ -135,8 +94,9 @@ class Exact:
         norm: Norm | None,
         norm_weight: torch.Tensor | None,
         norm_bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
-        """See the protocol. A frozen weight needs no ``x`` in backward: not saving it frees the activation."""
+    ) -> tuple[Any, Any, Saved]:
+        """Return the local ``x`` (behind its norm) and the weight for forward, and ``saved``."""
+        # A frozen weight needs no x in backward: not saving it frees the activation.
         if norm is None:
             return x, weight, (None, None, None, None, x if weight.requires_grad else None, weight)
         assert norm_weight is not None  # noqa: S101 - of a norm
@@ -147,13 +107,15 @@ class Exact:
         return normed, weight, (flat, norm_weight, mean, reciprocal_deviation, saved, weight)
 
     def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
-        """See the protocol. ``db`` is left to the caller, who sums it behind wgrad."""
+        """Return ``dy`` and the weight for dgrad, the local ``dy`` for wgrad, and ``db`` if it comes of quantising
+        (None: the caller sums it behind wgrad).
+        """
         return dy, saved[5], dy, None
 
-    def multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dgrad: bool
-    ) -> torch.Tensor:
-        """See the protocol. The bias is added where all_gather_gemm adds it."""
+    def multiply(self, x: Any, weight: Any, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
+        """Return ``x @ weight.T (+ bias)``, or for dgrad ``x @ weight``, of this rank alone. The bias is added where
+        all_gather_gemm adds it.
+        """
         weight = weight if dgrad else weight.t()
         if bias is not None and self.epilogue_bias:
             return torch.addmm(bias, rows(x), weight)
@@ -161,27 +123,29 @@ class Exact:
         return y if bias is None else y.add_(bias)
 
     def gather_x(self, saved: Saved, linear: LinearState) -> Any:
-        """See the protocol."""
+        """Start gathering ``x`` for wgrad; return a :class:`~comm.collectives.Pending`, None if frozen."""
         x = saved[4]
         if x is None:
             return None
         return ops.all_gather(x, linear.group, backend=linear.backends.wgrad, wire=linear.wires.activations)
 
-    def column_operand(self, saved: Saved, gathered: torch.Tensor | None) -> torch.Tensor | None:
-        """See the protocol."""
+    def column_operand(self, saved: Saved, gathered: Any) -> Any:
+        """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
         return saved[4] if gathered is None else gathered
 
-    def row_operands(
-        self, saved: Saved, dy: torch.Tensor, gathered: torch.Tensor | None, linear: LinearState
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See the protocol."""
+    def row_operands(self, saved: Saved, dy: Any, gathered: Any, linear: LinearState) -> tuple[Any, Any]:
+        """Return a row-parallel layer's ``x`` and ``dy`` for wgrad. ``gathered``: the ``dy`` that dgrad has gathered;
+        if it is None and ranks have shards of ``dy``, it is gathered here.
+        """
         if gathered is not None or not linear.sequence_parallel:
             return saved[4], dy if gathered is None else gathered
         wire = linear.wires.gradients
         return saved[4], ops.all_gather(dy, linear.group, backend=linear.backends.wgrad, wire=wire).wait()
 
-    def wgrad(self, linear: LinearState, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-        """See the protocol: ``[n, k]`` of ``x`` ``[..., k]`` and ``dy`` ``[..., n]``."""
+    def wgrad(self, linear: LinearState, x: Any, dy: Any) -> torch.Tensor | None:
+        """Return the weight's gradient ``[n, k]``. With ``main_grad`` it is added there, and backward returns a tensor
+        that is never read.
+        """
         main_grad = linear.main_grad
         if main_grad is None:
             return dy.reshape(-1, dy.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
@@ -192,8 +156,8 @@ class Exact:
         return unread_gradient(linear.parameter, x.dtype)
 
     def end_backward(self) -> None:
-        """See the protocol: never called."""
+        """Called when everything of the layer's backward is enqueued, if :attr:`updates_scales`."""
 
 
-EXACT = Exact(epilogue_bias=False), Exact(epilogue_bias=True)
-"""By whether the bias is added before the result is rounded."""
+EXACT = Precision(epilogue_bias=False), Precision(epilogue_bias=True)
+"""Indexed by ``epilogue_bias``: the bias is added before the result is rounded."""

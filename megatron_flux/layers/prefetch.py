@@ -1,9 +1,9 @@
-"""Prefetching a column-parallel layer's gathered input for its wgrad, before backward comes to that layer.
+"""Prefetch a column-parallel layer's gathered input for its wgrad, before backward comes to that layer.
 
-Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter. Where that is
-bound by the link both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it,
-and the layer that backward comes to next is known from forward: the column-parallel one that ran before. So the row
-layer's backward starts that gather when its own dgrad is enqueued.
+Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter; where the link
+binds, both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it, and forward
+tells which layer backward comes to next: the column-parallel one that ran before. So the row layer's backward starts
+that gather when its own dgrad is enqueued.
 
 Measured on four H200s (results/layer-h200x4-ahead): 37.58 -> 37.17 ms per layer of GPT-3 175B, 18.75 -> 18.44 of
 Llama-70B; on two that emulate eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
@@ -20,15 +20,14 @@ Contract
 
 Hazards
     * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
-      backward needs them too: they are kept here in between.
+      backward needs them too: they are held here in between.
     * Where hooks are in place (offloading, checkpoints) unpacking must happen when they expect it: such layers do not
       register.
-    * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference. (Where
+    * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference. (If
       the column layer's backward never comes, the input that was gathered for it lives until the group's next gather.)
-    * Whether a weak reference is still alive may differ between ranks where a graph waits for the garbage collector.
-      The two layers of a pair are in one graph, in which the row layer's backward holds the other. A layer that runs
-      stock in between, or a forward that fails, ends the registration (:func:`clear`), so that no pair reaches across
-      graphs.
+    * A weak reference may still be alive on some ranks only, where a graph waits for the garbage collector. The two
+      layers of a pair are in one graph, in which the row layer's backward holds the other. A layer that runs stock in
+      between, or a forward that fails, ends the registration (:func:`clear`), so that no pair reaches across graphs.
     * A CUDA graph that holds the row layer's backward must hold the column layer's too, or capture ends with an error:
       what was begun in it must end in it. In Megatron's graphs both are parts of one transformer layer.
     * With torch's collectives the gathered input is memory of its own, which lives from the row layer's dgrad to the
@@ -52,21 +51,23 @@ from megatron_flux.layers.precision import LinearState, Norm, Saved
 
 @dataclass(slots=True, weakref_slot=True)
 class ColumnState(LinearState):
-    """As its base, of a column-parallel layer: with the gather of its input ``x`` ``[s/tp, b, k]``."""
+    """State of a column-parallel layer's backward, with the gather of its input ``x`` ``[s/tp, b, k]``."""
 
     norm: Norm | None = None
     gather_ahead: bool = False
-    """Whether a row-parallel layer may start the gather."""
+    """A row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None
     _saved: Saved | None = None
     _pending: Any = None
-    """The gather that was started, as from :meth:`~layers.precision.Precision.gather_x`."""
+    """The gather that was started, from :meth:`~layers.precision.Precision.gather_x`."""
     _begun: int = 0
     kept: Kept | None = None
-    """What forward has gathered, where it is kept: then nothing is gathered here."""
+    """The ``x`` that forward has gathered and kept; nothing is gathered then."""
 
     def saved_tensors(self, ctx: Any) -> Saved:
-        """``ctx.saved_tensors``, which may have been unpacked already; ends the prefetch. For the layer's backward."""
+        """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the
+        prefetch.
+        """
         saved, self._saved, self._ctx = self._saved, None, None
         return ctx.saved_tensors if saved is None else saved
 
@@ -79,19 +80,19 @@ class ColumnState(LinearState):
         self.gather(saved)
 
     def gather(self, saved: Saved) -> None:
-        """Start gathering, where that was not done early, or in forward."""
+        """Start gathering, unless that was done early, or in forward."""
         if self._pending is None and self.kept is None:
             self._pending = self.precision.gather_x(saved, self)
             self._begun = ops.all_gathers_begun(self.group)
 
     def settle(self) -> None:
-        """Before a kernel that waits for peers, where the gather has a part that would wait for it."""
+        """Finish the part of the gather that would wait for the kernel that comes next."""
         if self._pending is not None:
             self._pending.settle()
 
     def gathered(self, saved: Saved) -> Any:
-        """``x`` ``[s, b, k]`` for the current stream, if it was kept or a gather was started; gathered anew if
-        another began since.
+        """Return ``x`` ``[s, b, k]`` for the current stream, gathered anew if another gather began since; None if it
+        was neither kept nor gathered.
         """
         if self.kept is not None:
             kept, self.kept = self.kept, None
@@ -104,7 +105,7 @@ class ColumnState(LinearState):
 
 
 def register(ctx: Any, linear: ColumnState) -> None:
-    """Let the next row-parallel layer prefetch this column-parallel layer's input; call it in forward."""
+    """Let the next row-parallel layer prefetch this column-parallel layer's input; called in forward."""
     state = state_of(linear.group)
     state.column = None
     if linear.gather_ahead and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -113,13 +114,13 @@ def register(ctx: Any, linear: ColumnState) -> None:
 
 
 def take(group: dist.ProcessGroup) -> ColumnState | None:
-    """The column-parallel layer whose input the calling row-parallel layer is to prefetch in its backward, if any."""
+    """Return the column-parallel layer whose input the calling row-parallel layer prefetches in its backward."""
     state = state_of(group)
-    found, state.column = state.column, None
-    return None if found is None else found()
+    column, state.column = state.column, None
+    return None if column is None else column()
 
 
 def clear() -> None:
-    """End all registrations: a layer beside them runs stock, or failed."""
+    """End all registrations: a layer runs stock, or failed."""
     for state in all_states():
         state.column = None

@@ -45,7 +45,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather
-from megatron_flux.layers.precision import LinearState, Norm, Saved
+from megatron_flux.layers.precision import LinearState, Norm, Precision, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, gemm_ready
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
@@ -210,7 +210,7 @@ class TransformerEngineFp8:
             return linear(x, *operands, precision=call, **options)
 
 
-class Fp8Call:
+class Fp8Call(Precision):
     """:class:`~megatron_flux.layers.Precision` of one forward of a layer and its backward.
 
     Saved are, beside the norm's tensors, the bytes of ``x`` and their scales, and what TransformerEngine saves of the

@@ -22,7 +22,7 @@ from megatron_flux import FluxConfig, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, linears, row_parallel_linear
-from megatron_flux.layers.precision import Exact
+from megatron_flux.layers.precision import Precision
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
@@ -132,12 +132,12 @@ def rank_order(frozen: bool) -> list[str]:
         notes.append("wgrad")
         return wgrad(*given)
 
-    wgrad = Exact.wgrad
+    wgrad = Precision.wgrad
     weight = torch.nn.Parameter(integers(6, 8, seed=1), requires_grad=not frozen)
     x = integers(4, 1, 8, seed=2).requires_grad_()
     with (
         mock.patch.dict(registry._backends, {"noting": Noting(notes)}),
-        mock.patch.object(Exact, "wgrad", noted),
+        mock.patch.object(Precision, "wgrad", noted),
     ):
         y = column_parallel_linear(x, weight, None, dist.group.WORLD, sequence_parallel=False, backend="noting")
         assert notes == []

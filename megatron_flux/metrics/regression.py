@@ -124,23 +124,24 @@ def _checked(arm: str, now: Run, then: Run, bands: Bands, checks: tuple[str, ...
             if not timed(run.arms[arm]):
                 raise UserError(f"{run.path} has no timed step of {arm}; run more steps than warm-up, or --check loss")
         medians = [side["step_time_ms"]["median"] for side in (earlier, current)]
-        yield _at_most(f"{arm} step time, median (ms)", *medians, bands.step_time, milliseconds)
+        yield _at_most(f"{arm} step time, median (ms)", bands.step_time, milliseconds, *medians)
     if "loss" in checks:
         both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
         if not both:
             raise UserError(f"{now.path} and {then.path} have no iteration of {arm} in common; run as many steps")
         difference, last = largest(both), both[-1][0]
         losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
+        at = [f"{loss:.6f}" for loss in losses]
         # A loss that is not finite is in no band.
         state = _OK if difference is not None and finite(difference) and difference <= bands.loss else _OUTSIDE
         quantity, band = f"{arm} loss over {len(both)} iterations", f"{100 * bands.loss:g} %"
-        yield Checked(quantity, *map("{:.6f}".format, losses), f"up to {relative(difference)}", band, state)
+        yield Checked(quantity, at[0], at[1], f"up to {relative(difference)}", band, state)
     if "memory" in checks:
         peaks = [side["peak_memory_bytes"] for side in (earlier, current)]
-        yield _at_most(f"{arm} peak memory", *peaks, bands.memory, memory)
+        yield _at_most(f"{arm} peak memory", bands.memory, memory, *peaks)
 
 
-def _at_most(quantity: str, then: float | None, now: float | None, band: float, form: Form) -> Checked:
+def _at_most(quantity: str, band: float, form: Form, then: float | None, now: float | None) -> Checked:
     state = _UNCHECKED if then is None or now is None else _OK if now <= then * (1 + band) else _OUTSIDE
     change = percent_change(then, now)
     return Checked(quantity, shown(then, form), shown(now, form), change, f"+{100 * band:g} %", state)

@@ -221,7 +221,12 @@ class Breakdown(BaseModel):
     launches: float = Field(description="kernels, copies and fills (CPU: operators) per step")
 
 
-TABLES = {"record": StepRecord, "calls": CallRecord, "run": ProcessRecord, "breakdown": Breakdown}
+TABLES: dict[str, type[BaseModel]] = {
+    "record": StepRecord,
+    "calls": CallRecord,
+    "run": ProcessRecord,
+    "breakdown": Breakdown,
+}
 
 
 def names(model: type[BaseModel]) -> set[str]:

@@ -97,8 +97,8 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
         return None
     draws = np.random.default_rng(SEED).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
     arms = [[np.asarray(times) for times in arm] for arm in zip(*pairs, strict=True)]
-    medians = [[np.median(np.concatenate([blocks[i] for i in draw])) for draw in draws] for blocks in arms]
-    return np.percentile(np.divide(*medians), [2.5, 97.5]).tolist()
+    baseline, flux = (np.array([np.median(np.concatenate([of[i] for i in draw])) for draw in draws]) for of in arms)
+    return np.percentile(baseline / flux, [2.5, 97.5]).tolist()
 
 
 def relative_difference(baseline: float, flux: float) -> float:

@@ -134,7 +134,7 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
 """Label, key in a side's summary, format, whether the difference is shown. A row that neither side has is left out."""
 
 
-def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table; without GPUs no difference is shown: it would be one of speed."""
     sides = baseline, flux = summary["arms"]["baseline"], summary["arms"]["flux"]
     times = [side["step_time_ms"] for side in sides]

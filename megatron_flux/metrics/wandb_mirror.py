@@ -125,7 +125,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
             finish_timeout=TIMEOUT_S,
         )
         run = wandb.init(
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type] # a word of its own
             **options,
             id=earlier or uuid.uuid4().hex[:8],
             resume="allow",  # also for a new run: WANDB_RESUME=must would refuse it

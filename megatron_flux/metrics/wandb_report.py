@@ -98,13 +98,13 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
     name = f"megatron-flux {', '.join(groups)}"
     # The library parses this as Python; given as objects it would quote names with an apostrophe wrongly.
     in_groups = f"Metric('Group') in {groups!r}"
-    sections = {
+    sections: dict[str, list[Any]] = {
         title: [reports.LinePlot(title=name, x="iteration", y=list(metrics)) for name, metrics in panels.items()]
         for title, panels in SECTIONS.items()
     }
     try:
         entity = entity or wandb.Api().default_entity
-        where = {"entity": entity, "project": project}
+        where: dict[str, Any] = {"entity": entity, "project": project}
         workspace = workspaces.Workspace(
             **where,
             name=name,
@@ -116,7 +116,7 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
                 filters=in_groups, groupby=[workspaces.Metric("Group"), workspaces.Metric("JobType")]
             ),
         )
-        verdicts = [f"{run.name}: {run.verdict}" for run in runs]
+        verdicts: list[Any] = [f"{run.name}: {run.verdict}" for run in runs]
         blocks: list[Any] = [reports.H1(text="Stock Megatron against flux"), reports.UnorderedList(items=verdicts)]
         for title, panels in sections.items():
             filters = {arm: f"{in_groups} and Metric('JobType') == '{arm}'" for arm in ARMS}

@@ -232,7 +232,7 @@ def _last(name: str, form: Form) -> Callable[[list[Record]], str]:
     """Format the last known value of a field; of an object one entry a line."""
 
     def cell(records: list[Record]) -> str:
-        value = next((r[name] for r in reversed(records) if r.get(name) not in (None, {})), {})
+        value: Any = next((r[name] for r in reversed(records) if r.get(name) not in (None, {})), {})
         if isinstance(value, dict):
             return "\n".join(f"{key} {form(item)}" for key, item in value.items() if item is not None)
         return form(value) if math.isfinite(value) else str(value)

@@ -1,49 +1,53 @@
-"""The chapters of ``bench ops``, ``bench layer`` and ``bench inference`` folders."""
+"""The chapters of ``bench ops``, ``bench layer`` and ``bench inference`` folders: a figure and a table per group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_flux.metrics.report.figures import efficiencies, label, points_by_row, time_parts
-from megatron_flux.metrics.report.page import Chapter, Figure, Part, Table, settings_parts
-from megatron_flux.metrics.report.run import Run
+from megatron_flux.metrics.report.figures import EFFICIENCY, Drawn, Points, label, points_by_row, time_parts
+from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
+from megatron_flux.metrics.report.run import Kind, Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import CROSS, connections, finite, link, multicast, percent, shown
 
 Row = Mapping[str, Any]
+Columns = dict[str, Callable[[Row], str]]
 
-OPERATORS = {"all_gather_gemm": "All-gather + GEMM", "gemm_reduce_scatter": "GEMM + reduce-scatter"}
-METHODS = {  # column of the summary: name, colour, marker
-    "async_tp_ms": ("torch async-TP", "other", "circle-open"),
-    "fused_ms": ("fused", "baseline", "square-open"),
-    "tuned_ms": ("tuned", "flux", "diamond"),
-}
-TIMES = {"gemm_ms": "GEMM", "serial_ms": "serial", "async_tp_ms": "async-TP", "fused_ms": "fused", "tuned_ms": "tuned"}
-LOOKS = {  # colour and marker of a variant in inference benchmarks
+METHODS = {"async_tp_ms": "torch async-TP", "fused_ms": "fused", "tuned_ms": "tuned"}
+LOOKS = {  # colour and marker; any other variant has those of the last
+    "tuned": ("flux", "diamond"),
+    "fused": ("baseline", "square-open"),
     "flux_te": ("flux", "diamond"),
     "flux_local": ("flux", "diamond-open"),
     "flux": ("flux", "diamond"),
     "te": ("baseline", "square"),
     "local": ("baseline", "square-open"),
     "stock": ("baseline", "square"),
+    "": ("other", "circle-open"),
 }
 MEDIANS = "Median over rounds of the slowest rank (quartiles), all variants interleaved in one run."
 
 
 def chapter(run: Run, id_: str) -> Chapter:
     """Return the chapter of a benchmark: its parts, then damage and settings; the conditions as subtitle."""
-    what, make = {
-        "operators": ("operators", _operators),
-        "layers": ("layers, forward and backward", _layers),
-        "inference": ("inference", _inference),
-    }[run.kind]
-    summary, parts = run.summary, make(run.summary)
+    summary, rows = run.summary, run.summary["rows"]
     environment = summary.get("environment")
     environment = environment if isinstance(environment, Mapping) else None
-    if not summary["rows"]:
+    group, columns, draw, caption = _KINDS[run.kind]
+    caption = f"{summary['note']}. {caption}" if summary.get("note") else caption  # of CPUs
+    parts: list[Part] = []
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(group(row), []).append(row)
+    for number, (title, of) in enumerate(groups.items(), 1):
+        figure, about = draw(of)
+        if figure is not None and not summary.get("note"):
+            parts.append(Part(f"figure-{number}", title, figure, about))
+        table = Table([[form(row) for form in columns.values()] for row in of], list(columns))
+        parts.append(Part(f"table-{number}", f"{title}: times", table=table, caption=caption))
+    if not rows:
         parts.append(Part("empty", "Rows", caption="Nothing has been measured."))
     skipped = [one for one in summary.get("skipped") or [] if isinstance(one, Mapping) and "reason" in one]
     if skipped:
@@ -53,9 +57,9 @@ def chapter(run: Run, id_: str) -> Chapter:
     if run.problems:
         parts.append(Part("damage", "Damage", table=Table([("damage", text) for text in run.problems])))
     conditions = (
-        f"{what}; {summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}",
+        f"{summary.get('tp', '?')} {CROSS} {summary.get('device', '?')}",
         link(summary),
-        multicast(environment, userbuffers=any(row.get("arm") == "te_ub" for row in summary["rows"])),
+        multicast(environment, userbuffers=any(row.get("arm") == "te_ub" for row in rows)),
         connections(environment),
     )
     known = {name: summary.get(name) for name in ("versions", "environment")} | {"configuration": run.settings}
@@ -63,32 +67,12 @@ def chapter(run: Run, id_: str) -> Chapter:
     return Chapter(id_, run.name, run.verdict, ", ".join(filter(None, conditions)), [*parts, *settings])
 
 
-def _operators(summary: Mapping[str, Any]) -> list[Part]:
-    """Show the overlap efficiency of every method per call, and the times behind it."""
-    head = ("call", f"m {CROSS} n {CROSS} k", *TIMES.values(), "E tuned")
-    caption = f"{MEDIANS} Milliseconds; n and k are the rank's own."
-    parts: list[Part] = []
-    for op, title in OPERATORS.items():
-        calls = [row for row in summary["rows"] if row["op"] == op]
-        if not calls:
-            continue
-        points = {
-            name: (colour, symbol, [_efficiency(row, key) for row in calls])
-            for key, (name, colour, symbol) in METHODS.items()
-        }
-        names = [label(_call(row)).replace("\n", "<br>") for row in calls]
-        cells = [
-            (
-                _call(row).replace("\n", " "),
-                f" {CROSS} ".join(str(row[name]) for name in "mnk"),
-                *(shown(row.get(key), "{:.3f}".format) for key in TIMES),
-                shown(_efficiency(row, "tuned_ms"), percent),
-            )
-            for row in calls
-        ]
-        parts.append(Part(f"e-{op}", f"{title}: overlap efficiency", *efficiencies(names, points)))
-        parts.append(Part(f"ms-{op}", f"{title}: milliseconds", table=Table(cells, head), caption=caption))
-    return parts
+def _number(name: str, form: str = "{:.3f}") -> Callable[[Row], str]:
+    return lambda row: shown(row.get(name), form.format)
+
+
+def _quartiles(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: form.format(row[name], row[f"{name}_low"], row[f"{name}_high"])
 
 
 def _efficiency(row: Row, method: str) -> float | None:
@@ -97,70 +81,14 @@ def _efficiency(row: Row, method: str) -> float | None:
 
 
 def _call(row: Row) -> str:
-    which = f"{row.get('direction', '?')}, m {row['m']}{_fp8(row)}"
-    return f"{row.get('model', '?')} {row.get('layer', '?')}\n{which}"
-
-
-def _layers(summary: Mapping[str, Any]) -> list[Part]:
-    """Show where the time of each variant goes, one figure and table per workload."""
-    caption = f"{MEDIANS} Hidden: share of what no communication would save. {FUSED_WAITS}"
-    head = ("variant", "ms per layer", "against te", "hidden", "exposed ms", "peak GB")
-    parts: list[Part] = []
-    for number, (title, group) in enumerate(groupby(summary["rows"], key=_workload), 1):
-        rows, breakdowns, cells = list(group), {}, []
-        for row in rows:
-            # By the names that a training run's breakdown.json has for them.
-            traced = {k.removesuffix("_ms"): ms for k, ms in (row.get("breakdown") or {}).items() if finite(ms)}
-            breakdowns[label(row["arm"])] = traced
-            cells.append(
-                (
-                    row["arm"],
-                    f"{row['ms_per_layer']:.2f} ({row['ms_per_layer_low']:.2f}…{row['ms_per_layer_high']:.2f})",
-                    shown(row.get("speedup_vs_te"), f"{{:.3f}}{CROSS}".format),
-                    shown(row.get("hidden_share"), percent),
-                    shown(traced.get("communication_exposed"), "{:.2f}".format),
-                    shown(row.get("peak_memory_gb"), "{:.1f}".format),
-                )
-            )
-        figure = time_parts(breakdowns, "layer")
-        about = f"One traced step of rank 0. {FUSED_WAITS}" if figure else "No step was traced."
-        parts.append(Part(f"time-{number}", f"{title}: where the time goes", figure, about))
-        title = f"{title}, {max(rows[0].get('layers') or 1, 1)} layers"
-        parts.append(Part(f"layers-{number}", title, table=Table(cells, head), caption=caption))
-    return parts
+    fp8 = f", FP8 {row['fp8']}" if row.get("fp8") else ""
+    return f"{row.get('model', '?')} {row.get('layer', '?')} {row.get('direction', '?')}, m {row['m']}{fp8}"
 
 
 def _workload(row: Row) -> str:
-    how = "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
-    how += ", frozen" if row.get("frozen") else ""
-    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{_fp8(row)}{how}"
-
-
-def _fp8(row: Row) -> str:
-    return f", FP8 {row['fp8']}" if row.get("fp8") else ""
-
-
-def _inference(summary: Mapping[str, Any]) -> list[Part]:
-    """Show a figure and a table per kind; on CPUs (``note``) nothing is compared: tables alone."""
-    note = summary.get("note")
-    caption = f"{note}. {MEDIANS}" if note else f"{MEDIANS} Against the fastest stock form."
-    head = ("case", "variant", "ms", *(() if note else ("against stock",)))
-    parts: list[Part] = []
-    for kind, group in groupby(summary["rows"], key=lambda row: row["kind"]):
-        rows = list(group)
-        if not note and (figure := _speedups(rows)):
-            parts.append(Part(f"speed-up-{kind}", f"{kind}: against stock", figure, caption))
-        cells = [
-            (
-                _case(row),
-                row["arm"],
-                f"{row['ms']:.4f} ({row['ms_low']:.4f}…{row['ms_high']:.4f})",
-                *(() if note else (shown(row.get("speedup_vs_stock"), f"{{:.3f}}{CROSS}".format),)),
-            )
-            for row in rows
-        ]
-        parts.append(Part(f"ms-{kind}", f"{kind}: milliseconds", table=Table(cells, head), caption=caption))
-    return parts
+    how = f", FP8 {row['fp8']}" if row.get("fp8") else ""
+    how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
+    return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{how}{', frozen' if row.get('frozen') else ''}"
 
 
 def _case(row: Row) -> str:
@@ -168,11 +96,69 @@ def _case(row: Row) -> str:
     return f"{row['model']}, {what}m {row['m']}"
 
 
-def _speedups(rows: Sequence[Row]) -> Figure | None:
+def _parts(row: Row) -> dict[str, float]:
+    """Return where a layer's time goes, by the names of a training run's breakdown.json."""
+    return {k.removesuffix("_ms"): ms for k, ms in (row.get("breakdown") or {}).items() if finite(ms)}
+
+
+def _points(values: Mapping[str, Sequence[float | None]]) -> Points:
+    return {label(name): (*LOOKS.get(name, LOOKS[""]), of) for name, of in values.items()}
+
+
+def _efficiencies(rows: Sequence[Row]) -> Drawn:
+    values = {name: [_efficiency(row, key) for row in rows] for key, name in METHODS.items()}
+    percents = {name: [None if one is None else 100 * one for one in of] for name, of in values.items()}
+    names = [label(_call(row)).replace(", ", "<br>") for row in rows]
+    figure = points_by_row(names, _points(percents), "overlap efficiency (%)", (0, 100))
+    return figure, EFFICIENCY
+
+
+def _layer_times(rows: Sequence[Row]) -> Drawn:
+    figure = time_parts({label(row["arm"]): _parts(row) for row in rows}, "layer")
+    return figure, f"One traced step of rank 0. {FUSED_WAITS}"
+
+
+def _speedups(rows: Sequence[Row]) -> Drawn:
     cases = list(dict.fromkeys(map(_case, rows)))
-    methods = {}
-    for variant in dict.fromkeys(row["arm"] for row in rows):
-        by_case = {_case(row): row.get("speedup_vs_stock") for row in rows if row["arm"] == variant}
-        colour, symbol = LOOKS.get(variant, ("other", "circle-open"))
-        methods[label(variant)] = (colour, symbol, [by_case.get(case) for case in cases])
-    return points_by_row(list(map(label, cases)), methods, "times as fast as stock", (1,), CROSS)
+    by_case = {(row["arm"], _case(row)): row.get("speedup_vs_stock") for row in rows}
+    values = {arm: [by_case.get((arm, case)) for case in cases] for arm in dict.fromkeys(row["arm"] for row in rows)}
+    figure = points_by_row(list(map(label, cases)), _points(values), "times as fast as stock", (1,))
+    return figure, "Against the fastest stock form."
+
+
+_TIMES = ("gemm_ms", "serial_ms", "async_tp_ms", "fused_ms", "tuned_ms")
+_KINDS: dict[Kind, tuple[Callable[[Row], str], Columns, Callable[[Sequence[Row]], Drawn], str]] = {
+    "operators": (
+        lambda row: row["op"],
+        {"call": _call, f"m {CROSS} n {CROSS} k": lambda row: f" {CROSS} ".join(str(row[name]) for name in "mnk")}
+        | {name.removesuffix("_ms"): _number(name) for name in _TIMES}
+        | {"E tuned": lambda row: shown(_efficiency(row, "tuned_ms"), percent)},
+        _efficiencies,
+        f"{MEDIANS} Milliseconds; n and k are the rank's own.",
+    ),
+    "layers": (
+        _workload,
+        {
+            "variant": lambda row: row["arm"],
+            "ms per layer": _quartiles("ms_per_layer", "{:.2f} ({:.2f}…{:.2f})"),
+            "against te": _number("speedup_vs_te", f"{{:.3f}}{CROSS}"),
+            "hidden": lambda row: shown(row.get("hidden_share"), percent),
+            "exposed ms": lambda row: shown(_parts(row).get("communication_exposed"), "{:.2f}".format),
+            "peak GB": _number("peak_memory_gb", "{:.1f}"),
+        },
+        _layer_times,
+        f"{MEDIANS} Hidden: share of what no communication would save. {FUSED_WAITS}",
+    ),
+    "inference": (
+        lambda row: row["kind"],
+        {
+            "case": _case,
+            "variant": lambda row: row["arm"],
+            "ms": _quartiles("ms", "{:.4f} ({:.4f}…{:.4f})"),
+            "against stock": _number("speedup_vs_stock", f"{{:.3f}}{CROSS}"),
+        },
+        _speedups,
+        MEDIANS,
+    ),
+}
+"""By kind: the group of a row, the columns of the table, the figure of a group, the caption of the table."""

@@ -193,40 +193,24 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figu
     return figure_of(traces, f"ms per {unit}", "", **layout)
 
 
-def points_by_row(
-    rows: Sequence[str],
-    methods: Mapping[str, tuple[str, str, Sequence[float | None]]],
-    x: str,
-    lines: Sequence[float],
-    suffix: str,
-) -> Figure | None:
-    """Draw one row of points for each of ``rows`` (``<br>`` breaks a line), with dashed lines at ``lines``.
+EFFICIENCY = "100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM."
 
-    ``methods``: colour, marker and the value of each row, or None, by the method's name.
-    """
+Points = Mapping[str, tuple[str, str, Sequence[float | None]]]
+"""Colour, marker and the value of each row, or None, by name."""
+
+
+def points_by_row(rows: Sequence[str], points: Points, x: str, lines: Sequence[float]) -> Figure | None:
+    """Draw one row of points for each of ``rows`` (``<br>`` breaks a line), with dashed lines at ``lines``."""
     names = list(reversed(rows))  # plotly counts upwards: the first goes on top
     traces = [
-        trace_of(name, colour, zip(reversed(values), names, strict=True), f"{name} %{{x:.4g}}{suffix}", symbol)
-        for name, (colour, symbol, values) in methods.items()
+        trace_of(name, colour, zip(reversed(values), names, strict=True), f"%{{y}}: {name} %{{x:.4g}}", symbol)
+        for name, (colour, symbol, values) in points.items()
         if any(finite(value) for value in values)
     ]
     if not traces:
         return None
-    dashed = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
-    dashed["line"] = {"width": 1, "dash": "dash", "color": "var(--quiet)"}  # type: ignore[assignment]
+    line = {"width": 1, "dash": "dash", "color": "var(--quiet)"}
+    shapes = [{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line} for at in lines]
     height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
     axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
-    shapes = [dashed | {"x0": at, "x1": at} for at in lines]
     return figure_of(traces, x, "", xaxis={"nticks": 5}, yaxis=axis, height=height, shapes=shapes)
-
-
-def efficiencies(rows: Sequence[str], methods: Mapping[str, tuple[str, str, Sequence[float | None]]]) -> Drawn:
-    """Draw the overlap efficiency (%) of several methods; values are fractions, as of :func:`points_by_row`."""
-    percents = {
-        name: (colour, symbol, [100 * value if finite(value) else None for value in values])  # type: ignore[operator]
-        for name, (colour, symbol, values) in methods.items()
-    }
-    figure = points_by_row(rows, percents, "overlap efficiency (%)", (0, 100), " %")
-    if figure is None:
-        return None, "No overlap efficiency is known: there is nothing to hide, or it was not measured."
-    return figure, "100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM."

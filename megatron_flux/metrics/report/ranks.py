@@ -1,4 +1,4 @@
-"""Show the ranks of a training run in its sampled steps: own times, the straggler with its node, a table."""
+"""Show the ranks of a training run in its sampled steps: own times, and the straggler with its node."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.report.figures import Arms, figure_of
-from megatron_flux.metrics.report.page import Figure, Part, Table
+from megatron_flux.metrics.report.figures import Arms, samples
+from megatron_flux.metrics.report.page import Part, Table
 from megatron_flux.metrics.summary import Record, sampled
-from megatron_flux.metrics.table import counted, finite, milliseconds, percent, shown
+from megatron_flux.metrics.table import finite, milliseconds, percent, shown
 
 MOST_LISTED = 16
 """Of more ranks the slowest are listed."""
-MOST_ROWS, MOST_COLUMNS = 256, 160
-"""Cells of a heat map: of more ranks, or samples, neighbours share one."""
 STRAGGLER = 0.02
 """A straggler's own time is above that of the ranks it compares with by at least this share: all differ a little."""
 
@@ -39,15 +37,11 @@ class Ranks:
     """The sampled steps of one side since its ranks were last placed on nodes."""
 
     arm: str
-    records: list[Record]
+    samples: int
     nodes: list[str]
     """By rank; empty names if they were not recorded."""
     medians: dict[str, list[float | None]]
-    """By column one value per rank."""
-    own: np.ndarray
-    """Own times (ms), [samples, ranks], NaN if not known; of whole steps where operators are not seen."""
-    seen: bool
-    """Operators are seen: those of stock, and inside CUDA graphs, are not."""
+    """By column one value per rank; own times only if operators are seen: not of stock, nor inside CUDA graphs."""
     worst: int | None
     """The rank that was slowest most often."""
     times: int
@@ -66,10 +60,10 @@ class Ranks:
         It was slowest in half of the samples, and some rank would be so often in less than 1 % of runs of equal ranks:
         of two ranks one always is slowest in half of them.
         """
-        often, ranks = self.times / len(self.records), len(self.nodes)
+        often, ranks = self.times / self.samples, len(self.nodes)
         # Chernoff's bound on how often any one of equal ranks is that often slowest.
         others = (1 - often) * math.log((1 - often) * ranks / (ranks - 1)) if often < 1 < ranks else 0.0
-        chance = ranks * math.exp(-len(self.records) * (often * math.log(often * ranks) + others)) if often else 1.0
+        chance = ranks * math.exp(-self.samples * (often * math.log(often * ranks) + others)) if often else 1.0
         return often >= 0.5 and chance < 0.01 and self.excess >= STRAGGLER
 
     def named(self, rank: int) -> str:
@@ -78,8 +72,10 @@ class Ranks:
 
     @property
     def finding(self) -> str:
-        """How often the worst rank was slowest, and by how much."""
-        text = f"slowest in {self.times} of {len(self.records)} sampled steps of {self.arm}"
+        """The worst rank, how often it was slowest, and by how much; empty if there is none."""
+        if self.worst is None:
+            return ""
+        text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.arm}"
         if not math.isfinite(self.excess_ms):
             return text
         by = f"{milliseconds(abs(self.excess_ms))} ms ({percent(abs(self.excess), 1)})"
@@ -107,8 +103,8 @@ def _of_arm(arm: str, records: Sequence[Record]) -> Ranks | None:
     slowest = Counter(record["flux/slowest_rank"] for record in kept if record.get("flux/slowest_rank") is not None)
     worst = max(slowest, key=lambda rank: (slowest[rank], medians["own_ms"][rank] or 0.0), default=None)
     excess, usual, compared = _excess(worst, medians["own_ms"], about)
-    of_all, times = known["own_ms" if seen else "step_ms"], slowest[worst] if worst is not None else 0
-    return Ranks(arm, kept, _nodes(about, width), medians, of_all, seen, worst, times, excess, excess / usual, compared)
+    times = slowest[worst] if worst is not None else 0
+    return Ranks(arm, len(kept), _nodes(about, width), medians, worst, times, excess, excess / usual, compared)
 
 
 def _excess(worst: int | None, own: list[float | None], run: Mapping[str, Any]) -> tuple[float, float, str]:
@@ -161,60 +157,24 @@ def of_arms(arms: Arms) -> list[Ranks]:
 
 def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
     """Return a line for each side that a straggler holds up."""
-    return [
-        ("straggler", f"{of.named(of.worst)}: {of.finding}") for of in known if of.straggles and of.worst is not None
-    ]
+    return [("straggler", of.finding) for of in known if of.straggles]
 
 
-def parts(known: Sequence[Ranks]) -> list[Part]:
-    """Return a heat map for each side, and a table of the ranks."""
-    return [*map(_heat_part, known), *([_table_part(known)] if known else [])]
-
-
-def _heat_part(of: Ranks) -> Part:
-    caption = f"{counted(len(of.records), 'timed sampled step')}. "
-    if not of.seen:
-        caption += "Which rank waits for which is not known: operators of stock, and inside CUDA graphs, are not seen. "
-    if of.worst is not None:
-        caption += f"R{of.named(of.worst)[1:]} was {of.finding}"
-        caption += ": a straggler." if of.straggles else ": no straggler." if of.seen else "."
-    return Part(
-        f"heat-{of.arm}", f"{'Own' if of.seen else 'Step'} time of every rank, {of.arm}", _heat_map(of), caption
-    )
-
-
-def _heat_map(of: Ranks) -> Figure:
-    """Draw rank by sampled step; a cell of several shows the longest of their times."""
-    samples, ranks = of.own.shape
-    across, down = math.ceil(samples / MOST_COLUMNS), math.ceil(ranks / MOST_ROWS)
-    padded = np.full((-(-samples // across) * across, -(-ranks // down) * down), -np.inf)
-    padded[:samples, :ranks] = np.where(np.isfinite(of.own), of.own, -np.inf)
-    cells = padded.reshape(len(padded) // across, across, -1, down).max(axis=(1, 3)).T
-    z = [[float(f"{value:.5g}") if math.isfinite(value) else None for value in row] for row in cells.tolist()]
-    known = of.own[np.isfinite(of.own)]
-    low, high = (float(known.min()), float(np.percentile(known, 99.9))) if len(known) else (0.0, 1.0)
-    bar = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "thickness": 10, "nticks": 4}
-    bar |= {"title": {"text": "ms", "side": "right"}, "outlinewidth": 0, "len": 0.8, "tickangle": 0}
-    trace: Figure = {"type": "heatmap", "z": z, "colorbar": bar, "zmin": low, "zmax": high}
-    trace |= {"x": [record["iteration"] for record in of.records[::across]], "y": list(range(0, ranks, down))}
-    trace |= {"colorscale": [[0, "var(--line)"], [1, f"var(--{of.arm})"]]}
-    trace["hovertemplate"] = "rank %{y}, iteration %{x}<br>%{z:,.4g} ms<extra></extra>"
-    axis = {"autorange": "reversed", "showgrid": False, "tickfont": {"size": 11}, "dtick": -(-ranks // 16)}
-    layout: Figure = {"yaxis": axis, "xaxis": {"showgrid": False}, "height": 130 + min(max(30 * ranks, 60), 340)}
-    return figure_of([trace], "iteration", "rank", **layout)
-
-
-def _table_part(known: Sequence[Ranks]) -> Part:
-    """List every rank of each side; of many those with the longest times."""
+def part(arms: Arms, known: Sequence[Ranks]) -> Part:
+    """Show the spread of the ranks over time, and every rank in a table: of many those with the longest times."""
+    spread, caption = samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
+    caption = f"Spread: how far the slowest rank is behind those it compares with; {caption}" if spread else ""
     names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
-    rows, caption = [], ""
+    rows, listed = [], ""
     for of in known:
-        times = of.medians["own_ms" if of.seen else "step_ms"]
+        if of.finding:
+            caption += f" R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}"
+        times = of.medians["own_ms"] if None not in of.medians["own_ms"] else of.medians["step_ms"]
         slowest = sorted(range(len(of.nodes)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
         if len(slowest) < len(of.nodes):
-            caption = f"The {MOST_LISTED} slowest of {len(of.nodes)} ranks."
+            listed = f" Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
         for rank in sorted(slowest):
             name = f"{of.arm}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
             rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
     head = ("", *(COLUMNS[name][0] for name in names))
-    return Part("ranks", "Ranks: medians of timed sampled steps", caption=caption, table=Table(rows, head))
+    return Part("ranks", "Ranks: medians of sampled steps", spread, f"{caption}{listed}".strip(), Table(rows, head))

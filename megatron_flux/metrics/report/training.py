@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_par
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import VALIDATION, Record, sampled
-from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, finite, memory, milliseconds, percent, shown
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, finite, milliseconds, percent, shown
 
 NOT_RECORDED = "Not recorded"
 """Begins the caption of a part whose data the run does not have: such parts become one table."""
@@ -34,17 +35,6 @@ REPLAYED = "Calls inside replayed CUDA graphs are neither counted nor timed one 
 WAITS_COUNT = "Exposed: the time beyond the GEMM alone, including waits for peers in fused kernels."
 
 TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
-ACTIVITY = {
-    "all_gather_gemm calls": ("flux/all_gather_gemm_calls", "{:,.0f}".format),
-    "gemm_reduce_scatter calls": ("flux/gemm_reduce_scatter_calls", "{:,.0f}".format),
-    "gemm_all_reduce calls": ("flux/gemm_all_reduce_calls", "{:,.0f}".format),
-    "received from peers": ("flux/bytes_received", memory),
-    "gathered inputs kept": ("flux/inputs_kept", "{:,.0f}".format),
-    "inputs gathered again, no room": ("flux/inputs_gathered_again", "{:,.0f}".format),
-    "calls left to stock": ("flux/fallback_calls", "{:,.0f}".format),
-    "waits that reached their limit": ("flux/wait_timeouts", "{:,.0f}".format),
-    "recording (ms)": ("flux/metrics_ms", milliseconds),
-}
 GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
 TERMS = {
     "p10…p90": "one step in ten is shorter than p10, one in ten longer than p90",
@@ -63,23 +53,22 @@ def chapter(run: Run, id_: str) -> Chapter:
     """Return every part of the run's chapter, in order."""
     arms, summary = run.arms, run.summary
     of_ranks: list[ranks.Ranks] = []
-    damage = [("damage", problem) for problem in run.problems]
 
     def rank_parts() -> list[Part]:
         of_ranks.extend(ranks.of_arms(arms))
-        return ranks.parts(of_ranks) or [Part("ranks", "Ranks", caption=f"{NOT_RECORDED}: no step sampled its ranks.")]
+        missing = Part("ranks", "Ranks", caption=f"{NOT_RECORDED}: no step sampled its ranks.")
+        return [ranks.part(arms, of_ranks) if of_ranks else missing]
 
     sampled_parts = [
         *_shown("time", "Where the time goes", lambda: [_breakdown(run)]),
         *_shown("e-overlap", "Overlap efficiency", lambda: _efficiency(arms["flux"], summary["without_gpu"])),
-        *_shown("operators", "Flux operators", lambda: _activity(arms["flux"])),
-        *_shown("choices", "The tuner's plans", lambda: _plans(arms["flux"])),
         *_shown("ranks", "Ranks", rank_parts),
         *_shown("gpus", "GPUs", lambda: _gpus(arms)),
     ]
+    findings = [*table.findings(summary), *ranks.findings(of_ranks), *(("damage", text) for text in run.problems)]
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table([*table.findings(summary), *ranks.findings(of_ranks), *damage])),
+        Part("findings", "Findings", table=Table(findings)),
         Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
         Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
         Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
@@ -156,22 +145,23 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part]:
             seen[_key(call)].append(call)
     values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
     drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
-    method = {"flux": ("flux", figures.SYMBOLS["flux"], list(drawn.values()))}
-    plot, caption = figures.efficiencies(list(drawn), method)
-    caption += f" Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
+    points = {"flux": ("flux", figures.SYMBOLS["flux"], [100 * value for value in drawn.values()])}
+    plot = figures.points_by_row(list(drawn), points, "overlap efficiency (%)", (0, 100)) if drawn else None
+    caption = f"{figures.EFFICIENCY} Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
     calls = [call for of_one in seen.values() for call in of_one]
     for reason, count in sorted(Counter(str(call["withheld"]) for call in calls if call.get("withheld")).items()):
         caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     cells = [
         (
             " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
+            str(seen[key][-1].get("backend", UNKNOWN)),
             str(seen[key][-1].get("calls", UNKNOWN)),
             *(shown(_median(call.get(name) for call in seen[key]), milliseconds) for name in TIMES),
             shown(value, percent),
         )
         for key, value in values.items()
     ]
-    head = ("call", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
+    head = ("call", "backend", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
     return [Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", Table(cells, head))]
 
 
@@ -186,24 +176,6 @@ def _key(call: dict[str, Any]) -> tuple[str, ...]:
 def _median(values: Iterable[Any]) -> float | None:
     known = [value for value in values if finite(value)]
     return float(np.median(known)) if known else None
-
-
-def _activity(flux: Sequence[Record]) -> list[Part]:
-    if not flux:
-        return []
-    rows = [(label, shown(flux[-1].get(field), form)) for label, (field, form) in ACTIVITY.items()]
-    caption = "" if flux[-1].get("flux/all_gather_gemm_calls") is not None else REPLAYED
-    return [Part("operators", "Flux operators, last step of the recording rank", caption=caption, table=Table(rows))]
-
-
-def _plans(flux: Sequence[Record]) -> list[Part]:
-    rows = []
-    for call, plan in {k: v for record in flux for k, v in (record.get("flux/choices") or {}).items()}.items():
-        details = dict(plan.get("plan") or {}) | ({"pieces": plan["pieces"]} if "pieces" in plan else {})
-        text = " ".join([str(plan.get("backend", UNKNOWN)), *(f"{name}={value}" for name, value in details.items())])
-        times = [ms for ms in (plan.get("ms") or {}).values() if finite(ms)]
-        rows.append((call, text, shown(min(times, default=None), milliseconds)))
-    return [Part("choices", "The tuner's plans", table=Table(rows, ("call", "plan", "best ms")))] if rows else []
 
 
 def _gpus(arms: Arms) -> list[Part]:
@@ -223,6 +195,10 @@ def _gpus(arms: Arms) -> list[Part]:
     caption = f"Over all GPUs. Clocks held down, of {counted(len(throttled), 'sample')}: {held}."
     parts = []
     for name, title in GPU.items():
-        plot, _ = figures.samples(arms, title, lambda record, name=name: (record.get("flux/gpu") or {}).get(name))
+        plot, _ = figures.samples(arms, title, partial(_gpu_value, name))
         parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, caption))
     return parts
+
+
+def _gpu_value(name: str, record: Record) -> Any:
+    return (record.get("flux/gpu") or {}).get(name)

@@ -1,6 +1,9 @@
 """Files that several processes read and write, on one node or several: whole ones, and a lock between writers.
 
 Readers need no lock: a writer renames what it has finished.
+
+Not filelock: where a file system has no ``flock`` (Lustre's default) it leaves a marker file instead, which a lost node
+never removes.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock file ``path``, made if missing; yields False where the file system has no locks, with a warning.
-    The lock ends with its process, and leaves the file.
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock file ``path``, made if missing. The lock ends with its process, and leaves the file.
 
-    Raises TimeoutError: another process holds it after ``seconds``. Raises OSError: the file cannot be made.
+    A file system without locks gets a warning, and no lock. Raises TimeoutError: another process holds it after
+    ``seconds``. Raises OSError: the file cannot be made.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -44,20 +47,21 @@ def locked(path: Path, seconds: float) -> Iterator[bool]:
     except PermissionError:
         file = os.open(path, os.O_RDONLY | flags)  # of another user: elsewhere that will do
     try:
-        yield _acquired(file, path, time.monotonic() + seconds)
+        _acquire(file, path, time.monotonic() + seconds)
+        yield
     finally:
         os.close(file)
 
 
-def _acquired(file: int, path: Path, deadline: float) -> bool:
+def _acquire(file: int, path: Path, deadline: float) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return
         except (BlockingIOError, PermissionError):  # file servers answer either
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"another process holds {path}") from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning("megatron_flux: %s cannot be locked (%s): going on without", path, error.strerror)
-            return False
+            return

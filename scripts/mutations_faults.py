@@ -160,14 +160,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "tokens of a micro-batch",
-        "megatron_flux/train/arm.py",
-        "self.config.tokens_per_step / result",
-        "self.config.tokens_per_step / self.config.micro_batches / result",
+        "megatron_flux/train/record.py",
+        "config.tokens_per_step / result",
+        "config.tokens_per_step / config.micro_batches / result",
         (RECORD,),
     ),
     _fault(
         "a resumed run is warm",
-        "megatron_flux/train/arm.py",
+        "megatron_flux/train/record.py",
         "self._warm_after = begin + ",
         "self._warm_after = ",
         (RECORD,),

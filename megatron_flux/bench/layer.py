@@ -69,7 +69,7 @@ from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown
 from megatron_flux.telemetry.profiler import exported, write_trace
-from megatron_flux.train.measurements import forget_dummy_gradients
+from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")

@@ -46,8 +46,8 @@ from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
 from megatron_flux.errors import FluxError
 from megatron_flux.patch.reasons import NO_GAIN
 from megatron_flux.settings import WIRES
-from megatron_flux.train.fp8 import Recipe, transformer_options, turn_of
-from megatron_flux.train.measurements import workspace_bytes
+from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
+from megatron_flux.train.memory import workspace_bytes
 
 BlockKind = Literal["te", "te_ub", "te_bound", "local"]
 NEED_PEERS = ("te_ub", "unsynchronised")
@@ -152,7 +152,7 @@ def make(
     def active() -> Iterator[None]:
         with ExitStack() as opened:
             if recipe == "delayed":
-                opened.enter_context(turn_of(vars(block).setdefault("_scales", {})))
+                opened.enter_context(own_scales(vars(block).setdefault("_scales", {})))
             if base in BOUNDS:
                 opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
                 if recipe is not None:

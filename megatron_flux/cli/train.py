@@ -55,11 +55,11 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     from megatron_flux.metrics.summary import parity
     from megatron_flux.metrics.table import counted
     from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import checkpoint_access, config, data, fp8, run_folder, worker
+    from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
 
     run = resolved(given, special, command, given.preset)
     checkpoint_access.check_resume(run)
-    if saved := checkpoint_access.going_on(run):
+    if saved := checkpoint_access.inherited(run):
 
         def going_on(options: Any) -> Any:
             left = saved.keys() & type(options).model_fields.keys() - options.model_fields_set
@@ -72,7 +72,7 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
         checkpoint_access.check_save(run)
     resuming = run.load is not None
     how = {"default": given.out is None, "overwrite": run.overwrite, "resuming": resuming}
-    if start.described(dry_run, lambda _: run_folder.description(run), run.out, **how):
+    if start.described(dry_run, lambda _: description.description(run), run.out, **how):
         return
     if launcher.launched() and not first:
         worker.run(run)
@@ -92,8 +92,8 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
     for line in filter(None, (said, changed and f"resumes with {', '.join(changed)} as in the checkpoint")):
         typer.echo(f"megatron-flux {command}: {line}", err=True)
-    without = f" ({run_folder.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
-    with run_folder.made(run, default=given.out is None) as run:
+    without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
+    with description.made(run, default=given.out is None) as run:
         asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "

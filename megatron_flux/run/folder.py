@@ -1,43 +1,36 @@
-"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first.
-
-A run may be refused after its folder was made, by ranks that have built the model. Until it has begun, what was there
-before lies in ``.before`` and comes back (:func:`made`, :func:`begun`): a refused run leaves and replaces nothing.
-"""
+"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first."""
 
 from __future__ import annotations
 
 import datetime
-import fcntl
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_flux.errors import RendezvousError, UserError
+from megatron_flux.files import locked
 from megatron_flux.metrics import strict_json
 
 CONFIG = "config.json"
 ENDED = "ended.json"
-"""How the run ended, if it was not by an error: job scripts go by it."""
-_BEFORE = ".before"
+"""How the run ended, if not by an error: job scripts read it."""
+_LOCK = ".lock"
 
 
 def default_folder(*words: str) -> Path:
-    """A name from the time and ``words``, under ``runs/`` in the working directory; :func:`claim` makes it."""
+    """Return a name from the time and ``words``, under ``runs/`` in the working directory; :func:`claim` makes it."""
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / "-".join([now, *words])
 
 
 def claim(out: Path) -> Path:
-    """Make the default folder ``out``, or, where a run of the same second has done so, ``out-2`` and so on.
-
-    Returns the folder that was made, empty and this run's alone.
-    """
+    """Make the default folder ``out``, or ``out-2`` and so on if a run of the same second has done so; returns it."""
     free, number = out, 1
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +45,9 @@ def claim(out: Path) -> Path:
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
-    """A UserError where ``out`` cannot be written, or has contents and no ``overwrite`` or ``resuming``."""
+    """Raise UserError if ``out`` cannot be written, or has contents and neither ``overwrite`` nor ``resuming``."""
     check_writable(out, "--out")
-    if not out.is_dir() or not any(out.iterdir()):
+    if not out.is_dir() or not any(path.name != _LOCK for path in out.iterdir()):
         return
     if not (out / CONFIG).is_file():
         raise UserError(f"--out {out} has files in it and is not a run folder; give a new or an empty folder")
@@ -63,7 +56,7 @@ def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
 
 
 def check_writable(folder: Path, option: str) -> Path:
-    """The first of ``folder`` and those above it that is there; a UserError where nothing can be written in it."""
+    """Return the first of ``folder`` and its parents that exists. Raises UserError if nothing can be written in it."""
     # os.path: Path's own raise where a folder above must not be searched.
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
@@ -77,124 +70,95 @@ def check_writable(folder: Path, option: str) -> Path:
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
     """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
     with made(out, lambda _: description, default=False, overwrite=overwrite, resuming=False):
-        begun(out)
+        pass
 
 
 @contextmanager
 def made(
     out: Path, describe: Callable[[Path], dict[str, Any]], *, default: bool, overwrite: bool, resuming: bool
 ) -> Iterator[Path]:
-    """Make the run folder for a run that happens inside the context, and may be refused before it has begun.
+    """Make the run folder, and hold it for the run inside the context. Yields it: a ``default`` one may get a number.
 
-    ``describe`` says what goes into ``config.json`` of the folder that is made, which may have another name where
-    ``out`` is the ``default``. ``overwrite`` replaces an earlier run once this one has begun, ``resuming`` goes on in
-    its folder. A UserError where the folder is taken or cannot be written; then, and when the run raises it (or
-    RendezvousError) before :func:`begun`, everything is as before.
+    ``describe`` returns what goes into its ``config.json``. ``overwrite`` deletes an earlier run, ``resuming`` goes on
+    in its folder. If ranks refuse the run (UserError, RendezvousError) before they have recorded anything, a new folder
+    is removed, and a resumed run has its files back.
+
+    Raises UserError: the folder is taken, or cannot be written.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
     if default:
         out = claim(out)
         missing = [out, *missing[1:]]
-    try:
+    else:
         check_free(out, overwrite=overwrite, resuming=resuming)
-        with _held(out):
-            _take(out, describe(out), overwrite=overwrite, resuming=resuming)
-            try:
-                yield out
-            except (UserError, RendezvousError):
-                if (out / _BEFORE).is_dir():
-                    _put_back(out)
-                raise
-    except (UserError, RendezvousError):
-        for path in missing:
-            with suppress(OSError):  # there is something in it
-                path.rmdir()
-        raise
-
-
-def begun(out: Path) -> None:
-    """The run trains from here on: what it replaces is deleted."""
-    shutil.rmtree(out / _BEFORE, ignore_errors=True)
-
-
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Make the folder, and hold it until this process ends: what a run goes on writing must not be replaced."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise unwritable(out, error) from None
-    try:
-        with suppress(OSError):  # file systems without such locks, NFS among them
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _taken(out) from None
-        yield
-    finally:
-        os.close(handle)
-
-
-def _take(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> None:
-    before = out / _BEFORE
-    try:
-        if (overwrite or resuming) and before.is_dir():  # a start that died before it had begun
-            _put_back(out)
-        before.mkdir()  # two runs may have found the folder free at the same time: one of them makes this
-        if overwrite or resuming:
-            for path in [out / CONFIG, out / ENDED] if resuming else [path for path in out.iterdir() if path != before]:
-                if path.exists():
-                    path.rename(before / path.name)
-        elif (out / CONFIG).exists():  # the other one has begun since
-            before.rmdir()
-            raise FileExistsError
+    with ExitStack() as holding:
         try:
-            # Whole at once: `watch` waits for this file and reads it as soon as it is there.
-            strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
-        except OSError:
-            _put_back(out)
+            out.mkdir(parents=True, exist_ok=True)
+            holding.enter_context(locked(out / _LOCK, 0))  # what a run goes on writing must not be replaced
+            check_free(out, overwrite=overwrite, resuming=resuming)  # another run may have made it since
+            before = _begin(out, describe(out), overwrite=overwrite, resuming=resuming)
+        except TimeoutError:
+            taken = "has been taken by another run; wait for its end, or give another folder"
+            raise UserError(f"--out {out} {taken}") from None
+        except OSError as error:
+            with suppress(OSError):
+                _undo(out, {}, missing)
+            raise unwritable(out, error) from None
+        try:
+            yield out
+        except (UserError, RendezvousError):
+            _undo(out, before, missing)
             raise
-    except FileExistsError:
-        raise _taken(out) from None
-    except OSError as error:
-        raise unwritable(out, error) from None
 
 
-def _put_back(out: Path) -> None:
-    """Undo :func:`_take`."""
-    (out / CONFIG).unlink(missing_ok=True)
-    for path in (out / _BEFORE).iterdir():
-        path.rename(out / path.name)
-    (out / _BEFORE).rmdir()
+def _begin(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> dict[str, bytes]:
+    """Write ``config.json``; returns the files of an earlier start that this replaces."""
+    if overwrite and not resuming:
+        for path in out.iterdir():
+            if path.name != _LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    before = {name: (out / name).read_bytes() for name in (CONFIG, ENDED) if (out / name).exists()}
+    (out / ENDED).unlink(missing_ok=True)
+    # Whole at once: `watch` waits for this file and reads it as soon as it exists.
+    strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
+    return before
 
 
-def _taken(out: Path) -> UserError:
-    return UserError(f"--out {out} has been taken by another run; wait for its end, or give another folder")
+def _undo(out: Path, before: dict[str, bytes], missing: list[Path]) -> None:
+    """Undo :func:`_begin`, unless something was recorded."""
+    if before:
+        for name, content in before.items():
+            strict_json.write_atomically(out / name, content)
+    elif {path.name for path in out.iterdir()} <= {CONFIG, _LOCK}:
+        for name in (CONFIG, _LOCK):
+            (out / name).unlink(missing_ok=True)
+        for path in missing:
+            with suppress(OSError):  # another run may use it
+                path.rmdir()
 
 
 def unwritable(folder: Path, error: OSError, option: str = "--out") -> UserError:
-    """What is wrong with the ``folder`` of the ``option``, and what to do."""
+    """Return what is wrong with the ``folder`` of the ``option``, and what to do."""
     what = "is a file" if os.path.isfile(folder) else f"cannot be written: {error.strerror}"
     return UserError(f"{option} {folder} {what}; give another folder")
 
 
 def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:
-    """Write :data:`ENDED`: the state, and the last step of each arm."""
+    """Write :data:`ENDED`: the state, and the last step of baseline and flux."""
     strict_json.write_atomically(out / ENDED, strict_json.dumps({"state": state, "iterations": iterations}) + "\n")
 
 
 def has_stopped(out: Path) -> bool:
-    """Whether the run in ``out`` ended in order, before its last step."""
+    """Return True if the run in ``out`` ended in order, before its last step."""
     return bool(strict_json.read_json_object(out / ENDED)["state"] == "stopped")
 
 
 def started() -> str:
-    """The time now, as ``config.json`` has it."""
+    """Return the time now, as ``config.json`` has it."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def command_line() -> str:
-    """The command that this process was started with."""
+    """Return the command that this process was started with."""
     name = Path(sys.argv[0]).name
     return " ".join(["megatron-flux" if name in ("cli.py", "__main__.py") else name, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine with torch.distributed.run, and saying which of them failed first.
+"""Start the ranks of a run on this machine with torch.distributed.run, and say which of them failed first.
 
 Ranks that wait for a dead one are ended by the launcher at once, so a run ends within seconds of its first failure.
 """
@@ -30,28 +30,27 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, srun with its variables) has started this process as one of several ranks."""
+    """Return True if a launcher (torchrun, srun with its variables) started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def started() -> int | None:
-    """How many ranks a launcher has started; None without one."""
+    """Return how many ranks a launcher has started; None without one."""
     return int(os.environ["WORLD_SIZE"]) if launched() else None
 
 
 def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
-    """How many ranks a command runs on: what a launcher has started, else ``nproc`` (``option``), one per GPU or
-    ``otherwise``.
+    """Return the number of ranks: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
-    A UserError where ``nproc`` does not fit that, or an earlier session's launcher has left variables in the
-    environment: ranks would wait for peers.
+    Raises UserError: ``nproc`` (``option``) does not fit that, or a launcher has left variables in the environment, by
+    which ranks would wait for peers.
     """
     if "RANK" in os.environ:
         _check_variables()
-    if (there := started()) is not None:
-        if nproc not in (None, there):
-            raise UserError(f"{option} {nproc} under a launcher that started {there} processes; leave it out")
-        return there
+    if (ranks := started()) is not None:
+        if nproc not in (None, ranks):
+            raise UserError(f"{option} {nproc} under a launcher that started {ranks} processes; leave it out")
+        return ranks
     wanted = nproc or gpus or otherwise
     if gpus and wanted > gpus:
         raise UserError(f"{option} {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
@@ -67,7 +66,7 @@ def _check_variables() -> None:
     except ValueError:
         fits = False
     if missing or not fits:
-        del os.environ["RANK"]  # this is no rank: whatever its number, it says so
+        del os.environ["RANK"]  # this is no rank: it reports the error
         said = " ".join(f"{name}={value}" for name, value in given.items())
         without = f" without {', '.join(missing)}" if missing else ", which do not fit together"
         raise UserError(
@@ -115,11 +114,11 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
 
 @contextlib.contextmanager
 def _passing_on(name: str | None, asked: list[signal.Signals]) -> Iterator[None]:
-    """Hand the signal ``name`` to the ranks, every second once it has come; afterwards it is ignored.
+    """Pass the signal ``name`` on to the ranks, every second once it has come; afterwards it is ignored.
 
-    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.rank.StopRequest`) or not listen yet. SIGALRM
-    is the clock meanwhile. A SIGINT or SIGTERM means the same, and is added to ``asked``; the second one raises
-    SignalException, on which torch ends the ranks.
+    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.stop.StopRequest`) or not listen yet. SIGALRM is
+    the clock. A SIGINT or SIGTERM means the same, and is added to ``asked``; the second one raises SignalException, on
+    which torch ends the ranks.
     """
     if name is None:
         yield
@@ -152,7 +151,7 @@ def _passing_on(name: str | None, asked: list[signal.Signals]) -> Iterator[None]
 
 
 def _survives(pid: int, number: int) -> bool:
-    """Whether the process handles or ignores the signal; a rank that is starting does not yet, and would die of it."""
+    """Return True if the process handles or ignores the signal; a rank that is starting would die of it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended, or this is no Linux
@@ -162,32 +161,32 @@ def _survives(pid: int, number: int) -> bool:
 
 
 def failure_of(error: ChildFailedError, left: str) -> FluxError:
-    """The first failure in one line: the rank, and its error or the signal that ended it."""
+    """Return the first failure in one line: the rank, and its error or the signal that ended it."""
     rank, first = first_failure(error)
     return UserError(_message(first)) if first.exitcode == 2 else FluxError(f"rank {rank} {account_of(first)}; {left}")
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that the others followed, and its failure."""
+    """Return the rank whose failure caused the others, and its failure."""
     return min(error.failures.items(), key=lambda item: (cause_order(item[1]), item[1].timestamp, item[0]))
 
 
 def account_of(failure: ProcessFailure) -> str:
-    """``failed: ...`` or ``was killed by ...``, in one line."""
+    """Return ``failed: ...`` or ``was killed by ...``, in one line."""
     code = failure.exitcode
     said = f"was killed by {failure.signal_name()}" if code < 0 else f"failed: {_message(failure)}"
     return f"{said} (exit code {code})"
 
 
 SILENT, WITNESS = 2, 3
-"""Orders of causes: a rank that did not end when it was asked to, and one that only missed another."""
+"""Orders of causes: a rank that did not react, and one that only missed another."""
 _MISSED = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|broken pipe|remote (process|peer)|ncclRemoteError", re.IGNORECASE
 )
 
 
 def cause_order(failure: ProcessFailure) -> int:
-    """Sort what can be the cause of other failures before what can be their effect, whatever the clocks say.
+    """Return a key that sorts causes of other failures before their effects, whatever the clocks say.
 
     A killed rank makes its peers fail. A rank that timed out, or lost its connection, is a witness of another's
     failure, and so is one that NCCL's watchdog aborted (SIGABRT); :data:`SILENT` ranks come before them. SIGTERM and
@@ -202,7 +201,7 @@ def cause_order(failure: ProcessFailure) -> int:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """The exception's text as the rank's error file has it."""
+    """Return the exception's text from the rank's error file."""
     try:
         message = json.loads(Path(failure.error_file).read_text())["message"]
         text = message["message"] if isinstance(message, dict) else message

@@ -6,12 +6,12 @@ It does what ``torch.distributed.run`` does, and five things that a job of many 
 * Each line of a rank begins with its number (:data:`PREFIX`), unless ``--tee`` or ``--redirects`` is given.
 * SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
   process of a step, and the launcher must outlive the checkpoint that the signal asks for.
-* SIGTERM is passed on to the ranks, once, and they are watched as before. torch's launcher no longer looks then whether
+* SIGTERM is passed on to the ranks, once, and they are watched as before. torch's launcher no longer looks then if
   one of them fails, kills them after half a minute, and leaves at a second SIGTERM, which Slurm may send. Here Slurm's
   own SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
 * ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line that
   sorts before the lines of whatever failed in its wake, on this node or another: by the kind of cause, then by the
-  number of notes that were there before, since nodes' clocks may differ::
+  number of notes that existed before, since nodes' clocks may differ::
 
       0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)
 
@@ -37,6 +37,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -56,7 +57,7 @@ LOOK_S = 5.0
 
 
 def main(words: list[str]) -> int:
-    """Launch this node's ranks and wait for them; the exit code."""
+    """Launch this node's ranks and wait for them; returns the exit code."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if "SLURM_NODEID" in os.environ:
@@ -76,7 +77,7 @@ def main(words: list[str]) -> int:
         others = [name for name in given.signals_to_handle.split(",") if name.strip() != "SIGTERM"]
         if others != given.signals_to_handle.split(","):
             given.signals_to_handle = ",".join(others)
-            stop.Woken([signal.SIGTERM], lambda number: _pass_on(number, asked, silence)).start()
+            stop.SignalListener([signal.SIGTERM], lambda number: _pass_on(number, asked, silence)).start()
         run.run(given)
         return 0
     except ChildFailedError as error:
@@ -95,14 +96,14 @@ def main(words: list[str]) -> int:
         waited = isinstance(error, (dist.DistError, RendezvousError)) and "EADDRINUSE" not in str(error)
         code, order = 1, launcher.WITNESS if waited else 1
     if folder := os.environ.get(stop.FAILURES):
-        before = _take_place(Path(folder)) if silence.before is None else silence.before
+        before = _take_place(Path(folder)) if silence.notes_before is None else silence.notes_before
         (Path(folder) / node_name()).write_text(f"{order} {before} {said}\n")
     print(f"megatron-flux: error: {said}", file=sys.stderr)
     return code
 
 
 def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
-    """Hand the first signal to the ranks; where there are none yet, or no longer, it ends this process."""
+    """Pass the first signal on to the ranks; without any, end this process."""
     ranks = psutil.Process().children()
     if not ranks:  # it may wait for the other nodes where no Python runs
         _stopped(number)
@@ -117,48 +118,51 @@ def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
 
 
 class _Silence:
-    """Notes the ranks of this node that give no answer."""
+    """Notes the ranks of this node that do not react."""
 
     def __init__(self) -> None:
-        """Begin to look at the ranks' processes, and have torch's launcher note those that it cannot end."""
+        """Begin to look at the ranks' processes, and make torch's launcher note those that it cannot end."""
         self.stopped: dict[str, str] = {}
-        """The state of each rank that could not run when it was last looked at."""
-        self.before: int | None = None
-        """How many notes there were when the first rank of this node failed: to end the others takes its time."""
+        """The state of each rank that could not run at the last look."""
+        self.notes_before: int | None = None
+        """The number of notes when the first rank of this node failed: to end the others takes its time."""
+        self._folder = os.environ.get(stop.FAILURES)
         threading.Thread(target=self._look, name="megatron_flux.silence", daemon=True).start()
         close = PContext.close
 
-        def noting(context: PContext, *args: object, **kwargs: object) -> None:
-            ended = {handler.proc.poll() for handler in getattr(context, "subprocess_handlers", {}).values()}
-            failed = self.before is None and ended - {None, 0, -signal.SIGTERM}
-            if (folder := os.environ.get(stop.FAILURES)) and failed:
+        def close_and_note(context: PContext, *args: Any, **kwargs: Any) -> None:
+            codes = {handler.proc.poll() for handler in getattr(context, "subprocess_handlers", {}).values()}
+            if self._folder and self.notes_before is None and codes - {None, 0, -signal.SIGTERM}:
                 with contextlib.suppress(OSError):
-                    self.before = _take_place(Path(folder))
+                    self.notes_before = _take_place(Path(self._folder))
             timer = self.timer(failed=True)
             timer.start()
             try:
-                close(context, *args, **kwargs)  # type: ignore[arg-type]
+                close(context, *args, **kwargs)
             finally:
                 timer.cancel()
 
-        PContext.close = noting  # type: ignore[method-assign, assignment]
+        PContext.close = close_and_note  # type: ignore[method-assign, assignment]
 
     def timer(self, *, failed: bool) -> threading.Timer:
-        """Return a timer that notes the ranks that are still there in :data:`GRACE_S`."""
+        """Return a timer that notes the ranks that still exist in :data:`GRACE_S`."""
         timer = threading.Timer(GRACE_S, lambda: self.note(_states(), failed=failed))
         timer.daemon = True
         return timer
 
     def note(self, ranks: Mapping[str, str], *, failed: bool) -> None:
         """Note the ``ranks``; if the run has not ``failed``, here or by another node's note, they may be saving."""
-        folder = Path(os.environ.get(stop.FAILURES) or os.devnull)
-        with contextlib.suppress(OSError):
-            notes = len(list(folder.iterdir())) if ranks and folder.is_dir() else 0
-            if ranks and folder.is_dir() and (failed or notes):
-                said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
-                lines = [f"{launcher.SILENT} {notes} {line}\n" for line in said]
-                with (folder / f"{node_name()}.silent").open("a") as file:
-                    file.write("".join(lines))
+        notes = self._notes()
+        if self._folder and ranks and (failed or notes):
+            said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
+            with contextlib.suppress(OSError), (Path(self._folder) / f"{node_name()}.silent").open("a") as file:
+                file.write("".join(f"{launcher.SILENT} {notes} {line}\n" for line in said))
+
+    def _notes(self) -> int:
+        try:
+            return len(os.listdir(self._folder)) if self._folder else 0
+        except OSError:  # it is made with the first note
+            return 0
 
     def _look(self) -> None:
         while True:
@@ -167,9 +171,9 @@ class _Silence:
 
 
 def _take_place(folder: Path) -> int:
-    """Begin this node's note; how many there were before."""
+    """Begin this node's note, which other nodes see; returns how many there were before."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = len(list(folder.iterdir()))
+    before = len(os.listdir(folder))
     (folder / node_name()).touch()
     return before
 
@@ -179,12 +183,12 @@ _CANNOT_RUN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_
 
 def _states() -> dict[str, str]:
     """Return the state of each rank's process."""
-    found = {}
+    states: dict[str, str] = {}
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, KeyError):
             if (state := process.status()) != psutil.STATUS_ZOMBIE:
-                found[process.environ()["RANK"]] = state
-    return found
+                states[process.environ()["RANK"]] = state
+    return states
 
 
 def _stopped(number: int) -> int:
@@ -193,7 +197,7 @@ def _stopped(number: int) -> int:
 
 
 def _no_meeting(cause: str, words: list[str]) -> str:
-    """What to do where the nodes' launchers have not met, behind what torch says of it."""
+    """Return what to do if the nodes' launchers have not met."""
     given = run.parse_args(words)
     at = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in cause:
@@ -202,7 +206,7 @@ def _no_meeting(cause: str, words: list[str]) -> str:
 
 
 def node_name() -> str:
-    """The node as Slurm calls it, or its host name."""
+    """Return the node's name in Slurm, or its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

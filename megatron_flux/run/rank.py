@@ -1,4 +1,4 @@
-"""What every launched rank does around its work: logging, and how it ends.
+"""The frame around the work of a launched rank: logging, and how it ends.
 
 ``python -m megatron_flux.run.rank MODULE ARGUMENT``, which :mod:`megatron_flux.run.launcher` starts, calls
 ``MODULE.work(ARGUMENT)``.
@@ -38,14 +38,15 @@ MEASURED = MappingProxyType(
 
 
 def set_environment() -> None:
-    """Apply :data:`MEASURED` but for what the user has set, before CUDA, NCCL or TransformerEngine start."""
+    """Apply :data:`MEASURED` but for what the user has set. Call before CUDA, NCCL or TransformerEngine start."""
     for name, value in MEASURED.items():
         os.environ.setdefault(name, value)
 
 
 def set_nccl_link(link: str | None) -> None:
-    """Where flux may not use peer access (``link``: ``host`` or ``none``), start NCCL without it too, but for what the
-    user has set; before NCCL starts. The first rank says so.
+    """Start NCCL without peer access if ``link`` is ``host`` or ``none``, unless the user has set it.
+
+    Call before NCCL starts. Rank 0 logs it.
     """
     if link in ("host", "none"):
         value = os.environ.setdefault("NCCL_P2P_DISABLE", "1")
@@ -54,12 +55,12 @@ def set_nccl_link(link: str | None) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or no rank at all."""
+    """Return True if this is rank 0, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def serve(work: Callable[[], None]) -> None:
-    """Do a launched rank's ``work``: what was raised on purpose has no traceback here, but for an operator's error."""
+    """Do a launched rank's ``work``. A FluxError has no traceback, but for an OperatorError."""
     configure_logging()
     try:
         recorded(work)
@@ -96,13 +97,13 @@ class WholeErrorFile(ErrorHandler):
 
 
 def once_per_message() -> Callable[[logging.LogRecord], bool]:
-    """A filter that drops repetitions: training and benchmarks that take turns patch and unpatch many times."""
+    """Return a filter that drops repetitions: interleaved variants patch and unpatch many times."""
     first: dict[str, logging.LogRecord] = {}
     return lambda record: first.setdefault(record.getMessage(), record) is record
 
 
 def configure_logging() -> None:
-    """Rank 0 logs; the other ranks only errors, since they would repeat every line."""
+    """Make rank 0 log, and the other ranks only errors, since they would repeat every line."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(once_per_message())
@@ -113,13 +114,13 @@ def configure_logging() -> None:
 
 
 def quiet_megatron() -> None:
-    """Silence what megatron-core warns at import, in every process, of packages it does not find: `doctor` says it."""
+    """Silence megatron-core's warnings at import of packages it does not find: `doctor` names them."""
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def introduce_launcher() -> None:
-    """Tell the ranks that this process is about to start which process they are to end with."""
+    """Name this process to the ranks that it is about to start, as the one they end with."""
     os.environ[_LAUNCHER] = str(os.getpid())
 
 
@@ -148,7 +149,7 @@ def end_with_parent() -> None:
 
 
 def _left_behind() -> bool:
-    """Whether this is a rank of torchrun's that the system's first process has taken over, which is no torchrun."""
+    """Return True if this is a rank of torchrun's that the system's first process, no torchrun, has taken over."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != 1:
         return False
     try:

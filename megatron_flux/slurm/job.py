@@ -38,7 +38,7 @@ from megatron_flux.train.presets import parameters
 Mode = Literal["baseline", "flux", "compare"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _MARGIN = "MEGATRON_FLUX_SM_MARGIN"
-_FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step", "other_data"}
+_FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step"}
 # Options that the job or its script decides; link and wire are fields of profile and job.
 _OWN = {"preset", "tp", "pp", "link", "wire", "nproc", "flux", "exit_signal", *_FOLDERS}
 

@@ -1,11 +1,11 @@
 """Saving and resuming through megatron.core.dist_checkpointing.
 
-:mod:`~megatron_flux.train.checkpoint_folder` says which files there are, :mod:`~megatron_flux.train.checkpoint_access`
-which of them a run may load or replace.
-
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
 renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
 force. tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
+
+:mod:`~megatron_flux.train.checkpoint_folder` has the files, :mod:`~megatron_flux.train.checkpoint_access` the checks
+of what a run may load or replace.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_flux.comm.agreement import of_all_ranks
-from megatron_flux.errors import FluxError, StorageError, UserError, one_line
+from megatron_flux.errors import FluxError, StorageError, one_line
 from megatron_flux.train import checkpoint_folder
-from megatron_flux.train.checkpoint_access import GO_ON, MUST_MATCH, check_fits, held, instead
-from megatron_flux.train.checkpoint_folder import CHECKSUMS, DESCRIPTION, chosen
+from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held, instead
+from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 from megatron_flux.train.unpickling import restricted
@@ -52,17 +51,18 @@ _T = TypeVar("_T")
 
 @contextmanager
 def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
-    """Hold ``config.save`` as long as the run goes on; yields what saves a trainer to a folder. All ranks enter it.
+    """Hold ``config.save`` for as long as the run goes on; yields the function that saves a trainer to a folder.
 
-    Saving is a collective call, and saves everything that a resume needs. It raises StorageError where that could not
-    be written: what was written of it is removed, and the tracker is as it was.
+    All ranks enter it, and saving is a collective call. It raises StorageError if the checkpoint could not be written:
+    what was written of it is removed, and the tracker is as it was.
     """
     with ExitStack() as holding:
-        run = "" if config.save is None else _on_first_rank(lambda: holding.enter_context(held(config)))
-        yield partial(_save, config, run)
+        if (save := config.save) is not None:
+            _on_first_rank(lambda: holding.enter_context(held(config, save)))
+        yield partial(_save, config)
 
 
-def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
+def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
     iteration = trainer.iteration
     final = checkpoint_folder.checkpoint_of(folder, iteration)
     unfinished = folder / f"{final.name}.partial"
@@ -71,24 +71,18 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
-    def describe() -> None:
-        """Say beside the shards what they are: last but for the checksums."""
+    def finish() -> None:
+        """Describe the shards, and make them the newest checkpoint."""
         about = {
             "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
             "shape": config.shape.model_dump(mode="json"),
-            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *GO_ON)},
-            "run": {"id": run, "folder": str(config.out.resolve())},
+            **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *INHERITED)},
+            "run": str(config.out.resolve()),
             "data": config.text.model_dump() if config.text is not None else None,
             "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
         }
         checkpoint_folder.write_synced(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n")
-
-    def finish() -> None:
-        """Make it the newest checkpoint."""
-        if found is not None:
-            lines = (f"{digest}  {name}\n" for name, digest in sorted(found.items()))
-            checkpoint_folder.write_synced(unfinished / CHECKSUMS, "".join(lines))
         checkpoint_folder.sync_folder(unfinished)
         if final.exists():  # a run that was resumed before it has come here again
             checkpoint_folder.move_latest_before(folder, iteration)
@@ -96,14 +90,12 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
         unfinished.rename(final)
         checkpoint_folder.move_latest(folder, iteration)
         if config.save_keep is not None:
-            checkpoint_folder.prune(folder, run, iteration, config.save_keep)
+            checkpoint_folder.prune(folder, iteration, config.save_keep)
         logger.info("saved %s", final)
 
     try:
         _on_first_rank(begin)
         _write(trainer, unfinished)
-        _on_first_rank(describe)
-        found = checkpoint_folder.checksums_of(unfinished) if config.checksums else None
         _on_first_rank(finish)
     except (OSError, StorageError) as error:
         failed = _not_saved(final, error)  # before there is more room
@@ -113,20 +105,11 @@ def _save(config: RunConfig, run: str, trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Bring a freshly built trainer to the chosen checkpoint in ``folder``, as a turn of its own. A collective call."""
+    """Bring a freshly built trainer to the chosen checkpoint in ``folder``. A collective call."""
     config = trainer.config
     _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
-    checkpoint = chosen(folder, config.ckpt_step)
-    listed = _on_first_rank(lambda: checkpoint_folder.read_checksums(checkpoint)) if config.checksums else None
-    if listed is not None:
-        mine = checkpoint_folder.compare_share(checkpoint, listed, dist.get_rank(), dist.get_world_size())
-        if wrong := sorted(line for lines in of_all_ranks(mine, dist.group.WORLD) for line in lines):
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise UserError(f"checkpoint {checkpoint} is damaged: {wrong[0]}{more}; {instead(checkpoint, config)}")
-    elif config.checksums and dist.get_rank() == 0:
-        logger.info("%s has no %s: its content is not checked", checkpoint, CHECKSUMS)
-    with trainer.turn(), restricted():
-        _load(trainer, checkpoint, config)
+    with trainer.active(), restricted():
+        _load(trainer, chosen(folder, config.ckpt_step), config)
 
 
 def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
@@ -174,13 +157,12 @@ def _write(trainer: Trainer, folder: Path) -> None:
 
 
 class _InProcess(TorchDistSaveShardedStrategy):
-    """megatron-core's ``torch_dist`` format, written by the rank itself with torch's own file writer.
+    """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
-    megatron-core's strategy prepares for writing in the background even where it is not asked to. At the first save it
-    starts a manager process on every rank, which stays, and up to version 0.16 every save forks the process that holds
-    the GPU twice. Those processes die of signals that the rank survives, and the next save with them; they outlive a
-    rank that is killed; and a rank waits for ever for a writer that was killed. A training waits for its save in any
-    case, so no other process is needed. The files are the same, and megatron-core reads them.
+    megatron-core's own strategy starts a manager process on every rank at the first save, and up to version 0.16 forks
+    the process that holds the GPU twice in every save. Those processes die of signals that the rank survives, and the
+    next save with them; they outlive a killed rank; and a rank waits for ever for a killed writer. A training waits for
+    its save in any case, so no other process is needed. The files are the same, and megatron-core reads them.
 
     One file a rank: torch's writer loses the exceptions of all threads but the first.
     """
@@ -189,7 +171,7 @@ class _InProcess(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)  # as megatron-core's loader looks it up
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Write the state and the index. Raises CheckpointException (no Exception) on every rank. A collective call."""
+        """Write state and index; collective. Raises CheckpointException (no Exception) on every rank."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),
@@ -200,7 +182,7 @@ class _InProcess(TorchDistSaveShardedStrategy):
 
 
 def _cause(error: BaseException) -> str:
-    """An error in one line; of those of several ranks, one that the operating system gave."""
+    """Return an error in one line; of several ranks' errors, prefer one of the operating system."""
     failures = getattr(error, "failures", None) or {}
     texts = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(failures.items())]
     texts = texts or [f"{type(error).__name__}: {error}"]
@@ -220,7 +202,7 @@ def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
 
 
 def _on_first_rank(work: Callable[[], _T]) -> _T:
-    """What ``work`` returns or raises on rank 0, on all ranks. A collective call."""
+    """Return or raise on all ranks what ``work`` returns or raises on rank 0. A collective call."""
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -234,14 +216,14 @@ def _on_first_rank(work: Callable[[], _T]) -> _T:
 
 
 def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
-    """The distributed optimizer and the torch Adam inside it; None where Adam is TransformerEngine's or Apex's."""
+    """Return the distributed optimizer and torch's Adam inside it, or None if Adam is TransformerEngine's or Apex's."""
     (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])  # one: these models have no experts
     adam = distributed.optimizer
     return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
 
 
 def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """``distributed.load_state_dict``, without its two failures on torch's Adam.
+    """Do ``distributed.load_state_dict`` without its two failures on torch's Adam.
 
     megatron-core wants each entry of Adam's state from the checkpoint's tensors, torch's step count too, which the
     checkpoint keeps with the parameter groups. So: groups and step first, then the tensors while the step is away. And
@@ -262,7 +244,8 @@ def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = trainer.model.module.sharded_state_dict(metadata=metadata)  # DDP's own has other names
+    inside: Any = trainer.model.module  # DDP's own state has other names
+    model = inside.sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

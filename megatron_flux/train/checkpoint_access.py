@@ -1,65 +1,53 @@
-"""Which checkpoints a run may resume from, and where it may save: checked before it trains. What may not be is a
-:class:`~megatron_flux.errors.UserError`.
+"""Checks before training: which checkpoint a run may resume from, and where it may save. They raise UserError.
 
-* Checkpoints of another run are neither overwritten nor counted, and the tracker is not moved away from them. A run
-  may go on in the folder that it loads from (``--load`` and ``--save`` name the same one): it then goes by the name of
-  the run that saved there. ``--overwrite`` replaces what the run in the same ``--out`` has saved, and nothing else.
-* One run at a time saves to a folder: it holds a lock, which ends with its process. A POSIX lock: the processes that a
-  save may fork do not inherit it, and network file systems know it. Where a file system has no locks, a warning says
-  so. A run that starts again in its own ``--out`` waits for the lock: the file server frees that of a lost node only
-  after a while.
+* ``--save`` takes a folder without checkpoints, or the one that ``--load`` names, to go on in it. ``--overwrite``
+  replaces what the run in the same ``--out`` has saved, and nothing else.
+* One run at a time saves to a folder: it holds a lock that ends with its process. A run that starts again in its own
+  ``--out`` waits for it: a file server frees the lock of a lost node only after a while.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import logging
-import os
 import shutil
-import socket
-import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_flux.errors import UserError
+from megatron_flux.files import locked
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.run import folder as run_folder
 from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig, Text
 from megatron_flux.train.presets import parameters
 
-logger = logging.getLogger("megatron_flux")
-
 MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
-"""Of a checkpoint and the run that loads it, beside the model's shape."""
-GO_ON = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
-"""What a resumed run has of the checkpoint where it is given no other. Turns of another length would be numbered as
-earlier ones are, and times of both paired.
+"""Settings that a checkpoint and the run that loads it share, beside the model's shape."""
+INHERITED = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
+"""Settings that a resumed run takes from the checkpoint unless it is given others. Blocks of another length would be
+numbered as earlier ones are, and times of both paired.
 """
 OWN_LOCK_SECONDS = 150.0
 """How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
+_LOCK = ".megatron_flux.lock"
 
 
 def folders(root: Path, config: RunConfig) -> list[Path]:
-    """The folders of checkpoints of a run that saves to, or loads from, ``root``: one, or one per arm."""
-    return [root / arm for arm in ARMS] if config.command == "compare" else [root]
+    """Return the checkpoint folders under ``root``: one, or, in a comparison, one for baseline and one for flux."""
+    return [root / name for name in ARMS] if config.command == "compare" else [root]
 
 
 def is_saved(config: RunConfig) -> bool:
-    """Whether there is something to resume from in the folder that ``config`` saves to."""
+    """Return True if the folder that ``config`` saves to can be resumed from."""
     return config.save is not None and all(files.tracked(at) is not None for at in folders(config.save, config))
 
 
 def check_resume(config: RunConfig) -> None:
     """Check that ``config.load`` fits this run, and that something is left to do."""
     if config.load is None:
-        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("--other-data", config.other_data)):
-            if given:
-                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
+        if config.ckpt_step is not None:
+            raise UserError("--ckpt-step without --load: nothing is resumed; add --load FOLDER")
         return
     iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
     if iteration >= config.steps:
@@ -67,16 +55,16 @@ def check_resume(config: RunConfig) -> None:
         raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
 
 
-def going_on(config: RunConfig) -> dict[str, Any]:
-    """:data:`GO_ON` of the checkpoint that ``config``, which :func:`check_resume` has passed, resumes from."""
+def inherited(config: RunConfig) -> dict[str, Any]:
+    """Return :data:`INHERITED` of the checkpoint that ``config``, which passed :func:`check_resume`, resumes from."""
     if config.load is None:
         return {}
     saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step))
-    return {name: saved[name] for name in GO_ON if name in saved}
+    return {name: saved[name] for name in INHERITED if name in saved}
 
 
 def check_fits(folder: Path, config: RunConfig) -> int:
-    """The iteration that ``folder`` would resume from; its checkpoint is whole and fits this run."""
+    """Return the iteration that ``folder`` would resume from, if its checkpoint is whole and fits this run."""
     checkpoint = files.chosen(folder, config.ckpt_step)
     if not (checkpoint / files.DESCRIPTION).exists():
         raise UserError(
@@ -98,43 +86,43 @@ def check_fits(folder: Path, config: RunConfig) -> int:
 
 
 def check_data(config: RunConfig) -> str | None:
-    """Refuse to go on with another text than the checkpoint's (``config.text`` is known) that was not asked for.
+    """Compare the text of ``config`` with the checkpoint's. Returns a line for the user if ``--data`` names another.
 
-    Returns a line for the user where it was.
+    Raises UserError: another tokenizer or split, or another text though no ``--data`` was given.
     """
     if config.load is None or config.text is None:
         return None
     checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
-    saved = files.description(checkpoint).get("data")  # check_resume has read it
-    if saved is None:
+    if (saved := files.description(checkpoint).get("data")) is None:
         return None
-    if (theirs := Text(**saved).tokenizer) and config.text.tokenizer and theirs != config.text.tokenizer:
+    theirs, ours = Text(**saved), config.text
+    if theirs.tokenizer and ours.tokenizer and theirs.tokenizer != ours.tokenizer:
         raise UserError(
-            f"checkpoint {checkpoint} was trained with another tokenizer ({theirs[:40]}) than this run's "
-            f"({config.text.tokenizer[:40]}), to which its vocabulary means nothing; give the one it was trained with"
+            f"checkpoint {checkpoint} was trained with another tokenizer ({theirs.tokenizer[:40]}) than this run's "
+            f"({ours.tokenizer[:40]}), to which its vocabulary means nothing; give the one it was trained with"
         )
-    if (split := Text(**saved).split) != config.text.split and not config.other_data:
+    if theirs.split != ours.split:
         raise UserError(
-            f"checkpoint {checkpoint} was trained {'with' if split != '1,0,0' else 'without'} --eval-interval, which "
-            "leaves documents out of training; resume as it was, or give --other-data"
+            f"checkpoint {checkpoint} was trained {'with' if theirs.split != '1,0,0' else 'without'} --eval-interval, "
+            "which leaves documents out of training; resume as it was"
         )
-    if saved["sha256"] == config.text.sha256:
+    if theirs.sha256 == ours.sha256:
         return None
-    then, now = f"{saved['name']} ({saved['length']} tokens)", f"{config.text.name} ({config.text.length} tokens)"
-    if config.data or config.other_data:
+    then, now = f"{theirs.name} ({theirs.length} tokens)", f"{ours.name} ({ours.length} tokens)"
+    if config.data:
         return f"resumes on other data: checkpoint {checkpoint} was trained on {then}, this run trains on {now}"
     raise UserError(
         f"checkpoint {checkpoint} was trained on {then}, and this run, without --data, would train on {now}; give the "
-        "--data it was trained on, or --other-data to go on with this text"
+        "--data to go on with"
     )
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:
-    """What to do where ``checkpoint`` of ``config.load`` is damaged: an older one is offered, whole in all arms."""
-    arms = folders(config.load, config)
-    for older in reversed(files.iterations(arms[0])):
-        there = [files.checkpoint_of(folder, older) for folder in arms]
-        if older < files.iteration_of(checkpoint) and not any(map(files.damage, there)):
+    """Return advice for a damaged ``checkpoint`` of ``config.load``: the last iteration before it that is whole."""
+    of_run = folders(config.load or checkpoint.parent, config)
+    for older in reversed(files.iterations(of_run[0])):
+        candidates = [files.checkpoint_of(folder, older) for folder in of_run]
+        if older < files.iteration_of(checkpoint) and not any(map(files.damage, candidates)):
             return f"--ckpt-step {older} resumes from the one before it"
     return "there is no whole one before it; restore it from a copy, or give another --load"
 
@@ -146,76 +134,58 @@ def check_save(config: RunConfig) -> None:
             if value is not None:
                 raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
         return
-    there = run_folder.check_writable(config.save, "--save")
-    needed, free = least_bytes(config), shutil.disk_usage(there).free
+    save = config.save
+    parent = run_folder.check_writable(save, "--save")
+    needed, free = least_bytes(config), shutil.disk_usage(parent).free
     if free < needed:
-        one = "a checkpoint of both arms" if config.command == "compare" else "one checkpoint"
+        one = "a checkpoint of baseline and flux" if config.command == "compare" else "one checkpoint"
         room = f"{free / 1e9:.3g} GB of free space, and {one} needs at least {needed / 1e9:.3g} GB"
-        raise UserError(f"--save {config.save} has {room}; make room, or give a folder on another disk")
-    if there == config.save:
-        _check_owner(config)
-        with _locked(config):
+        raise UserError(f"--save {save} has {room}; make room, or give a folder on another disk")
+    if parent == save:
+        _check_owner(config, save)
+        with _locked(config, save):
             pass
 
 
 @contextmanager
-def held(config: RunConfig) -> Iterator[str]:
-    """Hold ``config.save`` for this run, on the rank that calls it; yields the run's name in its checkpoints."""
-    with _locked(config):
-        _check_owner(config)  # something may have come since check_save
-        for folder in folders(config.save, config):
-            if not _goes_on(config):  # what --overwrite replaces; the tracker goes first
+def held(config: RunConfig, save: Path) -> Iterator[None]:
+    """Hold ``save`` for this run, on the rank that calls it."""
+    with _locked(config, save):
+        _check_owner(config, save)  # another run may have saved since check_save
+        for folder in folders(save, config):
+            if not _goes_on(config, save):  # what --overwrite replaces; the tracker goes first
                 (folder / files.TRACKER).unlink(missing_ok=True)
                 for iteration in files.iterations(folder):
                     shutil.rmtree(files.checkpoint_of(folder, iteration))
             for path in folder.glob("iter_*.partial"):  # of saves that died
                 shutil.rmtree(path, ignore_errors=True)
-            (folder / f"{files.TRACKER}.partial").unlink(missing_ok=True)
-        yield _run_name(config)
+        yield
 
 
-def _goes_on(config: RunConfig) -> bool:
-    """Whether the run saves to the folder it loads from."""
-    return config.load is not None and config.load.resolve() == config.save.resolve()
+def _goes_on(config: RunConfig, save: Path) -> bool:
+    """Return True if the run saves to the folder it loads from."""
+    return config.load is not None and config.load.resolve() == save.resolve()
 
 
-def _run_name(config: RunConfig) -> str:
-    """The name by which this run's checkpoints are known: that of the run it goes on with, or a new one."""
-    goes_on = _goes_on(config)
-    known = files.owner(files.chosen(folders(config.save, config)[0], config.ckpt_step)).get("id") if goes_on else None
-    return known or uuid.uuid4().hex
-
-
-def _check_owner(config: RunConfig) -> None:
-    """Refuse a folder in which this run would overwrite, or move the tracker away from, checkpoints of another."""
-    name = _run_name(config)
-    for folder in folders(config.save, config):
-        there = [files.checkpoint_of(folder, n) for n in files.iterations(folder)]
-        if _goes_on(config):
-            begin = files.chosen(folder, config.ckpt_step)  # it may replace what it has itself saved after that
-            for later in there:
-                if files.iteration_of(later) > files.iteration_of(begin) and files.owner(later).get("id") != name:
-                    after = f"{later.name} of {_whose([later])}, after {begin.name} that this run goes on from"
-                    raise UserError(f"--save {config.save} holds {after}; move it away, or give another --save")
+def _check_owner(config: RunConfig, save: Path) -> None:
+    """Refuse a folder in which this run would overwrite checkpoints of another, or move the tracker from them."""
+    if _goes_on(config, save):
+        return
+    for folder in folders(save, config):
+        owners = {files.owner(files.checkpoint_of(folder, n)) for n in files.iterations(folder)}
+        if config.overwrite and owners == {str(config.out.resolve())}:
             continue
-        own = str(config.out.resolve())
-        if config.overwrite and there and all(files.owner(checkpoint).get("folder") == own for checkpoint in there):
-            continue
-        if there or (folder / files.TRACKER).exists():
+        if owners or (folder / files.TRACKER).exists():
+            whose = f"the run in {', '.join(sorted(owners))}" if any(owners) else "another run"
             which = ", ".join(map(str, files.iterations(folder))) or "unknown"
             raise UserError(
-                f"--save {config.save} holds checkpoints of {_whose(there)} (iteration {which}); give another folder, "
-                f"or --load {config.save} to go on with them"
+                f"--save {save} holds checkpoints of {whose} (iteration {which}); give another folder, or "
+                f"--load {save} to go on with them"
             )
 
 
-def _whose(checkpoints: list[Path]) -> str:
-    known = sorted({run for one in checkpoints if (run := files.owner(one).get("folder"))})
-    return f"the run in {', '.join(known)}" if known else "another run"
-
-
 def least_bytes(config: RunConfig) -> int:
-    """The least that one checkpoint takes on the disk, all arms together; biases and norms left out."""
+    """Return the least that one checkpoint (in a comparison, of both) takes on disk; biases and norms left out."""
     # For each weight the optimizer's two moments and its own copy (which plain fp32 Adam does without) in fp32.
     moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
     weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
@@ -223,47 +193,15 @@ def least_bytes(config: RunConfig) -> int:
 
 
 @contextmanager
-def _locked(config: RunConfig) -> Iterator[None]:
-    path = config.save / ".megatron_flux.lock"
-    about = {"run": str(config.out.resolve()), "host": socket.gethostname(), "pid": os.getpid()}
-    with _lock_file(path, config) as file:
-        with suppress(OSError):  # only for the message of another run
-            file.truncate(0)
-            file.write(json.dumps(about))
-            file.flush()
+def _locked(config: RunConfig, save: Path) -> Iterator[None]:
+    starts_again = (config.out / run_folder.CONFIG).exists()
+    with ExitStack() as holding:
         try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _lock_file(path: Path, config: RunConfig) -> TextIO:
-    """The lock's file, locked. A run removes the file when it ends, so the lock of a removed file holds nothing."""
-    deadline = time.monotonic() + OWN_LOCK_SECONDS
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+")
+            save.mkdir(parents=True, exist_ok=True)
+            holding.enter_context(locked(save / _LOCK, OWN_LOCK_SECONDS if starts_again else 0.0))
+        except TimeoutError:
+            wait = "wait for it, or give another folder"
+            raise UserError(f"--save {save} is being saved to by another run; {wait}") from None
         except OSError as error:
-            raise run_folder.unwritable(config.save, error, "--save") from None
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows both
-            file.close()
-            try:
-                holder = json.loads(path.read_text())
-                held_by = f"the run in {holder['run']} (process {holder['pid']} on {holder['host']})"
-            except (OSError, ValueError, KeyError, TypeError):
-                holder, held_by = {}, "a run"
-            if holder.get("run") != str(config.out.resolve()) or time.monotonic() >= deadline:
-                said = f"--save {config.save} is being saved to by {held_by}; wait for it, or give another folder"
-                raise UserError(said) from None
-            time.sleep(0.2)
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): two runs could save there at once", path, error.strerror)
-            return file
-        else:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    return file
-            file.close()
+            raise run_folder.unwritable(save, error, "--save") from None
+        yield

@@ -1,13 +1,11 @@
-"""The text that a run trains on: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
+"""The text of a run: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
 
-Byte-level tokens, unless there is a tokenizer (:mod:`megatron_flux.train.tokenizer`): 0-255 are the bytes, 256 ends a
-document, 257 pads. No vocabulary file, nothing to download, any language. Without ``--data`` the text is the source
-code of Python's standard library, which every user has.
+Tokens are bytes unless there is a tokenizer (:mod:`megatron_flux.train.tokenizer`): 0-255 are the bytes, 256 ends a
+document, 257 pads. Without ``--data`` the text is the source code of Python's standard library, which every user has.
 
-Tokenized text is kept in a cache folder under a name made from the files' paths, sizes and times. Several processes
-may ask at once: one builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
-What is there is read without a lock. Several users may share the folder: each uses what only that user or root can have
-written, and builds the rest again under a name with the user's number.
+Tokenized text and megatron-core's indices lie in a cache folder, under names made from the files' paths, sizes and
+times. One process builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
+Finished entries are read without a lock.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import shutil
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,8 +35,6 @@ from megatron_flux.train.config import RunConfig
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
-_CHECKED_SEQUENCES = 1 << 20
-"""Sequences of an index that are checked at a time: of 10^8 all at once would take gigabytes."""
 _FINGERPRINT_BYTES = 1 << 26
 
 
@@ -52,14 +48,14 @@ class Corpus(NamedTuple):
 
 
 class Datasets(NamedTuple):
-    """megatron-core's datasets of a run; without ``--eval-interval`` nothing is for validation."""
+    """megatron-core's datasets of a run; ``validation`` is None without ``--eval-interval``."""
 
     train: Any
     validation: Any
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
-    """The text files that ``data`` means, sorted, or the prefix of a ``.bin``/``.idx`` pair, or a UserError."""
+    """Return the text files that ``data`` names, sorted, or the prefix of a pair. Raises UserError."""
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
     if pairs and len(data) > 1:
         raise UserError(f"--data takes one .bin/.idx pair, or text files and folders; got {len(data)} with a pair")
@@ -78,9 +74,9 @@ def prepare(
     split: str = "1,0,0",
     with_tokenizer: tuple[tokenizer.Kind, Path] | None = None,
 ) -> Corpus:
-    """The indexed dataset for ``data``, tokenized now if it is not in the cache: enough of it, in the vocabulary.
+    """Return the indexed dataset for ``data``, tokenized now if it is not in the cache.
 
-    Of each part of the ``split`` there must be a sequence.
+    Raises UserError: tokens outside the vocabulary, or less than one sequence in a part of the ``split``.
     """
     sources = find_sources(data)
     if isinstance(sources, Path):
@@ -104,10 +100,20 @@ def prepare(
 
 
 def prepared(config: RunConfig) -> Corpus:
-    """:func:`prepare` for a run, in the order of its seed."""
-    sizes, how = (config.shape.seq_length, config.shape.vocab_size), {"with_tokenizer": config.text_tokenizer}
-    corpus = prepare(config.data, config.data_cache, *sizes, split=config.split, **how)
-    _indices(config, corpus)  # before there are process groups, in which megatron-core has ranks wait for the first one
+    """Return :func:`prepare` for a run, with its indices made.
+
+    Before there are process groups, in which megatron-core has ranks wait for the first one.
+    """
+    shape = config.shape
+    corpus = prepare(
+        config.data,
+        config.data_cache,
+        shape.seq_length,
+        shape.vocab_size,
+        split=config.split,
+        with_tokenizer=config.text_tokenizer,
+    )
+    _indices(config, corpus)
     return corpus
 
 
@@ -115,48 +121,40 @@ def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
     from megatron.core.datasets import blended_megatron_dataset_config as core
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    dataset = IndexedDataset(str(corpus.prefix))  # whose lengths are gone with it
+    dataset = IndexedDataset(str(corpus.prefix))  # unmaps its lengths when it goes
     lengths = dataset.sequence_lengths
     shares = core.convert_split_vector_to_split_matrix(core.parse_and_normalize_split(split))
     for name, share in zip(("training", "validation"), shares, strict=False):
-        first, behind = (round(bound * len(lengths)) for bound in share)
-        if (tokens := int(lengths[first:behind].sum(dtype=np.int64))) < seq_length + 1:
+        begin, end = (round(bound * len(lengths)) for bound in share)
+        if (tokens := int(lengths[begin:end].sum(dtype=np.int64))) < seq_length + 1:
             raise UserError(
-                f"--eval-interval: {behind - first} of the {len(lengths)} documents are for {name}, {tokens} tokens, "
+                f"--eval-interval: {end - begin} of the {len(lengths)} documents are for {name}, {tokens} tokens, "
                 f"fewer than one sequence of {seq_length} + 1; give more documents or a smaller --seq-length"
             )
 
 
 def tokenizer_of(corpus: Corpus, config: RunConfig) -> str:
-    """What tells the tokenizers of two texts apart: its fingerprint, ``bytes``, or nothing of a pair of files."""
+    """Return what identifies the tokenizer: its fingerprint, ``bytes``, or nothing for a pair of files."""
     if config.text_tokenizer is not None:
         return tokenizer.fingerprint(*config.text_tokenizer)
     return "bytes" if corpus.is_bytes else ""
 
 
 def name_of(data: list[Path]) -> str:
-    """``data`` in words: the paths, or what is taken without any."""
+    """Return ``data`` in words: the paths, or the default text."""
     return " ".join(str(path.absolute()) for path in data) or "the source files of Python's standard library"
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """SHA-256 of the number of tokens and of 64 MiB of them, wherever the text lies.
-
-    A larger corpus is read in 1024 pieces from beginning to end: enough to tell texts apart, not a changed word.
-    """
+    """Return the SHA-256 of the number of tokens and the first 64 MiB of them: tells texts apart, wherever they lie."""
     digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
     with Path(f"{corpus.prefix}.bin").open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        pieces = 1024 if size > _FINGERPRINT_BYTES else 1
-        length = _FINGERPRINT_BYTES // pieces
-        for piece in range(pieces):
-            file.seek(piece * (size - length) // (pieces - 1) if piece else 0)
-            digest.update(file.read(length))
+        digest.update(file.read(_FINGERPRINT_BYTES))
     return digest.hexdigest()
 
 
 def _pair_prefix(path: Path) -> Path | None:
-    """The common prefix if ``path`` names a pair: by prefix, by its .bin or by its .idx."""
+    """Return the common prefix if ``path`` names a pair: by prefix, by its .bin or by its .idx."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     present = [suffix for suffix in (".bin", ".idx") if Path(f"{prefix}{suffix}").is_file()]
     if len(present) == 2:
@@ -168,16 +166,16 @@ def _pair_prefix(path: Path) -> Path | None:
 
 
 def _text_files(path: Path, *, only_python: bool) -> list[Path]:
-    files = [path]
-    for folder, subfolders, names in os.walk(path):  # nothing, of a file
+    candidates = [path]
+    for folder, subfolders, names in os.walk(path):  # yields nothing for a file
         subfolders[:] = sorted(s for s in subfolders if s[0] != "." and s not in ("site-packages", "__pycache__"))
-        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+        candidates += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
     # is_file: opening a named pipe waits for a writer.
-    found = [f for f in files if (not only_python or f.suffix == ".py") and f.is_file() and _is_text(f)]
-    if not found:
+    files = [f for f in candidates if (not only_python or f.suffix == ".py") and f.is_file() and _is_text(f)]
+    if not files:
         what = "has no text in it" if path.exists() else "does not exist"
         raise UserError(f"--data {path} {what}; give text files, a folder of them or a .bin/.idx pair")
-    return found
+    return files
 
 
 def _is_text(path: Path) -> bool:
@@ -190,7 +188,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> Path:
-    """The prefix of the pair in the cache."""
+    """Return the prefix of the pair in the cache."""
     digest = hashlib.sha256()
     if with_tokenizer is not None:
         digest.update(tokenizer.fingerprint(*with_tokenizer).encode())
@@ -202,66 +200,41 @@ def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.K
     return _cached(cache, name, lambda folder: _build(files, folder / "text", by() if by else None)) / "text"
 
 
-def _cached(cache: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder ``name`` of the cache, which ``build`` fills if it is not there.
+def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
+    """Return the folder ``name`` of the cache; ``build`` fills it if it is missing.
 
-    Raises UserError: it cannot be written, another process builds it for too long, or others may have written it.
+    Raises UserError: it cannot be written, or another process builds it for too long.
     """
     folder = cache / name
-    if folder.exists() and not _is_own(folder):
-        folder = cache / f"{name}-{os.geteuid()}"
     try:
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            _remove_dead_builds(cache)
-            with locked(cache / f"{folder.name}.lock", 600):
+            with locked(cache / f"{name}.lock", 600):
                 if not folder.is_dir():
                     _fill(folder, build)
     except TimeoutError as error:
         raise UserError(f"{error} for 10 minutes; end it or set --data-cache") from None
     except OSError as error:
-        said = f"the data cache {cache} cannot be written: {error.strerror or error}"  # NumPy gives words alone
-        if folder.name != name:
-            said += f", and {cache / name} can be written by another user than this one and root"
+        cause = error.strerror or error  # NumPy gives words alone
+        said = f"the data cache {cache} cannot be written: {cause}"
         raise UserError(f"{said}; make room, or set --data-cache") from None
-    if not _is_own(folder):
-        raise UserError(
-            f"{folder} can be written by another user than this one and root; remove it, or set --data-cache"
-        )
     return folder
 
 
-def _is_own(folder: Path) -> bool:
-    """Return True if only this user and root can have written what is in ``folder``."""
-    try:
-        found = [path.lstat() for path in (folder, *folder.iterdir())]
-    except OSError:
-        return False
-    return all(one.st_uid in (0, os.geteuid()) and not one.st_mode & 0o022 for one in found)
-
-
-def _fill(folder: Path, build: Callable[[Path], None]) -> None:
+def _fill(folder: Path, build: Callable[[Path], object]) -> None:
+    for dead in folder.parent.glob(f"{folder.name}.building-*"):  # of a process that held the lock and was killed
+        shutil.rmtree(dead, ignore_errors=True)
     building = folder.with_name(f"{folder.name}.building-{uuid.uuid4().hex}")
-    building.mkdir(mode=0o755)
+    building.mkdir()
     try:
         build(building)
-        for path in building.iterdir():
-            path.chmod(path.stat().st_mode & ~0o022)  # whatever the umask: others may read it, not write it
         try:
             building.rename(folder)
         except OSError:
-            if not folder.is_dir():  # where there are no locks, another process may be faster
+            if not folder.is_dir():  # without locks another process may have been faster
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def _remove_dead_builds(cache: Path) -> None:
-    """Remove what builds have left that were killed: nobody holds their lock."""
-    for building in cache.glob("*.building-*"):
-        with suppress(OSError), locked(cache / f"{building.name.partition('.building-')[0]}.lock", 0) as held:
-            if held:
-                shutil.rmtree(building, ignore_errors=True)
 
 
 def _build(files: list[Path], prefix: Path, by: tokenizer.Tokenizer | None) -> None:
@@ -287,7 +260,12 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     try:
         dataset = IndexedDataset(str(prefix))
         dtype = np.dtype(dataset.index.dtype)
-        tokens = _check_index(dataset.index, dtype.itemsize)
+        lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
+        tokens = int(lengths.sum(dtype=np.int64))
+        # A pointer that wrapped at a width that is too small shows in the last one; megatron-core's reader does not
+        # look, and would train on other text.
+        if len(lengths) and int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize != tokens * dtype.itemsize:
+            raise ValueError(f"its last sequence ends elsewhere than behind its {tokens} tokens")
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
@@ -300,28 +278,6 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     return Corpus(prefix, tokens, len(dataset), is_bytes=False)
 
 
-def _check_index(index: Any, itemsize: int) -> int:
-    """Return the number of tokens. Raises ValueError: sequences do not follow each other from byte 0 on, or documents
-    do not cover them in order. megatron-core's reader checks neither and would train on other text.
-    """
-    lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
-    end = 0
-    for first in range(0, len(lengths), _CHECKED_SEQUENCES):
-        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64)
-        begins = np.cumsum(part * itemsize)
-        end, begins = end + int(begins[-1]), end + begins - part * itemsize
-        wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
-        if wrong.any():
-            at = int(wrong.argmax())
-            if part[at] < 0:
-                raise ValueError(f"sequence {first + at} has length {part[at]}")
-            found = pointers[first + at]
-            raise ValueError(f"sequence {first + at} should begin at byte {begins[at]} of the .bin, not at {found}")
-    if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
-        raise ValueError("its documents' ends do not ascend from 0")
-    return end // itemsize
-
-
 def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str) -> None:
     """Refuse tokens outside ``[0, vocab_size)``: Megatron's embedding would silently read them as zeros."""
     if not (lowest >= 0 and highest < vocab_size):  # a pair of floats can hold NaN
@@ -330,15 +286,15 @@ def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str
 
 
 def build_datasets(config: RunConfig, corpus: Corpus) -> Datasets:
-    """One epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. A collective call."""
+    """Return an epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. Collective."""
     return _datasets(config, corpus, _indices(config, corpus))
 
 
 def _indices(config: RunConfig, corpus: Corpus) -> Path:
-    """The folder of megatron-core's index files for this run, made now if it is not in the cache.
+    """Return the folder of megatron-core's index files for this run, made now if it is not in the cache.
 
-    megatron-core writes them where it reads them and takes any that are there for whole: a run that died would spoil
-    them for all that follow, and one that begins would cut those that another has mapped.
+    megatron-core writes them where it reads them and takes any that exist for whole: a run that died would spoil them
+    for all that follow, and one that begins would cut those that another has mapped.
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
     order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
@@ -350,7 +306,7 @@ def _indices(config: RunConfig, corpus: Corpus) -> Path:
 
 @contextmanager
 def _no_pickles() -> Iterator[None]:
-    """Have NumPy load no pickle, which runs what its author wants: megatron-core allows them in its index files."""
+    """Make NumPy load no pickle, which can run any code: megatron-core allows them in its index files."""
     load = np.load
     np.load = lambda *given, **more: load(*given, **{**more, "allow_pickle": False})
     try:

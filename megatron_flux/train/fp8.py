@@ -30,17 +30,18 @@ _MEGATRON: dict[str, dict[str, Any]] = {
 }
 _MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 128}
 _CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0)}
-"""The least that TransformerEngine has the recipe for."""
+"""The least compute capability for which TransformerEngine has the recipe."""
 
 
 def transformer_options(recipe: Recipe | None) -> dict[str, Any]:
-    """What megatron-core's TransformerConfig is given of ``recipe``; None is none."""
+    """Return the arguments of megatron-core's TransformerConfig for ``recipe``."""
     return {} if recipe is None else dict(_MEGATRON[recipe])
 
 
-def turn_of(scales: dict[str, Any]) -> AbstractContextManager[object]:
-    """Have TransformerEngine know the ``scales`` of one model alone, empty before its first turn. In delayed scaling
-    every pass updates all that it knows: a model whose turn it is not would forget its amaxes.
+def own_scales(scales: dict[str, Any]) -> AbstractContextManager[object]:
+    """Make TransformerEngine know the ``scales`` of one model alone; an empty dict is filled.
+
+    In delayed scaling every pass updates all that it knows: a model that is not active would forget its amaxes.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
@@ -50,20 +51,19 @@ def turn_of(scales: dict[str, Any]) -> AbstractContextManager[object]:
 
 
 def words(precision: str, recipe: str | None) -> str:
-    """Of a run, for people."""
+    """Describe a run's precision."""
     return precision if recipe is None else f"{precision} with FP8 layers ({recipe} scaling)"
 
 
 def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) -> None:
-    """Refuse a GPU without the recipe; ``whose`` says which one has the ``capability``. Raises UserError."""
+    """Raise UserError if the GPU ``whose``, of this ``capability``, does not have the recipe."""
     if capability < _CAPABILITY[recipe]:
         least, has = (".".join(map(str, of)) for of in (_CAPABILITY[recipe], capability))
         raise UserError(f"--fp8 {recipe} needs compute capability {least}, {whose} has {has}; leave it out")
 
 
 def check(recipe: Recipe, shape: ModelShape, tp: int, tokens: int, shards: int) -> None:
-    """Refuse a model whose linears TransformerEngine does not run in FP8; a micro-batch has ``tokens``, split over
-    ``shards`` ranks between the linears.
+    """Check that TransformerEngine runs the model's linears in FP8; ``tokens`` of a micro-batch, over ``shards`` ranks.
 
     Raises:
         UserError: which size, what it must be a multiple of, and the option to change.

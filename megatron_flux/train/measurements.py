@@ -1,4 +1,4 @@
-"""What is measured of a step on every rank, brought together in one small all-gather behind it; and whose memory it is.
+"""What every rank measures of a step, gathered in one small all-gather behind it.
 
     with measurements.step(iteration):
         local = trainer.step()
@@ -14,10 +14,9 @@ that is not sampled costs a comparison or two. Names, units and meanings: :mod:`
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import psutil
@@ -25,16 +24,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.comm import group_state, timeouts
+from megatron_flux.comm import timeouts
 from megatron_flux.comm.collectives import all_gather
-from megatron_flux.layers import keep
 from megatron_flux.telemetry import call_sampler
 
 _PER_RANK = ("host_memory_bytes", "operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 
 
 class LocalStep(NamedTuple):
-    """What one step did, as far as this rank knows by itself."""
+    """What one step did on this rank."""
 
     loss_sum: float
     """Over the tokens that this rank has the loss of: none except on the last stage's first tensor-parallel rank."""
@@ -62,10 +60,12 @@ class StepResult(NamedTuple):
 
 
 def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch.device) -> StepResult:
-    """Bring together ``local`` and ``values`` (the same names on all ranks; None is "not known") of all ranks."""
+    """Gather ``local`` and ``values`` (the same names on all ranks; None: unknown) from all ranks."""
     mine = [local.loss_sum, local.loss_tokens, local.seconds, *values.values()]
     row = torch.tensor([[math.nan if v is None else v for v in mine]], dtype=torch.float64, device=device)
-    sums, tokens, *columns = zip(*all_gather(row, dist.group.WORLD).wait().tolist(), strict=True)
+    sums, tokens, *columns = zip(
+        *all_gather(row, dist.distributed_c10d._get_default_group()).wait().tolist(), strict=True
+    )
     names = ["seconds", *values]
     return StepResult(
         # Diverged where it is NaN: a rank without a loss has 0 here, never NaN.
@@ -78,18 +78,18 @@ def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch
 
 
 def known(values: list[float | None]) -> list[float]:
-    """The values that are known."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
 class StepMeasurements:
-    """Measures beside one arm's steps on this rank, with ``interval`` steps between samples; 0 is never.
+    """Measures a variant's steps on this rank, with ``interval`` steps between samples; 0 is never.
 
-    ``flux``: the arm runs patched; ``replayed``: its operator calls are in CUDA graphs.
+    ``flux``: it runs patched; ``replayed``: its operator calls are in CUDA graphs.
     """
 
     def __init__(self, interval: int, device: torch.device, *, flux: bool, replayed: bool = False) -> None:
-        self._flux = flux
+        self._flux, self.replayed = flux, replayed
         self.operator_source = "events around the host's calls"
         if replayed:
             self.operator_source = "none: calls inside replayed CUDA graphs are not seen by the host"
@@ -106,11 +106,11 @@ class StepMeasurements:
         self._choices: dict[str, Any] | None = None
 
     def step(self, iteration: int) -> AbstractContextManager[None]:
-        """Around one training step."""
+        """Return a context for one training step."""
         return self._sampler.step(iteration)
 
     def values(self) -> dict[str, float | None]:
-        """What this rank has to say of the step; collective at the first samples of an operator's shape."""
+        """Return this rank's measurements of the step; collective at the first samples of an operator's shape."""
         self._sampled, reading = self._sampler.result(), self._sampler.reading
         values: dict[str, float | None] = dict.fromkeys(_PER_RANK)
         values["host_memory_bytes"] = self._process.memory_info().rss if self._on_host else None
@@ -122,8 +122,8 @@ class StepMeasurements:
         return values
 
     def fields(self, result: StepResult, tp: int, dp: int) -> dict[str, Any]:
-        """The fields of the record that are known of this step, of ranks in groups of ``tp``, ``dp`` groups a stage."""
-        fields = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
+        """Return the record's fields for this step, with ranks in groups of ``tp`` and ``dp`` groups a stage."""
+        fields: dict[str, Any] = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
         if memory := known(result.ranks["host_memory_bytes"]):
             fields["flux/host_memory_bytes"] = int(max(memory))
         # What the tuner chose, where that was not recorded yet.
@@ -135,7 +135,7 @@ class StepMeasurements:
 
 
 def across_ranks(ranks: dict[str, list[float | None]], tp: int, dp: int) -> dict[str, Any]:
-    """How the ranks of a sampled step differ. Without operator times it is not known which rank waited for which."""
+    """Return how the ranks of a sampled step differ. Which rank waited for which needs operator times."""
     step_ms = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
     waits = zip(step_ms, ranks["operators_ms"], ranks["reduction_ms"], strict=True)
     own = [step - taken - (reduced or 0.0) for step, taken, reduced in waits if taken is not None]
@@ -165,7 +165,7 @@ def slowest_of(own: list[float], tp: int, dp: int) -> tuple[int, float]:
 
 
 def over_gpus(ranks: dict[str, list[float | None]]) -> dict[str, Any]:
-    """Clocks, power and temperature over the ranks' GPUs, and how many were throttled by what; None where not known."""
+    """Return clocks, power and temperature over the ranks' GPUs, and how many were throttled by what."""
     if not known(ranks["throttle"]):
         return {"flux/gpu": None, "flux/throttle_reasons": None}
     clocks, memory, power, heat = (known(ranks[name]) for name in nvml.FIELDS)
@@ -181,69 +181,3 @@ def over_gpus(ranks: dict[str, list[float | None]]) -> dict[str, Any]:
         },
         "flux/throttle_reasons": dict(reasons),
     }
-
-
-def forget_dummy_gradients() -> None:
-    """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too)."""
-    base = sys.modules.get("transformer_engine.pytorch.module.base")
-    getattr(base, "_dummy_wgrads", {}).clear()
-
-
-def workspace_bytes() -> int:
-    """Symmetric memory that this process holds: flux's, and torch's for async-TP."""
-    module = sys.modules.get("torch.distributed._symmetric_memory")
-    torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
-    return group_state.slab_bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
-
-
-class Peak(NamedTuple):
-    """Bytes of one arm: by torch's allocator (None on CPUs) when it was most, and in symmetric memory at the end."""
-
-    allocated: int | None
-    workspace: int
-
-
-class OwnMemory:
-    """Device memory of one of the arms that take turns in one process, measured as if it were the only one.
-
-    torch's allocator knows what a process holds, not for whom. Only its own trainer allocates during an arm's turn, so
-    the others hold what is allocated when a turn begins, less what this arm held when its last one ended. That is taken
-    away from the allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
-
-    Two caches are emptied when a turn ends, since the next arm would not pay for them: the unread weight gradients that
-    TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's workspaces. Not where
-    CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep count for the first arm.
-
-    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP, are added by
-    their size. What NCCL, CUDA and its contexts take is in no figure.
-    """
-
-    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
-        self._device, self._on_gpu, self._captured = device, device.type == "cuda", captured
-        self._own = self._own_workspace = self._others = self._others_workspace = 0
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """What is allocated inside, and still there at the end, is this arm's. Not counted after an exception."""
-        self._others_workspace = workspace_bytes() - self._own_workspace
-        self._others = self._allocated() - self._own
-        yield
-        self._own_workspace = workspace_bytes() - self._others_workspace
-        if self._on_gpu and not self._captured:
-            forget_dummy_gradients()
-            torch._C._cuda_clearCublasWorkspaces()
-        self._own = self._allocated() - self._others
-
-    def reset_peak(self) -> None:
-        """Start measuring the peak anew, and that of gathered inputs that are kept."""
-        keep.reset_peak()
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> Peak:
-        """The most that this arm has held since :meth:`reset_peak`; only during its turn."""
-        allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
-        return Peak(allocated, workspace_bytes() - self._others_workspace)

@@ -165,6 +165,7 @@ class CudaGraphs:
         """Destroy the graphs; the GPU is idle."""
         for runner in self.runners():
             runner.fwd_graph = runner.bwd_graph = None
+        layer: Any
         for layer in self._model.modules():
             if graphs := vars(layer).get("cuda_graphs"):
                 for graph in graphs:

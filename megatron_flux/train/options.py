@@ -266,8 +266,6 @@ class _SaveOptions(_EvalOptions):
     save_keep: int | None = _option(None, "Newest checkpoints (of each arm) to keep. Default: all.", ge=1)
     load: Path | None = _option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = _option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
-    other_data: bool = _option(False, "Resume on other text than the checkpoint was trained on.")
-    checksums: bool = _option(True, "Write checksums beside checkpoints, and compare them on --load.")
 
 
 class CheckpointOptions(_SaveOptions):

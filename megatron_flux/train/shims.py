@@ -95,7 +95,11 @@ def cpu_shims() -> Iterator[None]:
             manual_seed=torch.manual_seed,
             # DDP, timers, pipeline communication, checkpointing.
             synchronize=lambda *args, **kwargs: None,
-            **dict.fromkeys(("Stream", "Event", "stream", "current_stream", "default_stream"), _NoStream),
+            Stream=_NoStream,
+            Event=_NoStream,
+            stream=_NoStream,
+            current_stream=_NoStream,
+            default_stream=_NoStream,
         ),
         mock.patch.object(torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
         mock.patch.multiple(
@@ -128,8 +132,9 @@ def gradient_accumulation_fusion() -> Iterator[None]:
         accumulate(main_grad, dy, x)
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
-    fused = {"fused_weight_gradient_mlp_cuda": kernels, "_grad_accum_fusion_available": True}
-    with mock.patch.multiple(layers, create=True, **fused):
+    with mock.patch.multiple(
+        layers, create=True, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True
+    ):
         yield
 
 
@@ -141,7 +146,9 @@ class SequenceParallelNorm:
     summed over the tensor-parallel group by ``finalize_model_grads``, for parameters with ``sequence_parallel`` set.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+    def __new__(  # type: ignore[misc]
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> torch.nn.Module:
         """``unused``: hints of megatron-core's other norms (persistent kernels and the like)."""
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:

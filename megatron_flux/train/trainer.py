@@ -1,7 +1,7 @@
-"""One arm of training: model, optimizer, data and random state, advanced a step at a time by megatron.core.
+"""Model, optimizer, data and random state of a training, advanced a step at a time by megatron.core.
 
-Two trainers may live in one process and take turns; each keeps its own random state, and scales of FP8, between turns,
-so that neither knows of the other. Which linears run is decided outside, by whether flux is patched during the turn.
+Two trainers may live in one process, one of them active at a time. Each keeps its own random state and FP8 scales, so
+that neither knows of the other. Which linears run is decided outside, by whether flux is patched while it is active.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import Datasets, MicroBatches
-from megatron_flux.train.measurements import LocalStep, OwnMemory
+from megatron_flux.train.measurements import LocalStep
+from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
 
 EVAL_ITERS = 10
@@ -42,10 +43,10 @@ class Trainer:
         self.config, self.device = config, device
         self._scales: dict[str, Any] = {}
         self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
-        with self.memory.turn():
+        with self.memory.active():
             seed_everything(config.seed, config.cuda_graph_impl)
             self._mcore_config = transformer_config(config)
-            self.model = self._build_model()
+            self.model: Any = self._build_model()
             self.optimizer, self.scheduler = self._build_optimizer()
             self._graphs = CudaGraphs(config, self.model, self._mcore_config, self.optimizer)
             self._dp_rank, self._validation = parallel_state.get_data_parallel_rank(), datasets.validation
@@ -54,19 +55,17 @@ class Trainer:
         self._random_state = random_state()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Inside, random numbers and FP8's scales are this trainer's own, and so is what is allocated."""
+    def active(self) -> Iterator[None]:
+        """Make random numbers, FP8's scales and what is allocated inside this trainer's own."""
         set_random_state(self._random_state)
         try:
-            with self.memory.turn(), nullcontext() if self.config.fp8 is None else fp8.turn_of(self._scales):
+            with self.memory.active(), nullcontext() if self.config.fp8 is None else fp8.own_scales(self._scales):
                 yield
         finally:
             self._random_state = random_state()
 
     def advance(self) -> tuple[list[dict[str, torch.Tensor]], float, float]:
-        """Forward, backward and optimizer over one global batch, enqueued and not measured: the micro-batches' losses,
-        the gradient norm and the learning rate.
-        """
+        """Enqueue a step; returns the micro-batches' losses, the gradient norm and the learning rate."""
         config = self.config
         self._graphs.before_step()
         self.model.zero_grad_buffer()
@@ -80,26 +79,25 @@ class Trainer:
         return losses, float(grad_norm or 0.0), lr
 
     def evaluate(self) -> float:
-        """Mean loss over the tokens of the first ``eval_iters`` global batches for validation. A collective call.
+        """Return the mean loss per token of the first ``eval_iters`` global batches for validation. A collective call.
 
-        Nothing of the training changes: no random number is drawn, since evaluation drops nothing out, and amaxes of
-        delayed scaling are what they were.
+        Training is not affected: without dropout no random number is drawn, and amaxes of delayed scaling are restored.
         """
         config = self.config
-        kept = [(amax, amax.clone()) for found in self._scales.get("global_amax_buffer", {}).values() for amax in found]
+        saved = [(amax, amax.clone()) for of in self._scales.get("global_amax_buffer", {}).values() for amax in of]
         self.model.eval()
         with torch.no_grad():
             batches = MicroBatches(config, self._validation, self._dp_rank, self.device)
             losses = self._passes(batches, config.micro_batches * (config.eval_iters or EVAL_ITERS), forward_only=True)
         self.model.train()
-        for amax, before in kept:
+        for amax, before in saved:
             amax.copy_(before)
-        found = torch.tensor(_sums(losses), dtype=torch.float64, device=self.device)
-        dist.all_reduce(found)
-        return float(found[0] / found[1])
+        sums = torch.tensor(_sums(losses), dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
     def _passes(self, batches: MicroBatches, count: int, *, forward_only: bool) -> Any:
-        """Forward, and backward, over so many micro-batches; returns their losses."""
+        """Run forward, and backward, over ``count`` micro-batches; returns their losses."""
         return get_forward_backward_func()(
             forward_step_func=_forward_step, data_iterator=batches, model=self.model, num_microbatches=count,
             seq_length=self.config.shape.seq_length, micro_batch_size=self.config.micro_batch_size,
@@ -107,7 +105,7 @@ class Trainer:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give CUDA graphs back while there are process groups: their collectives' would not end before them."""
+        """Destroy CUDA graphs while there are process groups, which would wait for the graphs' collectives."""
         torch.cuda.synchronize()
         self._graphs.release()
 
@@ -168,7 +166,7 @@ def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state now. Tensors and plain values only."""
+    """Return the random state, as tensors and plain values."""
     numpy_state = np.random.get_state(legacy=False)["state"]
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
     return {
@@ -181,7 +179,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to a state of :func:`random_state`; a UserError where CUDA graphs know generators of other trackers."""
+    """Restore a :func:`random_state`. Raises UserError if CUDA graphs hold generators of other trackers."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     key = state["numpy"]["key"].cpu().numpy().astype(np.uint32)
@@ -200,10 +198,10 @@ def set_random_state(state: dict[str, Any]) -> None:
         tracker.set_states(values)
 
 
-def require_finite(loss: float, grad_norm: float, iteration: int, arm: str) -> None:
-    """Stop a run that has diverged (FluxError), after its record has been written."""
+def require_finite(loss: float, grad_norm: float, iteration: int, name: str) -> None:
+    """Raise FluxError if the variant ``name`` has diverged."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        has = f"{arm}: step {iteration} has loss {loss} and gradient norm {grad_norm}"
+        has = f"{name}: step {iteration} has loss {loss} and gradient norm {grad_norm}"
         raise FluxError(f"{has}: training has diverged; lower --lr, or add --lr-warmup-steps")
 
 
@@ -219,7 +217,7 @@ def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.
 
 
 def _sums(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Loss and tokens of these micro-batches; zeros but on the last stage's first tensor-parallel rank."""
+    """Return loss and tokens of the micro-batches; zeros but on the last stage's first tensor-parallel rank."""
     if not (parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0):
         return 0.0, 0.0
     total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
@@ -227,7 +225,7 @@ def _sums(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
 
 
 def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean over tokens ``[b, s]`` for the gradient; sum and count for the report."""
+    """Return the mean over tokens ``[b, s]`` for the gradient, and sum and count for the report."""
     total, count = (per_token.float() * mask).sum(), mask.sum()
     # A micro-batch of padding alone has no gradient, not an undefined one.
     return total / count.clamp(min=1), {"lm loss": torch.stack([total.detach(), count])}

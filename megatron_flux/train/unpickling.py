@@ -1,8 +1,7 @@
-"""Pickles inside a checkpoint may name only what such a checkpoint needs, and call nothing else.
+"""Restrict what pickles in a checkpoint may name.
 
 torch's reader unpickles a checkpoint's index (``.metadata``) and objects, TransformerEngine its FP8 scales. A pickle
-calls whatever its author names, so a checkpoint of somebody else could run any code. Checksums beside it say nothing
-about who made it.
+calls whatever its author names, so a checkpoint from somebody else could run any code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NAMES = {
     *(("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")),
 }
 _MODULES = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
-"""Whose own classes hold data."""
+"""Modules whose classes hold data alone."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -47,9 +46,9 @@ def _load(file: BinaryIO, **options: Any) -> Any:
 
 @contextmanager
 def restricted() -> Iterator[None]:
-    """Have ``pickle.load``, ``pickle.loads`` and ``torch.load`` refuse what :data:`_NAMES` and :data:`_MODULES` lack.
+    """Make ``pickle.load``, ``pickle.loads`` and ``torch.load`` refuse all but :data:`_NAMES` and :data:`_MODULES`.
 
-    For the whole process: their callers are in torch and TransformerEngine.
+    Process-wide: their callers are in torch and TransformerEngine.
     """
     with (
         mock.patch.object(pickle, "load", _load),

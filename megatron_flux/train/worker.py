@@ -17,7 +17,7 @@ from megatron_flux.errors import RendezvousError
 from megatron_flux.run import rank
 from megatron_flux.train import data
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.run_folder import load_config
+from megatron_flux.train.description import load_config
 from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 

@@ -52,13 +52,6 @@ def _second(what: str, stop: StopRequest, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what != "ask":
         time.sleep(600)
-    if child := os.fork():  # it must be possible to end what a rank has forked, and that is no request
-        time.sleep(0.5)  # until the child's own Python runs
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    else:
-        time.sleep(60)
-        os._exit(0)
     dist.distributed_c10d._get_default_store().set("asked", "-")
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_flux.errors import UserError
-from megatron_flux.run import launcher
 from megatron_flux.run.rank import WholeErrorFile
 from tests.processes import MARK, end, left, with_mark
 from tests.small_disk import fill, small_disk
@@ -117,18 +115,6 @@ def test_ranks_end_with_a_launcher_that_is_killed_as_they_start(words: tuple[str
     finally:
         end(mark)
         process.communicate(timeout=60)
-
-
-@pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])
-def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch, nproc: int | None, gpus: int, expected: int) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected
-
-
-def test_no_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="--nproc 8 on a machine with 4"):
-        launcher.world_size(8, gpus=4, otherwise=2)
 
 
 def test_an_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import gpus
 from megatron_flux.metrics import schema
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
@@ -32,11 +34,11 @@ def training(folder: Path, begin: int) -> list[Row]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megatron_flux.run.folder import make
-    from megatron_flux.train import run_folder
-    from megatron_flux.train.arm import Arm
+    from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.variant import Variant
 
     with megatron(tp=TP):
         options = TrainOptions(
@@ -50,11 +52,10 @@ def training(folder: Path, begin: int) -> list[Row]:
         config = resolve(options, special, world_size=TP * DP, device="cpu", out=folder / "run")
         config = config.model_copy(update={"warmup_steps": WARMUP})
         if dist.get_rank() == 0 and not config.out.exists():
-            make(config.out, run_folder.description(config), overwrite=False)
+            make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        arm = Arm("flux", config, Datasets(Zeros(SEQUENCE), Zeros(SEQUENCE)), torch.device("cpu"))
-        arm._peak_tflops = PEAK
-        trainer = arm.trainer
+        variant = Variant("flux", config, Datasets(Zeros(SEQUENCE), Zeros(SEQUENCE)), torch.device("cpu"))
+        trainer = variant.trainer
         trainer.iteration, trainer.batches.consumed = begin, begin * config.global_batch_size  # as a checkpoint's load
         linears = [m for m in trainer.model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
         seen: list[Row] = []
@@ -84,8 +85,8 @@ def training(folder: Path, begin: int) -> list[Row]:
             return local
 
         trainer.step, trainer.optimizer.step = noted_step, noted_update
-        with arm:
-            for _ in arm.steps(STEPS, block=BLOCK):
+        with mock.patch.object(gpus, "device_peak", return_value=(PEAK, "this test")), variant:
+            for _ in variant.steps(STEPS, block=BLOCK):
                 seen[-1] |= {"shown": time.time(), "memory": psutil.Process().memory_info().rss}
                 seen[-1] |= {kind: torch.stack(losses[train]) if losses[train] else None for kind, train in
                              (("losses", True), ("validation", False))}  # fmt: skip
@@ -247,7 +248,7 @@ def test_a_figure_is_what_the_ranks_have_seen(starts: list[Truth], field: str) -
 
 def test_memory_is_that_of_the_rank_with_the_most() -> None:
     """CPUs know none, so the records above have none."""
-    from megatron_flux.train.arm import _memory
+    from megatron_flux.train.record import _memory
 
     ranks: dict[str, list[float | None]] = {
         "peak_memory_bytes": [30, 50, 40],

@@ -21,11 +21,11 @@ def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_flux.run.folder import make
-    from megatron_flux.train import run_folder
-    from megatron_flux.train.arm import Arm
+    from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.variant import Variant
 
     with megatron(tp=tp, pp=pp):
         options = TrainOptions(
@@ -33,14 +33,14 @@ def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
         )  # fmt: skip
         config = resolve(options, CheckpointOptions(), world_size=4, device="cpu", out=folder / "run")
         if dist.get_rank() == 0:
-            make(config.out, run_folder.description(config), overwrite=False)
+            make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        with Arm("flux", config, Datasets(Zeros(32), None), torch.device("cpu")) as arm:
+        with Variant("flux", config, Datasets(Zeros(32), None), torch.device("cpu")) as variant:
             if dist.get_rank() in slow:
-                for module in arm.trainer.model.modules():
+                for module in variant.trainer.model.modules():
                     if isinstance(module, TransformerLayer):
                         module.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-            for _ in arm.steps(6):
+            for _ in variant.steps(6):
                 pass
 
 

@@ -23,7 +23,7 @@ from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.backends import registry
-from megatron_flux.train.fp8 import turn_of
+from megatron_flux.train.fp8 import own_scales
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool
@@ -335,7 +335,7 @@ def rank_turns() -> None:
         fresh()
         layers: list[tuple[Any, dict[str, Any]]] = [(built(case), {}) for _ in range(2)]
         for layer, scales in layers:
-            with turn_of(scales):
+            with own_scales(scales):
                 train(case, layer, ("delayed",) * 4).require_same(alone, "a turn of its own")
         for layer, _ in layers:  # the first one's passes lie before the other's
             for name, expected in state_of(layer).items():

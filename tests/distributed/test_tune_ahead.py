@@ -195,22 +195,23 @@ class Zeros:
 
 def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
     """What the arm had measured before its first step, and after it."""
+
     from megatron_flux.run.folder import make
-    from megatron_flux.train import run_folder
-    from megatron_flux.train.arm import Arm
+    from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.variant import Variant
 
     with megatron(tp=2), counting(folder) as tuned:
         options = TrainOptions(num_layers=1, seq_length=32, micro_batch_size=2, global_batch_size=2, sample_interval=0)
         config = resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=folder / "run")
         if dist.get_rank() == 0:
-            make(config.out, run_folder.description(config), overwrite=False)
+            make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        with Arm(name, config, Datasets(Zeros(32), None), torch.device("cpu")) as arm:
+        with Variant(name, config, Datasets(Zeros(32), None), torch.device("cpu")) as variant:
             before = len(tuned.measured)
-            next(arm.steps(1))
+            next(variant.steps(1))
         return before, len(tuned.measured)
 
 

@@ -142,7 +142,7 @@ def rank_train(
                 for module in trainer.model.modules():
                     if hasattr(module, "disable_parameter_transpose_cache"):
                         module.disable_parameter_transpose_cache = False
-            with trainer.turn():
+            with trainer.active():
                 for _ in range(STEPS):
                     before = calls()
                     micro_batches, norm, _ = trainer.advance()

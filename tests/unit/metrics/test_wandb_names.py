@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.run import folder
-from megatron_flux.train import config, run_folder
+from megatron_flux.train import config, description
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
 ALONE = r"x-\d{8}-\d{6}-[0-9a-f]{4}"
@@ -23,13 +22,13 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"SLURM_JOB_{name}", raising=False)
 
 
-def names(out: Path, *, load: Path | None = None, **options: Any) -> run_folder.WandbNames:
+def names(out: Path, *, load: Path | None = None, **options: Any) -> description.WandbNames:
     """As a run in ``out`` would be called that begins now; its folder is made."""
     special = CheckpointOptions(load=load)
     run = config.resolve(TrainOptions(**options), special, world_size=2, device="cpu", out=out)
-    with run_folder.made(run, default=False):
-        folder.begun(out)
-    return run_folder.load_wandb_names(run)
+    with description.made(run, default=False):
+        pass
+    return description.load_wandb_names(run)
 
 
 def test_folders_of_one_name_are_different_groups(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_megatron_lm_has_these_arguments(tmp_path: Path) -> None:
     """By hand for llama2-7b; the names are those of its argument parser."""
     options = TrainOptions(preset="llama2-7b", tp=2, steps=9)
     run = config.resolve(options, CheckpointOptions(), world_size=4, device="cpu", out=tmp_path)
-    assert run_folder.megatron_arguments(run) == {
+    assert description.megatron_arguments(run) == {
         **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "data_parallel_size": 2},
         **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
         **{"num_query_groups": 32, "seq_length": 4096, "max_position_embeddings": 4096, "normalization": "RMSNorm"},

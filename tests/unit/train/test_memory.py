@@ -1,4 +1,4 @@
-"""Whose memory it is, with an allocator that only counts: two arms in one process have what each has by itself."""
+"""Two trainers in one process have the memory that each has by itself, with an allocator that only counts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_flux.comm import group_state
-from megatron_flux.train import measurements
-from megatron_flux.train.measurements import OwnMemory, Peak
+from megatron_flux.train import memory
+from megatron_flux.train.memory import OwnMemory, Peak
 
 WEIGHTS, ADAM, ACTIVATIONS, SHARED, WORKSPACE = 100, 60, 40, 7, 5
 
@@ -49,12 +49,12 @@ class Training:
         self.process, self.flux = process, flux
         self.own = OwnMemory(torch.device("cuda"))
         self.stepped = False
-        with self.own.turn():
+        with self.own.active():
             process.take(WEIGHTS)
 
-    def turn(self, steps: int) -> list[Peak]:
-        found = []
-        with self.own.turn():
+    def steps(self, steps: int) -> list[Peak]:
+        peaks = []
+        with self.own.active():
             for _ in range(steps):
                 self.own.reset_peak()
                 self.process.share()
@@ -65,54 +65,51 @@ class Training:
                 if not self.stepped:
                     self.process.take(ADAM)
                 self.stepped = True
-                found.append(self.own.peak())
-        return found
+                peaks.append(self.own.peak())
+        return peaks
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Counting:
     counting = Counting()
-    monkeypatch.setattr(measurements, "workspace_bytes", lambda: counting.workspace)
+    monkeypatch.setattr(memory, "workspace_bytes", lambda: counting.workspace)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: counting.held)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: counting.most)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counting.reset_peak())
-    monkeypatch.setattr(measurements, "forget_dummy_gradients", counting.forget_shared)
+    monkeypatch.setattr(memory, "forget_dummy_gradients", counting.forget_shared)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return counting
 
 
-def test_two_arms_in_turns_have_what_each_has_alone(process: Counting) -> None:
-    arms = {"baseline": Training(process, flux=False), "flux": Training(process, flux=True)}
-    found: dict[str, list[Peak]] = {"baseline": [], "flux": []}
+def test_interleaved_trainers_have_what_each_has_alone(process: Counting) -> None:
+    trainings = {"baseline": Training(process, flux=False), "flux": Training(process, flux=True)}
+    peaks: dict[str, list[Peak]] = {"baseline": [], "flux": []}
     for name in ("baseline", "flux", "flux", "baseline", "baseline", "flux"):
-        found[name] += arms[name].turn(2)
+        peaks[name] += trainings[name].steps(2)
     later = WEIGHTS + ADAM + ACTIVATIONS + SHARED
     first = max(WEIGHTS + ACTIVATIONS, WEIGHTS + ADAM) + SHARED
-    assert found["baseline"] == [Peak(first, 0)] + [Peak(later, 0)] * 5
-    assert found["flux"] == [Peak(first, WORKSPACE)] + [Peak(later, WORKSPACE)] * 5
-    assert sum(found["flux"][-1]) == later + WORKSPACE
-
+    assert peaks["baseline"] == [Peak(first, 0)] + [Peak(later, 0)] * 5
+    assert peaks["flux"] == [Peak(first, WORKSPACE)] + [Peak(later, WORKSPACE)] * 5
     process.held, process.workspace = 3, 0
-    alone = Training(process, flux=True)
-    assert alone.turn(6) == found["flux"]
+    assert Training(process, flux=True).steps(6) == peaks["flux"]
 
 
-def test_an_arm_owns_what_it_loads_between_its_turns_of_steps(process: Counting) -> None:
+def test_a_trainer_owns_the_checkpoint_that_it_loads(process: Counting) -> None:
     one, other = Training(process, flux=False), Training(process, flux=False)
-    for arm in (one, other):
-        with arm.own.turn():  # a checkpoint
+    for training in (one, other):
+        with training.own.active():
             process.take(ADAM)
-            arm.stepped = True
-    assert other.turn(1) == one.turn(1) == [Peak(WEIGHTS + ADAM + ACTIVATIONS + SHARED, 0)]
+            training.stepped = True
+    assert other.steps(1) == one.steps(1) == [Peak(WEIGHTS + ADAM + ACTIVATIONS + SHARED, 0)]
 
 
 def test_on_a_cpu_only_workspaces_are_known(process: Counting) -> None:
     own, other = OwnMemory(torch.device("cpu")), OwnMemory(torch.device("cpu"))
-    with own.turn():
+    with own.active():
         process.workspace += WORKSPACE
         own.reset_peak()
         assert own.peak() == Peak(None, WORKSPACE)
-    with other.turn():
+    with other.active():
         assert other.peak() == Peak(None, 0)
 
 
@@ -121,4 +118,4 @@ def test_workspaces_are_flux_s_and_those_of_async_tp(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(group_state, "slab_bytes", lambda: 100)
     monkeypatch.setattr(symmetric, "_group_name_to_workspace_tensor", {"0": SimpleNamespace(nbytes=20), "1": None})
-    assert measurements.workspace_bytes() == 120
+    assert memory.workspace_bytes() == 120

@@ -12,7 +12,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
 from megatron_flux.train import config, data, tokenizer
-from megatron_flux.train.checkpoint_access import check_data
 from megatron_flux.train.options import CheckpointOptions, TrainOptions
 
 TEXT = "\n".join(f"the quick brown fox number {n} jumps over {7 * n} lazy dogs" for n in range(200))
@@ -94,19 +93,3 @@ def test_what_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         resolved(tmp_path / "missing")
     with pytest.raises(UserError, match=r"text is no SentencePieceTokenizer: "):
         resolved(tmp_path / "text")
-
-
-@pytest.mark.parametrize(("theirs", "ours", "refused"), [("a", "b", True), ("a", "a", False), ("", "b", False)])
-def test_another_tokenizer_s_checkpoint_is_refused(
-    monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str, refused: bool
-) -> None:
-    text = config.Text(name="text", length=9, sha256="0", tokenizer=ours)
-    saved = {"data": {"name": "text", "length": 9, "sha256": "0", "tokenizer": theirs}}
-    monkeypatch.setattr("megatron_flux.train.checkpoint_folder.chosen", lambda *_: Path("saved/iter_0000002"))
-    monkeypatch.setattr("megatron_flux.train.checkpoint_folder.description", lambda _: saved)
-    run = resolved(None, kind=None).model_copy(update={"load": Path("saved"), "text": text, "other_data": True})
-    if refused:
-        with pytest.raises(UserError, match="iter_0000002 was trained with another tokenizer"):
-            check_data(run)
-    else:
-        assert check_data(run) is None

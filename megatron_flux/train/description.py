@@ -1,4 +1,4 @@
-"""What a training run leaves in its folder beside its records: ``config.json`` first, and how it ended."""
+"""What ``config.json`` in a training's run folder says: the configuration, what it runs on, its names in wandb."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import json
 import logging
 import os
 import secrets
-import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from megatron_flux.errors import StorageError
 from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
-from megatron_flux.train.checkpoint_access import is_saved
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
 
 
 class WandbNames(NamedTuple):
-    """What a run is called in wandb; an arm of it has the arm's name behind ``run``."""
+    """What a run is called in wandb; baseline and flux add their names to ``run``."""
 
     group: str
     run: str
@@ -35,28 +30,28 @@ class WandbNames(NamedTuple):
 
 @contextmanager
 def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
-    """:func:`megatron_flux.run.folder.made` for a training; yields ``config`` with the folder that was made."""
+    """Make the run folder (:func:`megatron_flux.run.folder.made`); yields ``config`` with the one that was made."""
 
-    def there(out: Path) -> RunConfig:
+    def placed(out: Path) -> RunConfig:
         return config.model_copy(update={"out": out})
 
     how = {"default": default, "overwrite": config.overwrite, "resuming": config.load is not None}
-    with folder.made(config.out, lambda out: description(there(out)), **how) as out:
-        yield there(out)
+    with folder.made(config.out, lambda out: description(placed(out)), **how) as out:
+        yield placed(out)
 
 
 def load_config(out: Path) -> RunConfig:
-    """The configuration that :func:`made` wrote."""
+    """Return the configuration that :func:`made` wrote."""
     return RunConfig.model_validate(json.loads((out / folder.CONFIG).read_text())["config"])
 
 
 def load_wandb_names(config: RunConfig) -> WandbNames:
-    """The names that :func:`made` wrote."""
+    """Return the names that :func:`made` wrote."""
     return WandbNames(**json.loads((config.out / folder.CONFIG).read_text())["wandb"])
 
 
 def description(config: RunConfig) -> dict[str, Any]:
-    """What a reader of the run needs to know: the configuration, versions, device, link, wire and command."""
+    """Return what ``config.json`` holds."""
     return {
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
@@ -67,7 +62,7 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """Versions, device, link, wire, job, layout: no words or paths of the machine, which wandb is not told either."""
+    """Return versions, device, link, wire, job and layout; no paths of the machine, since wandb gets it too."""
     layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision", "fp8")
     return {
         "versions": environment.versions(),
@@ -90,7 +85,7 @@ def without_gpu(config: RunConfig) -> str:
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:
-    """The names that the run folder has already where it is resumed; else new ones, which no other run has."""
+    """Return the names in the run folder if it is resumed, else new ones, which no other run has."""
     names = None
     if config.load is not None:
         try:
@@ -107,7 +102,7 @@ def _wandb_names(config: RunConfig) -> WandbNames:
 
 
 def _new_names(out: Path) -> WandbNames:
-    """By the scheduler's job, or the folder's name, the time and a random part: names occur on other days and disks.
+    """Name a run by the scheduler's job, or by the folder's name, the time and a random part.
 
     All repetitions of a job are one group.
     """
@@ -123,7 +118,7 @@ def _new_names(out: Path) -> WandbNames:
 
 
 def megatron_arguments(config: RunConfig) -> dict[str, Any]:
-    """What Megatron-LM's argument parser calls this run's settings, where the run's own names differ."""
+    """Return this run's settings by Megatron-LM's names, where the run's own differ."""
     shape, linear = config.shape, config.lr_decay_steps
     return {
         "tensor_model_parallel_size": config.tp,
@@ -146,36 +141,3 @@ def megatron_arguments(config: RunConfig) -> dict[str, Any]:
         "attention_dropout": config.dropout,
         "use_distributed_optimizer": config.distributed_optimizer,
     }
-
-
-def ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
-    """Leave in the folder how the run ended and the last step of each arm, for job scripts; rank 0 writes."""
-    if dist.get_rank() != 0:
-        return
-    try:
-        folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
-    except OSError as error:
-        raise StorageError(f"{config.out / folder.ENDED} cannot be written: {error.strerror}") from error
-    if stopped:
-        at = ", ".join(f"{arm} at step {n}" for arm, n in iterations.items())
-        left = f"saved in {config.save}" if config.save is not None else "not saved: --save was not given"
-        if config.save is not None and not is_saved(config):
-            left = "no step of this run was done, and nothing is saved"
-        logger.info("stopped on request: %s of %d; %s", at, config.steps, left)
-    else:
-        logger.info("%s", _last_words(config))
-
-
-def _last_words(config: RunConfig) -> str:
-    """What a run that has done all its steps has left, and the command that goes on from there."""
-    report = f"megatron-flux report {shlex.quote(str(config.out))}"
-    if config.command == "compare":
-        left = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
-        return f"{left}; next: {report} OTHER --out FOLDER lays another run beside this one"
-    saved = (
-        ""
-        if config.save is None or config.save_interval == 0
-        else f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
-    )
-    arm = "flux" if config.flux else "baseline"
-    return f"records: {config.out / arm / 'metrics.jsonl'}; next: {report} makes the report{saved}"

@@ -1,0 +1,80 @@
+"""Device memory of one of several trainers in a process, and caches between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from megatron_flux.comm import group_state
+from megatron_flux.layers import keep
+
+
+def forget_dummy_gradients() -> None:
+    """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too)."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    getattr(base, "_dummy_wgrads", {}).clear()
+
+
+def workspace_bytes() -> int:
+    """Return the bytes of symmetric memory that this process holds: flux's, and torch's for async-TP."""
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
+    return group_state.slab_bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
+
+
+class Peak(NamedTuple):
+    """Bytes of one trainer: the most in torch's allocator (None on CPUs), and in symmetric memory at the end."""
+
+    allocated: int | None
+    workspace: int
+
+
+class OwnMemory:
+    """Device memory of one trainer of several in a process, measured as if it were the only one.
+
+    torch's allocator knows what a process holds, not for whom. Only the active trainer allocates, so the others hold
+    what is allocated when it becomes active, less what it held itself when it last was. That is taken away from the
+    allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
+
+    Two caches are emptied when a trainer ceases to be active, since the next one would not pay for them: the unread
+    weight gradients that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's
+    workspaces. Not where CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep count
+    for the first trainer.
+
+    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP, are added by
+    their size. What NCCL, CUDA and its contexts take is in no figure.
+    """
+
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
+        self._device, self._on_gpu, self._captured = device, device.type == "cuda", captured
+        self._own = self._own_workspace = self._others = self._others_workspace = 0
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Count what is allocated inside, and still held at the end, as this trainer's; not after an exception."""
+        self._others_workspace = workspace_bytes() - self._own_workspace
+        self._others = self._allocated() - self._own
+        yield
+        self._own_workspace = workspace_bytes() - self._others_workspace
+        if self._on_gpu and not self._captured:
+            forget_dummy_gradients()
+            torch._C._cuda_clearCublasWorkspaces()
+        self._own = self._allocated() - self._others
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak anew, and that of kept gathered inputs."""
+        keep.forget_most()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> Peak:
+        """Return the most that this trainer has held since :meth:`reset_peak`; only while it is active."""
+        allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
+        return Peak(allocated, workspace_bytes() - self._others_workspace)

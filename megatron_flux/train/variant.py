@@ -1,0 +1,198 @@
+"""Baseline or flux in a run: a trainer, stock or patched, and the record of its steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import megatron_flux
+from megatron_flux.comm import timeouts
+from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.metrics import strict_json
+from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
+from megatron_flux.metrics.wandb_mirror import WandbMirror
+from megatron_flux.ops import call_events
+from megatron_flux.telemetry.profiler import StepProfiler
+from megatron_flux.train import description
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.data import Datasets
+from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered
+from megatron_flux.train.record import Records
+from megatron_flux.train.trainer import Trainer, require_finite
+
+logger = logging.getLogger("megatron_flux")
+
+
+class Variant:
+    """Trains in blocks of steps and, inside the context, records every step. Rank 0 writes, all ranks take part."""
+
+    def __init__(self, name: str, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
+        """Build the trainer of ``name``, ``baseline`` or ``flux``. A collective call."""
+        self.name, self.config = name, config
+        self.trainer = Trainer(config, datasets, device)
+        self.folder = config.out / name
+        self._device = device
+        for choice in config.layer_backend:
+            names, _, backend = choice.rpartition("=")
+            megatron_flux.set_backend(self.trainer.model, backend, names=names)
+        replayed = name == "flux" and config.cuda_graph_impl != "none"
+        self._measurements = StepMeasurements(config.sample_interval, device, flux=name == "flux", replayed=replayed)
+        self._profiler: StepProfiler | None = None
+        self._first: dict[str, Any] = {}
+        """What the first record alone says; empty once it is written."""
+        self._metrics_ms: float | None = None
+        self._exits = ExitStack()
+        self._writers: list[JsonlRecorder | WandbMirror | TensorBoardMirror] = []
+        self._mirror: WandbMirror | None = None
+
+    def __enter__(self) -> Variant:
+        begin = self.trainer.iteration  # a checkpoint may have been loaded
+        if self.name == "flux":
+            # What the tuner measures is measured here, on all stages at once, and not in the first step; what it
+            # allocates and keeps counts for flux.
+            with self.patched(), self.trainer.active():
+                shape = self.config.shape
+                megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
+        stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        self._records = Records(self.name, self.trainer, stages, self._measurements)
+        hosts = of_all_ranks(socket.gethostname(), dist.distributed_c10d._get_default_group())
+        self._open_profiler()
+        if self.config.nvtx:
+            self._exits.enter_context(call_events.ranges(nvtx=True))
+        if dist.get_rank() == 0:
+            board = self.config.tensorboard_dir
+            recorder = self._exits.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
+            self._mirror = self._exits.enter_context(self._open_mirror())
+            self._writers = [recorder, self._mirror]
+            self._writers.append(self._exits.enter_context(TensorBoardMirror(board and board / self.name, begin)))
+            about = self._records.about(hosts, self._mirror.id)
+            self._first = {"flux/run": about}
+            if about["peak_tflops"] is None:
+                logger.info(about["peak_source"])
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        error = exc[1]
+        if isinstance(error, Exception):
+            self._note_failure(error)
+        if self._profiler is not None:
+            self._profiler.close()
+        if error is None:
+            self.trainer.close()
+        self._exits.__exit__(*exc)
+
+    def patched(self) -> AbstractContextManager[None]:
+        """Return a context with flux patched in, or, in the baseline, with stock layers."""
+        return megatron_flux.patched(self.config.flux_config) if self.name == "flux" else nullcontext()
+
+    def steps(self, count: int, *, block: int = 0) -> Generator[tuple[int, StepResult], None, None]:
+        """Train ``count`` steps as ``block``, yielding ``(iteration, StepResult)`` after each is on disk."""
+        with self.patched(), self.trainer.active():
+            for _ in range(count):
+                iteration = self.trainer.iteration + 1
+                self.trainer.memory.reset_peak()
+                before = megatron_flux.report()
+                profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
+                with profiled, self._measurements.step(iteration):
+                    local = self.trainer.step()
+                began = time.perf_counter()
+                after = megatron_flux.report()
+                peak = self.trainer.memory.peak()  # before anything is measured, which takes memory of its own
+                values = {
+                    "peak_memory_bytes": None if peak.allocated is None else peak.allocated + peak.workspace,
+                    "allocated_peak_bytes": peak.allocated,
+                    "workspace_bytes": peak.workspace,
+                    "kept_bytes": after["kept_gathered"]["peak_bytes"],
+                    "active_layers": after["active_layers"],
+                    **self._measurements.values(),
+                }
+                result = gathered(local, values, self._device)
+                if self._evaluates(iteration):
+                    paused = time.perf_counter()
+                    result = result._replace(validation=self.trainer.evaluate())
+                    began += time.perf_counter() - paused  # no part of what recording takes
+                if self._writers:
+                    self._write(self._records.step(result, before, after, block))
+                self._metrics_ms = 1e3 * (time.perf_counter() - began)
+                require_finite(result.loss, result.grad_norm, iteration, self.name)
+                yield iteration, result
+
+    def _evaluates(self, iteration: int) -> bool:
+        every = self.config.eval_interval
+        return every is not None and (iteration % every == 0 or iteration == self.config.steps)
+
+    def conclude(self, values: Mapping[str, Any]) -> None:
+        """Show what a comparison found in this variant's wandb run; does nothing on other ranks."""
+        if self._mirror is not None:
+            self._mirror.summarize(values)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._profiler is not None:
+            record["profiled"] = self._profiler.active(record["iteration"])
+        if self._metrics_ms is not None:
+            record["flux/metrics_ms"] = self._metrics_ms
+        record |= self._first
+        self._first = {}
+        for writer in self._writers:
+            writer.write(record)
+
+    def _open_profiler(self) -> None:
+        if self.config.profile_steps is None:
+            return
+        (first, last), rank = self.config.profile_steps, dist.get_rank()
+        if (begin := self.trainer.iteration + 1) < first:
+            self._profiler = StepProfiler(
+                first, last, self.folder, rank=rank, device=self._device, nvtx=self.config.nvtx
+            )
+            return
+        logger.warning(
+            f"nothing is profiled: training resumes at iteration {begin}, --profile-steps begin at {first}, and one "
+            "step more is needed to start the profiler"
+        )
+
+    def _open_mirror(self) -> WandbMirror:
+        config = self.config
+        names = description.load_wandb_names(config)
+        return WandbMirror(
+            config.wandb,
+            {
+                **description.megatron_arguments(config),
+                **config.model_dump(mode="json"),
+                **description.run_info(config),
+            },
+            self.folder,
+            resuming=self.trainer.iteration > 0,
+            per_rank=config.wandb_ranks,
+            project=config.wandb_project,
+            group=names.group,
+            job_type=self.name,
+            name=f"{names.run}-{self.name}",
+            tags=[config.preset, *(config.wandb_tags or filter(None, os.environ.get("WANDB_TAGS", "").split(",")))],
+        )
+
+    def _note_failure(self, error: Exception) -> None:
+        """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
+        note = {
+            "rank": (rank := dist.get_rank()),
+            "host": socket.gethostname(),
+            "iteration": self.trainer.iteration,
+            "timestamp": time.time(),
+            "wait_timeouts": timeouts.timeouts(),
+            "error": f"{type(error).__name__}: {error}",
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.folder / f"failure-rank{rank:05d}.json"
+            strict_json.write_atomically(file, strict_json.dumps(note) + os.linesep)
+        except OSError as failed:
+            logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)

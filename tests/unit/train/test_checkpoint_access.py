@@ -1,0 +1,243 @@
+"""Folders of checkpoints: which are whole, which may be resumed from, and who may write."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flux.errors import UserError
+from megatron_flux.files import locked
+from megatron_flux.train import checkpoint_access, checkpoint_folder, config
+from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.presets import PRESETS
+from tests.small_disk import fill, small_disk
+
+
+def run_config(
+    root: Path, *, compare: bool = False, overwrite: bool = False, out: str = "run", **special: Any
+) -> config.RunConfig:
+    kind = CompareOptions if compare else CheckpointOptions
+    options = TrainOptions(overwrite=overwrite)
+    return config.resolve(options, kind(**special), world_size=2, device="cpu", out=root / out)
+
+
+def checkpoint(folder: Path, iteration: int, out: Path | None = None, **more: Any) -> Path:
+    """Make a checkpoint with one small shard, saved by the run in ``out``."""
+    made = checkpoint_folder.checkpoint_of(folder, iteration)
+    made.mkdir(parents=True)
+    (made / "__0_0.distcp").write_bytes(bytes(range(100)))
+    about = {"iteration": iteration, "consumed_sequences": 8 * iteration, "files": {"__0_0.distcp": 100}, **more}
+    about |= {"shape": PRESETS["tiny"].shape.model_dump(mode="json"), "tp": 2, "pp": 1}
+    about |= {"precision": "fp32", "distributed_optimizer": True, "transformer_impl": "local"}
+    about["run"] = str((out or folder.parent / "run").resolve())
+    (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about))
+    checkpoint_folder.move_latest(folder, iteration)
+    return made
+
+
+def cut(made: Path) -> None:
+    (made / "__0_0.distcp").write_bytes(bytes(50))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with iterations 2, 4 and 6 of the run in ``tmp_path / "run"``."""
+    for iteration in (2, 4, 6):
+        checkpoint(tmp_path / "saved", iteration)
+    return tmp_path / "saved"
+
+
+# Where a run may save.
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -> None:
+    folder = tmp_path / "saved" / "flux" if compare else tmp_path / "saved"
+    checkpoint(folder, 3, tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"holds checkpoints of the run in .*elsewhere \(iteration 3\); .*--load"):
+        checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
+
+
+def test_megatrons_own_checkpoints_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / checkpoint_folder.TRACKER).write_text("release")
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+
+
+def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:
+    for refused in ({}, {"overwrite": True, "out": "new"}):
+        with pytest.raises(UserError, match="holds checkpoints"):
+            checkpoint_access.check_save(run_config(tmp_path, save=saved, **refused))
+    with checkpoint_access.held(run_config(tmp_path, save=saved, overwrite=True), saved):
+        assert checkpoint_folder.iterations(saved) == []
+        assert checkpoint_folder.tracked(saved) is None
+
+
+def test_a_resumed_run_goes_on_and_clears_away_saves_that_died(saved: Path, tmp_path: Path) -> None:
+    (saved / "iter_0000008.partial").mkdir()
+    with checkpoint_access.held(run_config(tmp_path, save=saved, load=saved, out="later"), saved):
+        assert list(saved.glob("*.partial")) == []
+        assert checkpoint_folder.iterations(saved) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [({"save_interval": 5}, "--save-interval 5 without --save"), ({"save_keep": 2}, "--save-keep 2 without --save")],
+)
+def test_options_of_saving_without_a_folder(tmp_path: Path, option: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        checkpoint_access.check_save(run_config(tmp_path, **option))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file"):
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be written: Not a directory"):
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file" / "below"))
+
+
+def test_a_check_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
+    one, both = (run_config(tmp_path, compare=compare, save=tmp_path / "disk" / "saved") for compare in (False, True))
+    with small_disk(tmp_path / "disk", 1.5 * checkpoint_access.least_bytes(one) / 1e6) as disk:
+        checkpoint_access.check_save(one)
+        with pytest.raises(UserError, match=r"a checkpoint of baseline and flux needs at least 0\.\d+ GB"):
+            checkpoint_access.check_save(both)
+        fill(disk)
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            checkpoint_access.check_save(one)
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
+    first, second = (run_config(tmp_path, save=tmp_path / "saved", out=out) for out in ("first", "second"))
+    with checkpoint_access.held(first, tmp_path / "saved"):
+        for other in (first, second):
+            with pytest.raises(UserError, match="being saved to by another run"):
+                checkpoint_access.check_save(other)
+    checkpoint_access.check_save(second)
+
+
+def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    (tmp_path / "saved").mkdir()
+    ended = threading.Event()
+
+    def earlier() -> None:
+        with locked(tmp_path / "saved" / ".megatron_flux.lock", 0):
+            ended.wait()
+
+    thread = threading.Thread(target=earlier)
+    thread.start()
+    threading.Timer(0.5, ended.set).start()
+    began = time.monotonic()
+    checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+    assert time.monotonic() - began > 0.4
+    thread.join()
+
+
+# What is kept.
+
+
+def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> None:
+    cut(checkpoint_folder.checkpoint_of(saved, 6))
+    for iteration in (8, 10):
+        checkpoint(saved, iteration)
+    checkpoint_folder.prune(saved, 8, 2)
+    assert checkpoint_folder.iterations(saved) == [4, 6, 8, 10], "10 is of another past"
+
+
+def test_the_tracker_leaves_a_checkpoint_before_it_is_replaced(saved: Path) -> None:
+    cut(checkpoint_folder.checkpoint_of(saved, 4))
+    checkpoint_folder.move_latest_before(saved, 4)  # it names 6
+    assert checkpoint_folder.tracked(saved) == 6
+    checkpoint_folder.move_latest_before(saved, 6)
+    assert checkpoint_folder.tracked(saved) == 2
+
+
+# What is resumed from.
+
+
+def test_a_damaged_newest_is_named_and_the_one_before_it_offered(saved: Path, tmp_path: Path) -> None:
+    resumed = run_config(tmp_path, load=saved)
+    for iteration, instead in ((6, "--ckpt-step 4 resumes"), (4, "--ckpt-step 2 resumes"), (2, "no whole one before")):
+        cut(checkpoint_folder.checkpoint_of(saved, iteration))
+        said = f"iter_0000006 is damaged: __0_0.distcp has 50 bytes, 100 were saved; .*{instead}"
+        with pytest.raises(UserError, match=said):
+            checkpoint_access.check_resume(resumed)
+
+
+def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
+    for name in ("baseline", "flux"):
+        for iteration in (2, 4, 6):
+            checkpoint(tmp_path / "saved" / name, iteration)
+    cut(tmp_path / "saved" / "flux" / "iter_0000006")
+    shutil.rmtree(tmp_path / "saved" / "baseline" / "iter_0000004")
+    with pytest.raises(UserError, match=r"flux/iter_0000006 is damaged.*--ckpt-step 2"):
+        checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
+    checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (checkpoint_folder.DESCRIPTION, "iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not"),
+        ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step 4"),
+        ("", r"names iteration 6, and there is no iter_0000006; it has iteration\(s\) 2, 4: .*--ckpt-step"),
+    ],
+)
+def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path, missing: str, said: str) -> None:
+    newest = checkpoint_folder.checkpoint_of(saved, 6)
+    (newest / missing).unlink() if missing else shutil.rmtree(newest)
+    with pytest.raises(UserError, match=said):
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+
+
+def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
+    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved)) == 6
+    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
+    with pytest.raises(UserError, match=r"--ckpt-step 5: \S+ has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
+    with pytest.raises(UserError, match="--ckpt-step without --load"):
+        checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))
+    (saved / checkpoint_folder.TRACKER).unlink()
+    with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --ckpt-step"):
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "data", "said"),
+    [
+        ({}, {}, False, None),
+        ({"sha256": "b"}, {}, True, r"resumes on other data: .* trained on /old/text \(9 tokens\), this run trains on"),
+        ({"sha256": "b"}, {}, False, r"was trained on /old/text \(9 tokens\), .* would train on the new text"),
+        ({"tokenizer": "x"}, {"tokenizer": "y"}, True, "was trained with another tokenizer"),
+        ({"tokenizer": "x"}, {}, True, None),
+        ({"split": "97,3,0"}, {}, True, "was trained with --eval-interval"),
+    ],
+)
+def test_other_text(tmp_path: Path, theirs: dict[str, str], ours: dict[str, str], data: bool, said: str | None) -> None:
+    checkpoint(tmp_path / "saved", 2, data={"name": "/old/text", "length": 9, "sha256": "a", **theirs})
+    text = config.Text(**{"name": "the new text", "length": 5, "sha256": "a", **ours})
+    more = {"text": text, "data": [tmp_path] if data else []}
+    run = run_config(tmp_path, load=tmp_path / "saved").model_copy(update=more)
+    if said is None:
+        assert checkpoint_access.check_data(run) is None
+    elif said.startswith("resumes"):
+        assert re.match(said, checkpoint_access.check_data(run))
+    else:
+        with pytest.raises(UserError, match=said):
+            checkpoint_access.check_data(run)

@@ -70,7 +70,7 @@ class OwnMemory:
 
     def reset_peak(self) -> None:
         """Start measuring the peak anew, and that of kept gathered inputs."""
-        keep.forget_most()
+        keep.reset_peak()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,12 @@ def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").touch()
     (tmp_path / "saved").mkdir()
-    ended = threading.Event()
-
-    def earlier() -> None:
-        with locked(tmp_path / "saved" / ".megatron_flux.lock", 0):
-            ended.wait()
-
-    thread = threading.Thread(target=earlier)
-    thread.start()
-    threading.Timer(0.5, ended.set).start()
-    began = time.monotonic()
-    checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
-    assert time.monotonic() - began > 0.4
-    thread.join()
+    with ExitStack() as earlier:
+        earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
+        threading.Timer(0.5, earlier.close).start()
+        began = time.monotonic()
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+        assert time.monotonic() - began > 0.4
 
 
 # What is kept.

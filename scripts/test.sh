@@ -82,10 +82,9 @@ fi
 
 # All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
 # tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
-# when both have ended. tests/unit/project/test_sessions.py looks that no test is left out.
-APART=(tests/distributed/test_te_*.py tests/distributed/test_bench_fp8.py tests/distributed/test_bench_layer.py)
-FIRST=(tests/slurm "${APART[@]}" tests/unit tests/browser tests/field)
-SECOND=(tests/distributed "${APART[@]/#/--ignore=}" tests/train tests/megatron_lm tests/gpu)
+# when both have ended.
+FIRST=(tests/slurm tests/distributed/test_te_*.py tests/distributed/test_bench_*.py tests/unit tests/browser tests/field)
+SECOND=(tests "${FIRST[@]/#/--ignore=}")
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

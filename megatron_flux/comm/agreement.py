@@ -1,24 +1,24 @@
-"""Agreements between the hosts of a group: one collective, over the job's store, for all that is done a first time.
+"""Agreement between the ranks of a group on their hosts: one collective, over the job's store.
 
-Use them for what a call does once (compare shapes, probe the link, make workspaces, tune), so that no rank raises while
+Use it for what a call does once (compare shapes, probe the link, make workspaces, tune), so that no rank raises while
 its peers wait:
 
 * :func:`of_all_ranks`: all-gather one small Python object per rank.
-* :func:`together`: do a piece of work on every rank; it succeeds on all of them or raises on all of them.
-* :func:`first_rank`: do a piece of work on the first rank only (files) and broadcast its result *or its error*.
+* :func:`together`: run a function on every rank; it succeeds on all of them or raises on all of them.
+* :func:`first_rank`: run a function on the first rank only (files) and broadcast its result *or its error*.
 * :func:`failures`: on which ranks something that all have just tried has failed.
 
-Why the store and not the group's backend: where one rank fails before it launches a kernel, its peers' GPUs already
-wait for it in theirs, and NCCL's kernels would wait behind those.
+It uses the store and not the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs
+already wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
     * Agreements of a group are numbered on each rank, and each says what it is about. Ranks that meet in agreements
-      about different things all raise OperatorError with every rank's words. That happens where one rank alone has
+      about different things all raise OperatorError with every rank's topic. That happens where one rank alone has
       caught an exception in the middle of a first call and made that call again, or another one. Nobody hangs, and the
       next agreement is in step again: the same call, made again on all ranks, may succeed.
-    * A peer that does not come within the group's own time-out, or whose process has ended, is an OperatorError that
-      names it. A process that ends on the same host is noticed within a second, once it has taken part in an agreement.
-      Then no agreement of the group is possible any more, and each says so at once, on all ranks.
+    * A peer that does not come within the group's own time-out, or whose process has exited, is an OperatorError that
+      names it. A process that exits on the same host is noticed within a second, once it has taken part in an
+      agreement. Then no agreement of the group is possible any more, and each says so at once, on all ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _Result = TypeVar("_Result")
 
 _LOOK_S = 0.5
 """Seconds between two looks at the peers' processes."""
-_LONGEST_PAUSE_S = 0.02
+_MAX_PAUSE_S = 0.02
 
 
 def machine() -> tuple[str, ...]:
-    """Return what process ids are unique in: this boot of this kernel, and its namespace."""
+    """Return the scope in which process ids are unique: this boot of this kernel, and its namespace."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     try:
         return boot.read_text().strip(), os.readlink(space)
@@ -55,14 +55,14 @@ def machine() -> tuple[str, ...]:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return True if ``process`` has not ended; a number that another process has by now is not it."""
+    """Return True if ``process`` has not exited; another process that has its number by now is not it."""
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
 
 
-class _Word(NamedTuple):
+class _Message(NamedTuple):
     about: str
     process: tuple[tuple[str, ...], int]  # its machine and id
     value: Any
@@ -75,31 +75,31 @@ class Agreements:
     """The calling rank's place in the agreements of one group."""
 
     def __init__(self, group: dist.ProcessGroup, name: str | None = None) -> None:
-        """Nothing is communicated but that this rank is here. ``name``: that of the group, if not its own."""
-        self._store = dist.distributed_c10d._get_default_store()
-        self._ranks, self._me = dist.get_process_group_ranks(group), dist.get_rank()
-        self._who = f"rank {self._me} (tp rank {group.rank()} of {len(self._ranks)})"
+        """Tell the store that this rank is here. ``name``: replaces the group's own."""
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
+        self._who = f"rank {self._rank} (tp rank {group.rank()} of {len(self._ranks)})"
         self._timeout_s = group_timeout_s(group)
-        # Groups that were split from one may share a name; so may a group that is made again, which must not read what
-        # the one before has left.
+        # Groups that were split from one may share a name. So may a group that is made again, which must not read what
+        # its predecessor left: each generation has a number.
         name = f"megatron_flux/{name or group.group_name}/{min(self._ranks)}"
         self._name = f"{name}/{-(-self._store.add(f'{name}/made', 1) // len(self._ranks))}"
         self._ended = f"{self._name}/ended"
-        self._turn = 0
+        self._number = 0
         self._process = machine(), os.getpid()
         self._peers: dict[int, psutil.Process | None] = {}
-        """Those that can be looked at from here; None: it has ended."""
+        """Peers' processes on this host; None: it has exited."""
 
-    def of_all_ranks(self, mine: Any, about: str) -> list[Any]:
+    def of_all_ranks(self, value: Any, about: str) -> list[Any]:
         """See :func:`of_all_ranks`."""
-        self._turn += 1
+        self._number += 1
         try:
-            self._store.set(self._key(self._me), pickle.dumps(_Word(about, self._process, mine)))
+            self._store.set(self._key(self._rank), pickle.dumps(_Message(about, self._process, value)))
             self._wait(about)
             keys = [self._key(rank) for rank in self._ranks]
             # One request for all: the ranks of a large job would wait for each other's at the one server.
-            said = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            words: list[_Word] = [pickle.loads(word) for word in said]  # noqa: S301 - peers' own
+            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            messages: list[_Message] = [pickle.loads(one) for one in pickled]  # noqa: S301 - peers' own
         except BaseException as error:
             failed = isinstance(error, (RuntimeError, ValueError))
             with contextlib.suppress(RuntimeError, ValueError):
@@ -108,27 +108,27 @@ class Agreements:
             if failed:  # the store goes with the process that has it
                 raise OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}") from error
             raise
-        if self._turn > 1:
-            self._store.delete_key(self._key(self._me, self._turn - 1))  # everybody has read it: all are in this turn
-        for rank, word in zip(self._ranks, words, strict=True):
-            if rank not in self._peers and word.process[0] == self._process[0] and rank != self._me:
+        if self._number > 1:  # everybody has read the last one: all are in this one
+            self._store.delete_key(self._key(self._rank, self._number - 1))
+        for rank, message in zip(self._ranks, messages, strict=True):
+            if rank not in self._peers and message.process[0] == self._process[0] and rank != self._rank:
                 try:
-                    self._peers[rank] = psutil.Process(word.process[1])
+                    self._peers[rank] = psutil.Process(message.process[1])
                 except psutil.NoSuchProcess:
                     self._peers[rank] = None
-        if any(word.about != about for word in words):
-            places = "; ".join(f"rank {rank}: {word}" for rank, word in zip(self._ranks, words, strict=True))
+        if any(message.about != about for message in messages):
+            places = "; ".join(f"rank {rank}: {message}" for rank, message in zip(self._ranks, messages, strict=True))
             raise OperatorError(
                 f"{self._who}: the ranks of this group are at different points of their first calls, as after an error "
                 f"that one of them alone has caught ({places}); make the same calls on all ranks"
             )
-        return [word.value for word in words]
+        return [message.value for message in messages]
 
-    def _key(self, rank: int, turn: int | None = None) -> str:
-        return f"{self._name}/{self._turn if turn is None else turn}/{rank}"
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"{self._name}/{self._number if number is None else number}/{rank}"
 
     def _wait(self, about: str) -> None:
-        """Wait for everybody's word, without holding the store's lock: other threads use it too."""
+        """Wait for all messages, without holding the store's lock: other threads use it too."""
         keys = {rank: self._key(rank) for rank in self._ranks}
         began, looked, pause = time.monotonic(), 0.0, 0.0005
         while not self._store.check(list(keys.values())):
@@ -139,64 +139,66 @@ class Agreements:
                         f"{self._who}: {about}: this group's ranks agree on nothing any more since "
                         f"{self._store.get(self._ended).decode()}"
                     )
-                ended = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
+                exited = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                if gone := [rank for rank in missing if rank in ended]:
-                    raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {gone} have ended")
+                if lost := [rank for rank in missing if rank in exited]:
+                    raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {lost} have ended")
                 if now - began > self._timeout_s:
                     raise OperatorError(
                         f"{self._who}: {about}: no word from peer rank(s) {missing} for {self._timeout_s:g} s, the "
                         "process group's time-out"
                     )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
 
 class TogetherError(OperatorError):
-    """Work that all ranks did has failed on some of them. All of them raise it."""
+    """A function that all ranks ran has failed on some of them. All of them raise it."""
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.WeakKeyDictionary()
 
 
 def of_group(group: dist.ProcessGroup) -> Agreements:
     """Return the agreements of ``group``."""
-    if group not in _made:
-        _made[group] = Agreements(group)
-    return _made[group]
+    if group not in _agreements:
+        _agreements[group] = Agreements(group)
+    return _agreements[group]
 
 
-def of_all_ranks(mine: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
+def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
     """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
     operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
     """
-    return of_group(group).of_all_ranks(mine, about)
+    return of_group(group).of_all_ranks(value, about)
 
 
 def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> list[_Result]:
-    """Return what ``work()`` returns on every rank; collective. Raises TogetherError: it raised on a rank; on all of
-    them, with the causes in words.
+    """Run ``work()`` on every rank and return all results; collective. Raises TogetherError on all ranks, with the
+    causes in words, if it raised on one.
     """
-    value, error = None, None
+    value: _Result | None = None
+    error: Exception | None = None
     try:
         value = work()
     except Exception as raised:
         error = raised
-    said = of_all_ranks((value, None if error is None else f"{type(error).__name__}: {one_line(error)}"), group, about)
-    if failed := {rank: why for rank, (_, why) in enumerate(said) if why is not None}:
-        words = "; ".join(f"tp rank {rank}: {why}" for rank, why in failed.items())
-        raise TogetherError(f"{about} failed ({words})") from error
-    return [value for value, _ in said]  # type: ignore[misc]
+    mine = (value, None if error is None else f"{type(error).__name__}: {one_line(error)}")
+    outcomes = of_all_ranks(mine, group, about)
+    if failed := {rank: why for rank, (_, why) in enumerate(outcomes) if why is not None}:
+        causes = "; ".join(f"tp rank {rank}: {why}" for rank, why in failed.items())
+        raise TogetherError(f"{about} failed ({causes})") from error
+    return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
 def first_rank(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> _Result:
-    """Return what ``work()`` returns on the first rank of ``group``, which alone calls it; collective. Raises
-    TogetherError: it raised there; on all ranks.
+    """Run ``work()`` on the first rank of ``group`` alone and return its result on all; collective. Raises
+    TogetherError on all ranks if it raised there.
     """
-    return together(group, about, work if group.rank() == 0 else lambda: None)[0]  # type: ignore[return-value]
+    return together(group, about, work if group.rank() == 0 else lambda: None)[0]  # type: ignore[return-value, arg-type]
 
 
-def failures(group: dist.ProcessGroup, about: str, mine: str | None) -> dict[int, str]:
-    """Return what failed by global rank; collective. ``mine`` says what failed on this rank, None if nothing did."""
-    said = zip(dist.get_process_group_ranks(group), of_all_ranks(mine, group, about), strict=True)
-    return {rank: words for rank, words in said if words is not None}
+def failures(group: dist.ProcessGroup, about: str, error: str | None) -> dict[int, str]:
+    """Return the errors of all ranks by global rank; collective. ``error``: this rank's, None if it had none."""
+    errors = zip(dist.get_process_group_ranks(group), of_all_ranks(error, group, about), strict=True)
+    return {rank: words for rank, words in errors if words is not None}

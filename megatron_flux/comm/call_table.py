@@ -1,13 +1,13 @@
-"""Notice that ranks of one host make different calls, although each has made both before.
+"""Detect ranks of one host that make different calls, although each has made both before.
 
-Such calls may be of equal size: no wait would see it, and results would be wrong without a word. Every rank writes the
-number of its call and a hash of what it is into a row of shared memory, when it takes the call's turn, and looks at
-what the ranks before and behind it have written for the same number: of two neighbours the later one sees that they
-differ, before it has sent anything. It raises, and its peer's wait ends in a time-out.
+Such calls may be of equal size: no wait would see it, and results would be silently wrong. When a rank claims a call's
+slot, it writes the call's number and a hash of its shapes into a row of shared memory, and looks at the rows of the
+ranks before and behind it: of two neighbours the later one sees that they differ, before it has sent anything. It
+raises, and its peer's wait ends in a time-out.
 
-Contract: a call is entered where its turn begins, behind which nothing may fail without ending the slab or transport:
-so all ranks count alike, whatever fails before. :attr:`CallTable.spec` is what the next call is. Nothing is seen of
-replays of CUDA graphs, between hosts, and where there is no shared memory.
+Contract: a call is entered where its slot is claimed, behind which nothing may fail without poisoning the slab or
+link: so all ranks count alike, whatever fails before. :attr:`CallTable.spec` describes the next call. Not covered:
+replays of CUDA graphs, groups of several hosts, and hosts without shared memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_flux.comm import shared_memory
 from megatron_flux.errors import OperatorError, UserError
 
 LAST = 1023
-"""Calls that a row holds, less one: ranks that are further apart are not compared."""
+"""Calls that a row holds, less one. Ranks that are further apart are not compared."""
 _ROW = 8 * (LAST + 1)
 
 
 def made(group: dist.ProcessGroup) -> CallTable | None:
-    """The table of ``group``; None where it can have none. Collective."""
+    """Return the table of ``group``, or None if it can have none; collective."""
     try:
         return CallTable(group) if isinstance(group, dist.ProcessGroup) else None  # not an emulated one
     except UserError:
@@ -50,18 +50,18 @@ class CallTable:
         self.number = self.spec = 0
 
     def spec_of(self, words: str) -> int:
-        """A hash of 32 bits that stands for ``words``."""
+        """Return a hash of 32 bits for a call that ``words`` describe."""
         spec = zlib.crc32(words.encode())
         self._words[spec] = words
         return spec
 
     def clear(self) -> None:
-        """Count from the beginning; all ranks do so before a barrier."""
+        """Count from zero; all ranks do so before a barrier."""
         self.own[:] = memoryview(bytes(_ROW)).cast("Q")
         self.number = 0
 
     def enter(self) -> None:
-        """Begin the next call. Raises OperatorError: a neighbour's of the same number is another."""
+        """Begin the next call. Raises OperatorError if a neighbour's call of the same number is another."""
         number = self.number = (self.number + 1) & 0xFFFFFFFF
         slot, word = number & LAST, number << 32 | self.spec
         self.own[slot] = word
@@ -71,7 +71,7 @@ class CallTable:
                 raise self.different(row)
 
     def different(self, row: memoryview) -> OperatorError:
-        """The error of a neighbour's call, in its ``row``, that is another than this rank's of the same number."""
+        """Return the error about the neighbour whose ``row`` has another call of the same number."""
         rank = self._neighbours[next(i for i, one in enumerate(self.beside) if one is row)]
         other = self._words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
         here = self._words.get(self.spec, "a call")

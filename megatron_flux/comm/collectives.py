@@ -3,7 +3,7 @@
 Rank ``r`` of a group of ``tp`` owns rows ``[r*m/tp, (r+1)*m/tp)`` of a matrix of ``m`` rows:
 
 * :func:`all_gather`: ``[m/tp, k]`` on every rank to ``[m, k]`` on every rank, in rank order.
-* :func:`reduce_scatter`: ``[m, n]`` partial sums on every rank to the summed ``[m/tp, n]`` of the rank's own rows.
+* :func:`reduce_scatter`: ``[m, n]`` partial sums on every rank to the summed shard ``[m/tp, n]`` of each rank.
 * :func:`all_reduce`: ``[m, n]`` partial sums on every rank to their sum on every rank, without sequence parallelism.
 
 All ranks of the group call them with the same shape and dtype, in the same order. A failure (a peer that died, a
@@ -31,9 +31,9 @@ _FAILURES = (RuntimeError, ValueError)
 
 
 class Pending:
-    """The result of an operator that was started and may not be finished. ``wait()`` returns the tensor once the
-    current stream (CUDA) or the calling thread (CPU) may read it. It may be called more than once. A ``Pending`` must
-    be waited for before it is dropped: it also keeps the operands alive.
+    """The result of an operator that was started. ``wait()`` returns the tensor once the current stream (CUDA) or the
+    calling thread (CPU) may read it, and may be called more than once. Wait for a ``Pending`` before you drop it: it
+    keeps the operands alive.
     """
 
     __slots__ = ("_keep", "_tensor", "_wait", "own_rows")
@@ -59,11 +59,11 @@ class Pending:
         return self._tensor
 
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
-        """The same operation with a view of its result (``view`` must not read the data)."""
+        """Return the same operation with a view of its result (``view`` must not read the data)."""
         return Pending(view(self._tensor), self.wait, own_rows=self.own_rows)
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
-        """The same operation whose unfinished part, if there is one, is waited for inside ``context()``."""
+        """Return the same operation, waited for inside ``context()`` unless it is finished."""
         if self._wait is None:
             return self
 

@@ -1,23 +1,24 @@
-"""Time-outs of device-side waits, for people; and calls that were broken off, for the calls after them.
+"""Failed waits and failed calls: time-outs of device-side waits, and the poison of what a broken call leaves behind.
 
 A kernel that waits too long writes ``[code, op, peer, unit, epoch, seen]`` into an alarm (pinned host memory) and
 traps. The trap ends the process with a CUDA error at its next synchronization; meanwhile a daemon thread logs what was
-waited for, and the next operator call raises it as an OperatorError.
+waited for, and the next operator call raises it as an OperatorError. An exception in the middle of a call poisons the
+slab or link it ran on (:func:`poison_on_error`): the same alarm then refuses every further call.
 
 That thread is the only end of some waits (:mod:`~megatron_flux.comm.host_progress`), so nothing may end it or hold it
 up: it survives every exception, and leaves writing, which a full disk fails and a full pipe blocks, to other threads.
 
-How long is too long: ``MEGATRON_FLUX_TIMEOUT_S`` seconds (as of CUDA's start), by default as long as the process group
-waits in its own collectives (``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes
-with NCCL). So a peer that is late (a checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It
-is taken when a slab is made; a time-out that the group is given later does not change it.
+The limit is ``MEGATRON_FLUX_TIMEOUT_S`` seconds, by default the time-out of the process group's own collectives
+(``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes with NCCL). So a late peer (a
+checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It is read when a slab is made; a time-out
+that the group is given later does not change it.
 
-What a user sees when a peer never comes: the group's watchdog knows only of the collectives queued behind these waits,
-each from when it was enqueued, so with the default both end at about the same time. The alarm's line names operator,
-peer and epoch, then comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process
-with its own "Watchdog caught collective operation timeout" of a collective that has not begun: it is the kernel before
-it that waits. Set the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits
-in NCCL for one of those ranks, the watchdog is all there is.
+Messages of a lost peer: the group's watchdog knows only of the collectives queued behind these waits, each from when it
+was enqueued, so with the default both end at about the same time. The alarm's line names operator, peer and epoch; then
+comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process with its own "Watchdog
+caught collective operation timeout" of a collective that has not begun: the kernel before it is the one that waits. Set
+the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of
+those ranks, the watchdog is all there is.
 """
 
 from __future__ import annotations
@@ -37,25 +38,33 @@ from torch.distributed import constants
 
 from megatron_flux import settings
 
-OPERATORS = {1: "all_gather_gemm", 2: "gemm_reduce_scatter", 3: "entering a captured call", 4: "all_gather"}
-OPERATORS |= {5: "all_gather_gemm", 6: "gemm_reduce_scatter", 7: "all_gather"}  # by :mod:`comm.host_link`
-OPERATORS |= {8: "gemm_all_reduce"}
+OPERATORS = {
+    1: "all_gather_gemm",
+    2: "gemm_reduce_scatter",
+    3: "entering a captured call",
+    4: "all_gather",
+    5: "all_gather_gemm",  # 5 to 7: by :mod:`comm.host_link`
+    6: "gemm_reduce_scatter",
+    7: "all_gather",
+    8: "gemm_all_reduce",
+}
+"""By ``op`` in an alarm; :mod:`megatron_flux.kernels.device` has the codes."""
 UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard", 5: "shard", 6: "shard", 7: "shard", 8: "block"}
-_LONGEST = (1 << 63) - 1  # what a kernel can compare with
+_MAX_LIMIT = (1 << 63) - 1  # the largest that a kernel can compare with
 
 _POISONED = 2  # in place of the 1 that kernels write first
-_SAID = 300  # characters of an exception that a message repeats
+_MAX_QUOTED = 300  # characters of an exception that a message repeats
 
 _log = logging.getLogger("megatron_flux")
 _alarms: weakref.WeakSet[Alarm] = weakref.WeakSet()
 _lock = threading.Lock()
-"""Around changes of the set and walks through it: one beside the other would end the watching thread."""
+"""Held to change the set or to iterate over it: both at once would end the watching thread."""
 _timeouts = 0
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds a wait for peers of ``group`` on ``device`` may last; see the module. Raises UserError:
-    ``MEGATRON_FLUX_TIMEOUT_S`` is no time.
+    """Return the limit in seconds of a wait for peers of ``group``. Raises UserError: ``MEGATRON_FLUX_TIMEOUT_S`` is no
+    time.
     """
     given = settings.timeout_s()
     return group_timeout_s(group, device) if given is None else given
@@ -66,26 +75,26 @@ def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None
     try:
         return group._get_backend(device or group._device_types[0]).options._timeout.total_seconds()
     except (AttributeError, RuntimeError) as error:  # a backend of another kind, or of another torch
-        usual = (constants.default_pg_nccl_timeout or constants.default_pg_timeout).total_seconds()
+        default = (constants.default_pg_nccl_timeout or constants.default_pg_timeout).total_seconds()
         _log.warning(
             "megatron_flux: the process group does not say its time-out (%s); waits end after torch's default of %g s, "
             "or what MEGATRON_FLUX_TIMEOUT_S says",
             error,
-            usual,
+            default,
         )
-        return usual
+        return default
 
 
 def timeouts() -> int:
-    """Waits of this process that have run into their limit and been noticed."""
+    """Return the number of this process's waits that have timed out and been noticed."""
     return _timeouts
 
 
 class Alarm:
-    """Six words that kernels of one slab write on a time-out."""
+    """Six words that kernels of one slab write on a time-out, or that poison."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """The words lie where both the device and the host can reach them."""
+        """Allocate the words where both the device and the host can reach them."""
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
         self.view = self.words.numpy()  # the same words; the first is not 0 where something went wrong
@@ -94,14 +103,14 @@ class Alarm:
         self._poison: str | None = None
         self._told = self._counted = False
         self._seconds = timeout_s(group, device)
-        self.limit = min(int(self._seconds * 1e9), _LONGEST)
+        self.limit = min(int(self._seconds * 1e9), _MAX_LIMIT)
         """Nanoseconds."""
         if cuda:
             self.open()
             _start()
 
     def message(self) -> str | None:
-        """What was waited for in vain, or which call was broken off; None as long as all is well."""
+        """Return what timed out, or which call poisoned; None as long as all is well."""
         if not self.view[0]:
             return None
         if self.view[0] == _POISONED:
@@ -119,27 +128,27 @@ class Alarm:
         )
 
     def poison(self, operator: str, error: BaseException) -> None:
-        """From here on :meth:`message` says that ``error`` broke a call of ``operator`` off, unless it timed out."""
+        """Let :meth:`message` say that ``error`` broke a call of ``operator`` off, unless a wait timed out before."""
         if self.view[0]:
             return
-        said = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+        cause = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:_MAX_QUOTED]
         self._poison = (
-            f"{self._who}: a call of {operator} was broken off here by {said[:_SAID]}; its peers still wait for it, "
-            "and its workspace is of no use any more: start the job again from its last checkpoint"
+            f"{self._who}: a call of {operator} was broken off here by {cause}; its peers still wait for it, and its "
+            "workspace is of no use any more: start the job again from its last checkpoint"
         )
         self.view[0] = _POISONED
         self._told = True
         _write(self._poison)
 
     def tell(self) -> None:
-        """Log the message once, and do not wait for that."""
+        """Log the message once, without waiting for that."""
         text = self.message()
         if text is not None and not self._told:
             self._told = True
             threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
 
     def open(self) -> None:
-        """Have it watched for as long as it lives, or until it is closed."""
+        """Watch it for as long as it lives, or until it is closed."""
         with _lock:
             _alarms.add(self)
 

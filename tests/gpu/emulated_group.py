@@ -168,7 +168,7 @@ def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> Emulated
     from tests.gpu import emulated_fused
 
     group = EmulatedGroup(pair, size)
-    agreement._made[group] = EmulatedAgreements(group)
+    agreement._agreements[group] = EmulatedAgreements(group)
     link = links.probe(pair, device)
     # A kind of its own: the tuner keeps answers by link.
     state_of(group).link = EmulatedLink(link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason)

@@ -20,7 +20,7 @@ def main() -> None:
     try:
         from megatron_flux.cli.main import main as command
     except ModuleNotFoundError as error:
-        if error.name not in (needed := ("jinja2", "plotly", "rich", "typer", "yaml")):
+        if error.name not in (needed := ("jinja2", "plotly", "rich", "yaml")):
             raise
         names = " ".join(needed).replace("yaml", "pyyaml")
         raise SystemExit(

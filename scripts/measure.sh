@@ -80,9 +80,9 @@ stage tests 1500 "MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} py
 stage ops 590 "$flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048 --out @"
 stage decode_ops 300 "$flux bench ops --tp $GPUS --preset llama2-70b --directions decode --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
-stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --cuda-graphs --no-trace --out @"
+stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --cuda-graphs --set=trace=false --out @"
 for mode in prefill decode; do
-    stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --no-trace --out @"
+    stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done
 stage fp8_gemm 210 "python3 tests/gpu/checks_fp8.py --out @ --seconds 180" # on one GPU
 stage fp8_checks 590 "$ranks $GPUS tests/gpu/checks_fp8.py --out @"
@@ -97,7 +97,7 @@ for recipe in delayed current blockwise; do # fp8_layer_* use the plans of fp8_o
         $parity @ -- --fp8 $recipe --transformer-impl transformer_engine --backend fused $small"
 done
 stage parity 400 "$parity @ -- $small"
-((GPUS < 4)) || stage parity_dp 400 "$parity @ -- --tp $((GPUS / 2)) --overlap-grad-reduce $small"
+((GPUS < 4)) || stage parity_dp 400 "$parity @ -- --tp $((GPUS / 2)) --set=overlap_grad_reduce=true $small"
 stage compare 300 "$flux compare --preset gpt3-175b --num-layers 2 --nproc $GPUS --steps 48 --profile-steps 20-21 --out @"
 stage fp8_compare 590 "$flux compare $trained --nproc $GPUS --fp8 current --transformer-impl transformer_engine
     --steps 48 --out @"

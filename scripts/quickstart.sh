@@ -19,7 +19,7 @@ elif ((gpus < 2)); then
     export CUDA_VISIBLE_DEVICES="" # one GPU has nobody to talk to
 fi
 out=runs/quickstart-$(date +%Y%m%d-%H%M%S)
-"$PYTHON" -m megatron_flux.cli compare --preset tiny --nproc "$processes" --steps 80 --log-interval 10 --out "$out" \
+"$PYTHON" -m megatron_flux.cli compare --preset tiny --nproc "$processes" --steps 80 --set=log_interval=10 --out "$out" \
     ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
 
 # The last --out counts.

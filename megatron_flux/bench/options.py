@@ -1,84 +1,77 @@
-"""Options of ``bench ops``, ``tune`` and ``bench layer``, and the checked runs they become.
-
-The descriptions of the fields are the help texts; options with several values take them separated by commas.
-"""
+"""Options of ``bench ops``, ``tune`` and ``bench layer``, and the checked runs they become."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import PositiveInt, TypeAdapter, ValidationError
 
-from megatron_flux.bench.cases import DIRECTIONS, LINEARS, Case, Workload, check_divides, layer_cases
+from megatron_flux.bench.cases import LINEARS, Case, Workload, check_divides, layer_cases
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
+from megatron_flux.options import Options, option
 from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.options import LinkOptions, Wire
+from megatron_flux.train.options import GradWireOptions, LinkOptions, Wire
 from megatron_flux.train.presets import PRESETS
 
-BY_DEFAULT = "gpt3-175b,llama2-70b,llama3-405b"
+BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
 """Models that a benchmark measures by default: a few minutes' worth."""
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
-MANY_ROWS = "1024,2048,4096,8192,16384"
-FEW_ROWS = "1,2,4,8,16,32,64,128,256,512"
+MANY_ROWS = (1024, 2048, 4096, 8192, 16384)
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-VARIANTS = ("te", "local", "te_ub", "flux_local", "flux_te", "no_communication")
+VARIANTS = ["te", "local", "te_ub", "flux_local", "flux_te", "no_communication"]
 """Variants of ``bench layer`` that run by default; see :mod:`megatron_flux.bench.variants`."""
 BASES = (*VARIANTS, "unsynchronised")
 
 
-class Options(BaseModel):
-    """Base of options and runs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Calls(LinkOptions, Options):
+class _Calls(LinkOptions):
     """Operator calls and where they run, of ``bench ops`` and ``tune``."""
 
     group: ClassVar[str] = "Calls"
 
-    preset: str = Field(BY_DEFAULT, description=f"Models whose linears are called: {', '.join(PRESETS)}.")
-    tokens: str | None = Field(None, description=f"Rows m of the whole group. Default: {MANY_ROWS}; decode {FEW_ROWS}.")
-    linears: str = Field(",".join(LINEARS), description="Linears of a layer.")
-    directions: str = Field(
-        "forward,dgrad",
-        description="forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs.",
-    )
-    tp: int | None = Field(
-        None, ge=2, description="GPUs, which are the tensor-parallel group. Default: all; 8 in a dry run without GPUs."
-    )
-    dtype: Literal["bf16", "fp16"] = Field("bf16", description="Operands and results.")
-    fp8: str | None = Field(
+    preset: list[str] = option(BY_DEFAULT, f"Models whose linears are called: {', '.join(PRESETS)}.")
+    tokens: list[PositiveInt] | None = option(
         None,
-        description=f"FP8 operands by these recipes instead: {', '.join(RECIPES)}. delayed and current make the same "
-        "calls.",
+        "Rows m of the whole group. Default: 1024 to 16384 by powers of two; decode 1 to 512.",
+    )
+    linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = option(list(LINEARS), "Linears of a layer.")
+    directions: list[Literal["forward", "dgrad", "decode"]] = option(
+        ["forward", "dgrad"], "forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs."
+    )
+    tp: int | None = option(
+        None,
+        "GPUs, which are the tensor-parallel group. Default: all; 8 in a dry run without GPUs.",
+        long="tensor-model-parallel-size",
+        ge=2,
+    )
+    dtype: Literal["bf16", "fp16"] = option("bf16", "Operands and results.", file_only=True)
+    fp8: list[Recipe] | None = option(
+        None, "FP8 operands by these recipes instead. delayed and current make the same calls.", long="fp8-recipe"
     )
 
     def cases(self) -> list[Case]:
         """List the calls of a run, whose ``tp`` is known.
 
         Raises:
-            UserError: an unknown name, a number that is none, or sizes that ``tp`` does not divide.
+            UserError: an unknown model, or sizes that ``tp`` does not divide.
         """
-        tp, recipes = self.tp or 1, [None] if self.fp8 is None else _recipes(self.fp8)
-        linears, cases = _named("--linears", self.linears, LINEARS), []
-        for name in _named("--preset", self.preset, PRESETS):
+        tp, cases = self.tp or 1, []
+        for name in _known("--preset", self.preset, PRESETS):
             shape = PRESETS[name].shape
-            for direction in _named("--directions", self.directions, DIRECTIONS):
+            for direction in dict.fromkeys(self.directions):
                 decode = direction == "decode"
-                for m in _numbers("--tokens", self.tokens or (FEW_ROWS if decode else MANY_ROWS)):
+                for m in dict.fromkeys(self.tokens or (FEW_ROWS if decode else MANY_ROWS)):
                     check_divides(name, shape, tp, **({} if decode else {"tokens": m}))
-                    found = layer_cases(name, shape, m, direction, tp)
                     cases += [
-                        replace(case, fp8=None if decode else recipe)
-                        for case in found
-                        if case.layer in linears
-                        for recipe in ([None] if decode else recipes)
+                        replace(case, fp8=recipe)
+                        for case in layer_cases(name, shape, m, direction, tp)
+                        if case.layer in self.linears
+                        for recipe in ([None] if decode else _recipes(self.fp8))
                     ]
         if not cases:
             raise UserError("--directions decode calls proj and fc2 alone; give one of them as --linears")
@@ -90,26 +83,23 @@ class OpsOptions(_Calls):
 
     group: ClassVar[str] = "Measuring"
 
-    rounds: int = Field(7, ge=1, description="Rounds per call; every round times all variants, in random order.")
-    burst: int = Field(6, ge=1, description="Back-to-back calls per round and variant.")
-    seconds: float | None = Field(None, gt=0, description="Begin no further call after this long. Default: no limit.")
-    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-ops.")
-    overwrite: bool = Field(False, description="Replace an earlier run in --out.")
+    rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
+    burst: int = option(6, "Back-to-back calls per round and variant.", ge=1, file_only=True)
+    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
+    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops.")
+    overwrite: bool = option(False, "Replace an earlier run in --out.")
 
 
-class TuneOptions(_Calls):
+class TuneOptions(_Calls, GradWireOptions):
     """Options of ``tune``; plans belong to a link and a wire format."""
 
     group: ClassVar[str] = "Measuring"
 
-    grad_wire: Wire | None = Field(
-        None, description="Wire format of dgrad. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
-    )
-    seconds_per_shape: float = Field(30.0, gt=0, description="Begin no further candidate after this long.")
-    force: bool = Field(False, description="Measure again what has a plan already.")
-    cache: Path | None = Field(
-        None,
-        description="JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder.",
+    seconds: float = option(30.0, "Begin no further candidate of a call after this long.", gt=0)
+    force: bool = option(False, "Measure again what has a plan already.")
+    show: bool = option(False, "Print the stored plans and end; needs no GPU.")
+    cache: Path | None = option(
+        None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder.", file_only=True
     )
 
 
@@ -118,47 +108,48 @@ class LayerOptions(Options):
 
     group: ClassVar[str] = "Layers"
 
-    preset: str = Field(
-        BY_DEFAULT,
-        description=f"Models: {', '.join(PRESETS)}. small shows in seconds that a machine can run the benchmark.",
+    preset: list[str] = option(
+        BY_DEFAULT, f"Models: {', '.join(PRESETS)}. small shows in seconds that a machine can run the benchmark."
     )
-    mode: Literal["training", "prefill", "decode"] = Field(
+    mode: Literal["training", "prefill", "decode"] = option(
         "training",
-        description="training: forward and backward. prefill: forward. decode: forward of one token a sequence behind "
-        "a cache of keys and values, without sequence parallelism, in CUDA graphs.",
+        "training: forward and backward. prefill: forward. decode: forward of one token a sequence behind a cache of "
+        "keys and values, without sequence parallelism, in CUDA graphs.",
     )
-    variants: str = Field(
-        ",".join(VARIANTS),
-        description=f"Variants: {', '.join(BASES)}. no_communication skips all communication, unsynchronised sends and "
-        "never waits: bounds, not trainings. te_again is te once more, which shows the noise. flux_te:NAME=VALUE "
-        "changes a setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_fp8.",
+    variants: list[str] = option(
+        VARIANTS,
+        f"Variants: {', '.join(BASES)}. no_communication skips all communication, unsynchronised sends and never "
+        "waits: bounds, not trainings. te_again is te once more, which shows the noise. flux_te:NAME=VALUE changes a "
+        "setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_fp8.",
     )
-    seq_length: int | None = Field(None, ge=1, description="Tokens per sequence, instead of the preset's.")
-    micro_batch_size: str | None = Field(
-        None, description="Sequences per step, instead of the preset's. Default of decode: 1,8,64,512."
+    seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=1)
+    micro_batch_size: list[PositiveInt] | None = option(
+        None, "Sequences per step, instead of the preset's. Default of decode: 1,8,64,512."
     )
-    num_layers: int | None = Field(None, ge=1, description="Layers per step. Default: 4; 2 of llama3-405b and small.")
-    context_length: int = Field(2048, ge=1, description="Tokens of each sequence in the cache of a decode step.")
-    sequence_parallel: bool = Field(True, description="Without it every rank has all rows between linears.")
-    frozen: bool = Field(False, description="Give no parameter a gradient, as in a training of adapters.")
-    fp8: str | None = Field(
-        None, description=f"Run TransformerEngine's layers in FP8 by these recipes instead: {', '.join(RECIPES)}."
+    num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
+    context_length: int = option(2048, "Tokens of each sequence in the cache of a decode step.", ge=1, file_only=True)
+    sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
+    frozen: bool = option(False, "Give no parameter a gradient, as in a training of adapters.", file_only=True)
+    fp8: list[Recipe] | None = option(
+        None, "Run TransformerEngine's layers in FP8 by these recipes instead.", long="fp8-recipe"
     )
-    tp: int | None = Field(None, ge=1, description="Processes, one per GPU. Default: all GPUs.")
-    link: Literal["nvlink", "p2p", "host", "none"] | None = Field(
-        None, description="Use no stronger link than this. Default: MEGATRON_FLUX_LINK, else whatever there is."
+    tp: int | None = option(None, "Processes, one per GPU. Default: all GPUs.", long="tensor-model-parallel-size", ge=1)
+    link: Literal["nvlink", "p2p", "host", "none"] | None = option(
+        None, "Strongest link to use. Default: MEGATRON_FLUX_LINK, else the strongest there is."
     )
-    backend: str = Field("auto", description="Operator backend of the flux variants: auto, or one by name.")
-    cuda_graphs: bool | None = Field(None, description="Capture steps in CUDA graphs. Default: in decode.")
-    rounds: int = Field(9, ge=1, description="Rounds; each times every variant once, in random order.")
-    burst: int | None = Field(
-        None, ge=1, description="Steps of a variant in a round, back to back. Default: 3; decode 30."
+    backend: str = option("auto", "Operator backend of the flux variants: auto, or one by name.")
+    cuda_graphs: bool | None = option(None, "Capture steps in CUDA graphs. Default: in decode.")
+    rounds: int = option(9, "Rounds; each times every variant once, in random order.", ge=1)
+    burst: int | None = option(
+        None, "Steps of a variant in a round, back to back. Default: 3; decode 30.", ge=1, file_only=True
     )
-    seconds: float | None = Field(None, gt=0, description="Start no further round after this long, over all models.")
-    trace: bool = Field(True, description="Record one more step of each variant: breakdown and trace file.")
-    timeout: float = Field(600.0, gt=0, description="Seconds after which a collective without its peers is an error.")
-    out: Path | None = Field(None, description="Run folder. Default: runs/<time>-bench-layer.")
-    overwrite: bool = Field(False, description="Replace an earlier run in --out.")
+    seconds: float | None = option(None, "Start no further round after this long, over all models.", gt=0)
+    trace: bool = option(True, "Record one more step of each variant: breakdown and trace file.", file_only=True)
+    timeout: float = option(
+        600.0, "Seconds after which a collective without its peers is an error.", gt=0, file_only=True
+    )
+    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-layer.")
+    overwrite: bool = option(False, "Replace an earlier run in --out.")
 
 
 class OpsRun(OpsOptions):
@@ -232,12 +223,11 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     """
     mode, trained = options.mode, options.mode == "training"
     graphs = options.cuda_graphs if options.cuda_graphs is not None else mode == "decode"
-    variants = [name.strip() for name in options.variants.split(",") if name.strip()]
+    variants = list(dict.fromkeys(options.variants))
     bases = [name.partition(":")[0].removesuffix("_again") for name in variants]
-    _named("--variants", ",".join(bases), BASES)
+    _known("--variants", bases, BASES)
     for name in variants:
         flux_config(name)
-    recipes = [None] if options.fp8 is None else _recipes(options.fp8)
     if options.backend not in backend_names():
         raise UserError(f"unknown backend {options.backend!r}; use one of: {', '.join(backend_names())}")
     if tp < 2:
@@ -246,15 +236,15 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     if graphs and "unsynchronised" in bases:
         raise UserError("CUDA graphs cannot hold the copies of unsynchronised, for which nothing waits; leave it out")
     if graphs and options.fp8 is not None:
-        raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave --cuda-graphs or --fp8 out")
+        raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave --cuda-graphs or --fp8-recipe out")
     if not trained and (options.frozen or options.fp8 is not None):
-        raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave --frozen and --fp8 out")
+        raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave frozen and --fp8-recipe out")
     workloads = []
-    for model in _named("--preset", options.preset, PRESETS):
+    for model in _known("--preset", options.preset, PRESETS):
         preset = PRESETS[model]
         seq = 1 if mode == "decode" else options.seq_length or preset.shape.seq_length
         few = preset.shape.num_layers == 2 or preset.shape.hidden_size > 16000
-        batches = options.micro_batch_size or ("1,8,64,512" if mode == "decode" else str(preset.micro_batch_size))
+        batches = options.micro_batch_size or ([1, 8, 64, 512] if mode == "decode" else [preset.micro_batch_size])
         workloads += [
             Workload(
                 model=model,
@@ -267,15 +257,15 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                 frozen=options.frozen,
                 context_length=options.context_length if mode == "decode" else None,
             )
-            for batch in _numbers("--micro-batch-size", batches)
-            for recipe in recipes
+            for batch in dict.fromkeys(batches)
+            for recipe in _recipes(options.fp8)
         ]
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
         check_divides(workload.label, workload.shape, tp, **more)
     return LayerRun(
         workloads=tuple(workloads),
-        variants=tuple(dict.fromkeys(variants)),
+        variants=tuple(variants),
         tp=tp,
         cuda_graphs=graphs,
         burst=options.burst or (30 if mode == "decode" else 3),
@@ -283,23 +273,14 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     )
 
 
-def _named(option: str, text: str, known: Collection[str]) -> list[str]:
-    """Return the names in ``text``, each once. Raises UserError: one is not ``known``, or there is none."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
+def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return ``names``, each once. Raises UserError: one is not ``known``, or there is none."""
+    if (unknown := [name for name in names if name not in known]) or not names:
         problem = f"unknown name {unknown[0]!r}" if unknown else "no name"
-        raise UserError(f"{option} {text!r}: {problem}; use one or more of: {', '.join(known)}")
-    return names
+        raise UserError(f"{option} {','.join(names)}: {problem}; use one or more of: {', '.join(known)}")
+    return list(dict.fromkeys(names))
 
 
-def _recipes(text: str) -> list[Recipe | None]:
-    return cast(list[Recipe | None], _named("--fp8", text, RECIPES))
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """Return the whole numbers greater than 0 in ``text``, each once. Raises UserError: there is another word."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"{option} {text}: give whole numbers greater than 0, separated by commas")
-    return list(dict.fromkeys(map(int, words)))
+def _recipes(fp8: Sequence[Recipe] | None) -> list[Recipe | None]:
+    """Return the recipes, each once; None of bf16 alone."""
+    return list(dict.fromkeys(fp8)) if fp8 else [None]

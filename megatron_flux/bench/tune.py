@@ -56,7 +56,7 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         # The tuner reads from the environment where to store plans and how long to measure.
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
-        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds_per_shape)
+        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds)
         os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for number_, case in enumerate(cases, 1):
             captured = case.direction == "decode"
@@ -116,7 +116,7 @@ def _store(wanted: TuneRun, key: str, plan: dict[str, Any]) -> None:
     if wanted.force:
         tuning_cache.store(wanted.cache, key, plan)
     elif plan["ms"] and tuning_cache.is_short(tuning_cache.load(wanted.cache).get(key, {"list": "short"})):
-        raise UserError(f"the plan for {key} could not be stored in {wanted.cache}; give another file as --cache")
+        raise UserError(f"the plan for {key} could not be stored in {wanted.cache}; set another cache")
 
 
 def work(text: str) -> None:

@@ -6,34 +6,27 @@ import errno
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from megatron_flux.bench.options import LayerOptions, LayerRun, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
 from megatron_flux.cli import start
-from megatron_flux.cli.start import Command, DryRun, Group, with_options_or_file
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
+from megatron_flux.options import Options
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
 
-bench = typer.Typer(cls=Group, no_args_is_help=True, help="Measure on this machine's GPUs, all sides in one run.")
 
-Show = Annotated[bool, typer.Option("--show", help="Print the stored plans and end; needs no GPU.")]
-
-
-@bench.command(cls=Command)
-@with_options_or_file
-def ops(given: OpsOptions, dry_run: DryRun = False) -> None:
+def ops(options: OpsOptions, dry_run: bool) -> None:
     """Measure the operators on the layers of large models: GEMM, NCCL, both in sequence, async-TP and every backend."""
     from megatron_flux.bench import ops as module
 
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
-    wire = Wires.of(given.wire, None).activations
-    run = OpsRun(**{**given.model_dump(), "tp": _tp(given.tp), "wire": wire, "out": given.out or Path()})
+    wire = Wires.of(options.wire, None).activations
+    run = OpsRun(**{**options.model_dump(), "tp": _tp(options.tp), "wire": wire, "out": options.out or Path()})
     calls = len(run.cases())
 
     def to(out: Path) -> OpsRun:
@@ -44,36 +37,35 @@ def ops(given: OpsOptions, dry_run: DryRun = False) -> None:
         module,
         f"{calls} calls on {run.tp} GPUs",
         run.tp,
-        describe=lambda out: _description(to(out)),
+        describe=lambda out: _description(to(out), options),
         argument=lambda out: to(out).model_dump_json(),
-        out=given.out,
-        overwrite=given.overwrite,
+        out=options.out,
+        overwrite=options.overwrite,
         dry_run=dry_run,
     )
 
 
-@with_options_or_file
-def tune(given: TuneOptions, show: Show = False, dry_run: DryRun = False) -> None:
+def tune(options: TuneOptions, dry_run: bool) -> None:
     """Measure which backend is fastest for each layer of large models, and store the plans for training."""
     from megatron_flux.bench import tune as module
     from megatron_flux.ops.backends import tuning_cache
 
-    cache = given.cache or tuning_cache.cache_path()
-    if show:
-        if dry_run or given.force:
+    cache = options.cache or tuning_cache.cache_path()
+    if options.show:
+        if dry_run or options.force:
             raise UserError("--show only prints stored plans; leave out --dry-run and --force")
-        _show(cache, asked=given.cache is not None)
+        _show(cache, asked=options.cache is not None)
         return
     if not dry_run:
         _ready_for_gpus("tune", "--show prints stored plans, --dry-run checks the options, on any machine")
-    activations, gradients = Wires.of(given.wire, given.grad_wire)
+    activations, gradients = Wires.of(options.wire, options.grad_wire)
     wires = {"wire": activations, "grad_wire": gradients}
-    run = TuneRun(**{**given.model_dump(), **wires, "tp": _tp(given.tp), "cache": cache.absolute()})
+    run = TuneRun(**{**options.model_dump(), **wires, "tp": _tp(options.tp), "cache": cache.absolute()})
     calls = len(run.cases())
     if not dry_run:
         _require_writable(cache)
     tuning_cache.load(cache)  # refuses a damaged one
-    if start.described(dry_run, lambda _: _description(run), None):
+    if start.described(dry_run, lambda _: _description(run, options), None):
         return
     about = f"{calls} calls on {run.tp} GPUs, plans stored in {cache}"
     left = f"plans made so far are in {cache}"
@@ -108,7 +100,7 @@ def _require_writable(cache: Path) -> None:
         if not os.access(cache.parent, os.W_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
     except OSError as error:
-        raise UserError(f"{cache}: its folder cannot be used: {error.strerror}; give another file as --cache") from None
+        raise UserError(f"{cache}: its folder cannot be used: {error.strerror}; set another cache") from None
 
 
 def _show(cache: Path, *, asked: bool) -> None:
@@ -116,16 +108,17 @@ def _show(cache: Path, *, asked: bool) -> None:
     from megatron_flux.ops.backends import tuning_cache
 
     if asked and not cache.exists():
-        raise UserError(f"--cache {cache} does not exist; give a file that `megatron-flux tune` has written")
+        raise UserError(f"cache {cache} does not exist; give a file that `megatron-flux tune` has written")
     plans = tuning_cache.load(cache)
     if plans:
         tables.show_plans(plans)
-    typer.echo(f"plans: {cache}" if plans else f"nothing has been tuned yet: no plans in {cache}")
+    print(f"plans: {cache}" if plans else f"nothing has been tuned yet: no plans in {cache}")
 
 
-def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
+def _description(run: OpsRun | TuneRun, options: Options) -> dict[str, Any]:
     return {
         "config": run.model_dump(mode="json"),
+        "options": options.as_given(),
         "calls": [asdict(case) for case in run.cases()],
         "versions": environment.versions(),
         "command": folder.command_line(),
@@ -133,9 +126,7 @@ def _description(run: OpsRun | TuneRun) -> dict[str, Any]:
     }
 
 
-@bench.command(cls=Command)
-@with_options_or_file
-def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
+def layer(options: LayerOptions, dry_run: bool) -> None:
     """Time transformer layers in training, prefill or decode: stock, userbuffers, flux, and without communication."""
     from megatron_flux.bench import layer as module
     from megatron_flux.bench.variants import blocks_of
@@ -146,7 +137,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not dry_run:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
-    run = layer_run(given, launcher.world_size(given.tp, gpus=gpus, otherwise=8, option="--tp"))
+    run = layer_run(options, launcher.world_size(options.tp, gpus=gpus, otherwise=8, option="--tp"))
     blocks = {workload: len(blocks_of(run.variants, workload.fp8)) for workload in run.workloads}
 
     def to(out: Path) -> LayerRun:
@@ -154,7 +145,8 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
 
     def describe(out: Path) -> dict[str, Any]:
         return {
-            "config": {**given.model_dump(mode="json"), "tp": run.tp, "out": str(out)},
+            "config": {**options.model_dump(mode="json"), "tp": run.tp, "out": str(out)},
+            "options": options.as_given(),
             "workloads": [workload.model_dump() for workload in run.workloads],
             "memory_gb_per_gpu": {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads},
             "started": folder.started(),
@@ -170,7 +162,7 @@ def layer(given: LayerOptions, dry_run: DryRun = False) -> None:
         run.tp,
         describe=describe,
         argument=lambda out: to(out).model_dump_json(),
-        out=given.out,
-        overwrite=given.overwrite,
+        out=options.out,
+        overwrite=options.overwrite,
         dry_run=dry_run,
     )

@@ -9,63 +9,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_flux.cli.start import Command, Group
-from megatron_flux.errors import InterruptedRunError, StorageError, UserError, one_line, require
-
-quant = typer.Typer(cls=Group, no_args_is_help=True, help="Quantised checkpoints for tensor parallelism.")
+from megatron_flux.errors import InterruptedRunError, require
+from megatron_flux.options import Options, argument, option
 
 
-@quant.callback()
-def _quantised() -> None:
-    """Quantised checkpoints for tensor parallelism."""
+class FoldOptions(Options):
+    """Options of ``quant fold``."""
+
+    checkpoint: Path = argument(..., "Folder of a GPTQ checkpoint (safetensors).")
+    out: Path = argument(..., "Folder to make.")
+    tp: int | None = option(None, "Refuse what so many ranks could not share.", long="tensor-model-parallel-size", ge=1)
+    check: bool = option(False, "Compare every MLP with the unfolded one, dequantised in fp32.")
+    json_: bool = option(False, "Print as JSON what was done with every MLP.")
+    dry_run: bool = option(False, "Check everything, write nothing.")
 
 
-@quant.command(cls=Command)
-def fold(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="IN", help="Folder of a GPTQ checkpoint (safetensors).", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)],
-    tp: Annotated[
-        int | None,
-        typer.Option(min=1, help="Refuse what so many ranks could not share.", show_default="any that divides"),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare every MLP with the unfolded one, dequantised in fp32.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="JSON file of what was done with every MLP.", show_default=False)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
-) -> None:
+def fold(options: FoldOptions) -> None:
     """Put columns of every MLP's first linears into the order of the second one's rows (TP-aware dequantization)."""
     require("safetensors", "quant fold")
     from megatron_flux.quant import checkpoint as module
 
-    found = module.read(checkpoint)
-    if report is not None and (report.exists() or not report.parent.is_dir()):
-        raise UserError(f"--report {report}: " + ("it exists" if report.exists() else f"{report.parent} is no folder"))
-    if dry_run:
-        module.examine(found, out, tp)
-        typer.echo(f"{len(found.mlps)} MLP(s) of {found.bits} bits in {len(found.files)} file(s) can be folded")
+    found = module.read(options.checkpoint)
+    if options.dry_run:
+        module.examine(found, options.out, options.tp)
+        print(f"{len(found.mlps)} MLP(s) of {found.bits} bits in {len(found.files)} file(s) can be folded")
         return
     with _ended_by_signals(), _bar(2 * sum(found.files.values())) as progress:
-        done = module.run(found, out, tp=tp, check=check, progress=progress)
-    if report is not None:
-        try:
-            report.write_text(json.dumps(done, indent=1) + "\n")
-        except OSError as error:
-            raise StorageError(f"{out} is whole, but {report} could not be written: {one_line(error)}") from error
-    typer.echo(_said(done, out))
+        done = module.run(found, options.out, tp=options.tp, check=options.check, progress=progress)
+    print(json.dumps(done, indent=1) if options.json_ else _summary(done, options.out))
 
 
-def _said(done: dict[str, Any], out: Path) -> str:
+def _summary(done: dict[str, Any], out: Path) -> str:
     """One paragraph for the terminal."""
     folded = sum(mlp["state"] == "folded" for mlp in done["mlps"])
     shared = sorted(set.intersection(*(set(mlp["tp"]) for mlp in done["mlps"])))

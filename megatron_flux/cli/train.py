@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import typer
+import sys
+from typing import TYPE_CHECKING, Literal
 
 from megatron_flux.cli import start
-from megatron_flux.cli.start import DryRun, with_options_or_file
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.options import CompareOptions, TrainOptions
 
 if TYPE_CHECKING:
     from megatron_flux.train.config import RunConfig
 
 
-@with_options_or_file
-def train(given: TrainOptions, special: CheckpointOptions, dry_run: DryRun = False) -> None:
-    """Pretrain a GPT with megatron-core, patched (or stock with --no-flux), on real text."""
-    _run("train", given, special, dry_run)
+def train(options: TrainOptions, dry_run: bool) -> None:
+    """Pretrain a GPT."""
+    _run("train", options, dry_run)
 
 
-@with_options_or_file
-def compare(given: TrainOptions, special: CompareOptions, dry_run: DryRun = False) -> None:
-    """Train stock and patched from the same seed, taking turns, and show both beside each other."""
-    _run("compare", given, special, dry_run)
+def compare(options: CompareOptions, dry_run: bool) -> None:
+    """Train stock and patched from one seed."""
+    _run("compare", options, dry_run)
 
 
-def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *words: str) -> RunConfig:
-    """The run that options mean on this machine, checked; ``words`` are of its folder's default name.
+def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
+    """Return the run that ``options`` mean on this machine, checked.
 
     Raises:
         UserError: versions, sizes or data with which it could not run.
@@ -40,16 +36,16 @@ def resolved(given: TrainOptions, special: CheckpointOptions | CompareOptions, *
 
     rank.quiet_megatron()
     checked_versions()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    world_size = launcher.world_size(given.nproc, gpus=gpus, otherwise=2)
-    out = given.out or folder.default_folder(*words)
-    run = config.resolve(given, special, world_size=world_size, device=device, out=out)
+    world_size = launcher.world_size(options.nproc, gpus=gpus, otherwise=2)
+    out = options.out or folder.default_folder(command, options.preset)
+    run = config.resolve(options, world_size=world_size, device=device, out=out)
     data.find_sources(run.data)
     return run
 
 
-def _run(command: str, given: TrainOptions, special: CheckpointOptions | CompareOptions, dry_run: bool) -> None:
+def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) -> None:
     from megatron_flux.errors import InterruptedRunError
     from megatron_flux.metrics.strict_json import read_json_object
     from megatron_flux.metrics.summary import parity
@@ -57,21 +53,16 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
 
-    run = resolved(given, special, command, given.preset)
+    run = resolved(command, options)
     checkpoint_access.check_resume(run)
     if saved := checkpoint_access.inherited(run):
-
-        def going_on(options: Any) -> Any:
-            left = saved.keys() & type(options).model_fields.keys() - options.model_fields_set
-            return options.model_copy(update={name: saved[name] for name in left})
-
-        run = resolved(going_on(given), going_on(special), command, given.preset)
+        left_open = saved.keys() & type(options).model_fields.keys() - options.model_fields_set
+        run = resolved(command, options.model_copy(update={name: saved[name] for name in left_open}))
     changed = [f"{name} {now}, not {then}" for name, then in saved.items() if (now := getattr(run, name)) != then]
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)
-    resuming = run.load is not None
-    how = {"default": given.out is None, "overwrite": run.overwrite, "resuming": resuming}
+    how = {"default": options.out is None, "overwrite": run.overwrite, "resuming": run.load is not None}
     if start.described(dry_run, lambda _: description.description(run), run.out, **how):
         return
     if launcher.launched() and not first:
@@ -88,12 +79,12 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
     )
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    said = checkpoint_access.check_data(run)
-    typer.echo(f"megatron-flux {command}: {size}: {text.name}", err=True)
-    for line in filter(None, (said, changed and f"resumes with {', '.join(changed)} as in the checkpoint")):
-        typer.echo(f"megatron-flux {command}: {line}", err=True)
+    other_data = checkpoint_access.check_data(run)
+    resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
+    for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
+        print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
-    with description.made(run, default=given.out is None) as run:
+    with description.made(run, default=options.out is None) as run:
         asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
@@ -112,9 +103,9 @@ def _run(command: str, given: TrainOptions, special: CheckpointOptions | Compare
             raise InterruptedRunError(f"stopped by {asked.name}, {go_on}", asked)
     if run.loss_tolerance is not None:
         summary = run.out / "summary.json"
-        same, said = False, "parity is not known: the run was stopped before its last step"
+        same, line = False, "parity is not known: the run was stopped before its last step"
         if summary.is_file():
-            same, said = parity(read_json_object(summary), run.loss_tolerance)
-        typer.echo(said)
+            same, line = parity(read_json_object(summary), run.loss_tolerance)
+        print(line)
         if not same:
-            raise typer.Exit(1)
+            raise SystemExit(1)

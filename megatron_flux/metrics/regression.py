@@ -6,7 +6,7 @@ seed, data and schedule for losses. Anything else is refused, with what differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,12 +76,22 @@ class Result:
         print_table("", Checked._fields, self.checked, *notes, Text(self.verdict, "bold"))
 
 
-def parse_checks(text: str) -> tuple[str, ...]:
-    """Parse the comma-separated names of ``--check``. Raises UserError: one is unknown, or there is none."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names or not set(names) <= set(CHECKS):
-        raise UserError(f"--check {text!r}: choose some of {', '.join(CHECKS)}, separated by commas")
-    return names
+def parse_bands(words: Sequence[str]) -> tuple[Bands, tuple[str, ...]]:
+    """Return the bands that ``NAME=PER_CENT`` words give, and which quantities they name.
+
+    Raises:
+        UserError: an unknown name, or no number.
+    """
+    bands = {}
+    for word in words:
+        name, _, per_cent = word.partition("=")
+        try:
+            bands[name] = float(per_cent) / 100
+        except ValueError:
+            bands[name] = -1
+        if name not in CHECKS or not bands[name] >= 0:
+            raise UserError(f"--band {word}: give NAME=PER_CENT, the name one of {', '.join(CHECKS)}")
+    return Bands(**{name.replace("-", "_"): band for name, band in bands.items()}), tuple(bands)
 
 
 def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
@@ -101,7 +111,7 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
         if set(kinds) & set(checks) and (unequal := differing(now, then, names)):
             raise UserError(
                 f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(unequal)}; "
-                f"give results of the same settings, or --check {others}"
+                f"give results of the same settings, or a --band of {others} alone"
             )
     arms = [arm for arm, records in then.arms.items() if records]
     if not arms:
@@ -112,7 +122,7 @@ def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str,
     if all(one.state == _UNCHECKED for one in checked):
         raise UserError(
             f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; give results that "
-            "recorded the same things, or another --check"
+            "recorded the same things, or another --band"
         )
     return Result(then.name, checked, [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems])
 
@@ -122,7 +132,7 @@ def _checked(arm: str, now: Run, then: Run, bands: Bands, checks: tuple[str, ...
     if "step-time" in checks:
         for run in (now, then):
             if not timed(run.arms[arm]):
-                raise UserError(f"{run.path} has no timed step of {arm}; run more steps than warm-up, or --check loss")
+                raise UserError(f"{run.path} has no timed step of {arm}; run more steps than warm-up, or --band loss=1")
         medians = [side["step_time_ms"]["median"] for side in (earlier, current)]
         yield _at_most(f"{arm} step time, median (ms)", bands.step_time, milliseconds, *medians)
     if "loss" in checks:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
+from megatron_flux.options import field_named, is_file_only, is_list
 from megatron_flux.settings import LINKS
 from megatron_flux.slurm.profile import (
     DEFAULTS,
@@ -32,7 +34,7 @@ from megatron_flux.slurm.profile import (
 )
 from megatron_flux.train import config
 from megatron_flux.train.fp8 import check_capability
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
 Mode = Literal["baseline", "flux", "compare"]
@@ -107,9 +109,8 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     Raises:
         UserError: an unknown option, one that does not fit, or a model that cannot fit into the GPUs.
     """
-    special: type[CompareOptions | CheckpointOptions] = CompareOptions if mode == "compare" else CheckpointOptions
+    kind: type[TrainOptions | CompareOptions] = CompareOptions if mode == "compare" else TrainOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
-    allowed = {**TrainOptions.model_fields, **special.model_fields}
     for name in given:
         if name in _OWN:
             how = (
@@ -118,8 +119,8 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
                 else "leave it out of the training options"
             )
             raise UserError(f"{name} of job {job.name} is set by the job itself; {how}")
-        if name not in allowed:
-            names = ", ".join(sorted(set(allowed) - _OWN))
+        if name not in kind.model_fields:
+            names = ", ".join(sorted(set(kind.model_fields) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {names}")
     layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
     if mode != "compare":
@@ -128,10 +129,10 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     link, wire = _link(job, profile), job.wire or profile.wire
     wires = {"wire": wire, "grad_wire": given.get("grad_wire")} if mode != "baseline" else {}
     layout |= _over(link, wires, job, profile) | ({"wire": wire} if wires and wire != EXACT else {})
-    options = validated(TrainOptions, "training", _of(TrainOptions, {**given, **layout}))
-    specials = validated(special, "training", _of(special, {**given, **layout}))
+    chosen = {name: value for name, value in {**given, **layout}.items() if value is not None}
+    options = validated(kind, "training", chosen)
     world_size = job.nodes * profile.processes_per_node
-    run = config.resolve(options, specials, world_size=world_size, device=profile.device, out=Path("run"))
+    run = config.resolve(options, world_size=world_size, device=profile.device, out=Path("run"))
     gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
     if run.fp8 is not None and gpu is not None:
         check_capability(run.fp8, gpu.capability, f"the {gpu.name} of profile {profile.name}")
@@ -145,9 +146,9 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
         )
     check_time(profile.time, profile.signal_seconds)
     words = ["compare" if mode == "compare" else "train"]
-    words += [word for name, value in layout.items() for word in _words(name, value)]
-    chosen = {**options.model_dump(), **specials.model_dump()}
-    words += [word for name in given if name != "seed" for word in _words(name, chosen[name])]
+    for name in dict.fromkeys((*layout, *given)):
+        if name in chosen and name != "seed":  # the script counts it up
+            words += _words(name, getattr(options, name), kind.model_fields[name])
     return Resolved(job=job, profile=profile, mode=mode, run=run, link=link, arguments=tuple(words))
 
 
@@ -198,17 +199,17 @@ def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Pr
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """Parse ``NAME=VALUE`` words as options. Only options that are lists may be repeated."""
-    fields = {**TrainOptions.model_fields, **CheckpointOptions.model_fields, **CompareOptions.model_fields}
+    fields = {**TrainOptions.model_fields, **CompareOptions.model_fields}
     found: dict[str, Any] = {}
     for pair in pairs:
         if not pair.isprintable():
             raise UserError(f"--set {pair!r}: line breaks and other control characters are not allowed")
         name, separator, value = pair.partition("=")
-        name = name.replace("-", "_")
+        name = field_named(fields, name) or name.replace("-", "_")
         if not separator or not name:
             raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
-        if name in fields and get_origin(fields[name].annotation) is list:
-            found.setdefault(name, []).append(value)
+        if name in fields and is_list(fields[name]):
+            found.setdefault(name, []).extend(value.split(","))
         elif name in found:
             raise UserError(f"--set {name} is given twice; give it once")
         else:
@@ -238,18 +239,12 @@ def check_time(time: str, lead: int) -> None:
         )
 
 
-def _of(model: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
-    """Select ``model``'s part of ``given``; a single value of a list option becomes a list of one."""
-    return {
-        name: [value] if get_origin(field.annotation) is list and not isinstance(value, list) else value
-        for name, field in model.model_fields.items()
-        if name in given and (value := given[name]) is not None
-    }
-
-
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: Any, field: FieldInfo) -> list[str]:
     """Format an option as command-line words; its value stays one word whatever it begins with."""
     option = name.replace("_", "-")
+    if is_file_only(field):
+        values = ",".join(map(str, value)) if isinstance(value, list) else value
+        return [f"--set={name}={str(values).lower() if isinstance(value, bool) else values}"]
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
-    return [f"--{option}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    return [f"--{option}={item}" for item in (value if isinstance(value, list) else [value])]

@@ -130,7 +130,7 @@ def instead(checkpoint: Path, config: RunConfig) -> str:
 def check_save(config: RunConfig) -> None:
     """Check what can be checked of ``--save`` before anything starts; leaves nothing behind."""
     if config.save is None:
-        for name, value in (("--save-interval", config.save_interval), ("--save-keep", config.save_keep)):
+        for name, value in (("--save-interval", config.save_interval), ("save_keep", config.save_keep)):
             if value is not None:
                 raise UserError(f"{name} {value} without --save: nothing would be saved; add --save FOLDER")
         return

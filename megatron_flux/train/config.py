@@ -9,10 +9,10 @@ import re
 from dataclasses import fields
 from math import gcd
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
@@ -25,7 +25,7 @@ from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train import tokenizer
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, RunOptions, TrainOptions, Wire, check_keep
+from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions, Wire, check_keep
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -45,10 +45,13 @@ class Text(BaseModel):
     """By :func:`megatron_flux.train.tokenizer.fingerprint`, or bytes; empty where that is not known."""
 
 
-class RunConfig(CheckpointOptions, RunOptions):
+class RunConfig(RunOptions):
     """One run, complete. Written to ``config.json`` and handed to every rank."""
 
     command: Literal["train", "compare"]
+    options: dict[str, Any] = Field({}, exclude=True)
+    """The options as given, from which ``--config`` repeats the run; ranks need none of them."""
+    flux: bool = True
     preset: str
     shape: ModelShape
     padded_vocab_size: int
@@ -116,8 +119,7 @@ class RunConfig(CheckpointOptions, RunOptions):
 
 
 def resolve(
-    options: TrainOptions,
-    special: CheckpointOptions | CompareOptions,
+    options: TrainOptions | CompareOptions,
     *,
     world_size: int,
     device: Literal["cuda", "cpu"],
@@ -128,7 +130,7 @@ def resolve(
         raise UserError(f"unknown preset {options.preset!r}; use one of: {', '.join(PRESETS)}")
     preset = PRESETS[options.preset]
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
-    flux = getattr(special, "flux", True)
+    flux = getattr(options, "flux", True)
     _check_backends(options, device, precision)
     wires = _checked_wires(options, device)
     if options.transformer_impl == "transformer_engine":
@@ -140,7 +142,7 @@ def resolve(
         raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":
-        _check_cuda_graphs(options, special, device, precision, beside=pp * dp if tp > 1 else 1)
+        _check_cuda_graphs(options, device, precision, beside=pp * dp if tp > 1 else 1)
     if options.strict and flux and tp == 1:
         raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
     shape = _with_vocabulary(_shape(options, preset.shape), options)
@@ -156,29 +158,27 @@ def resolve(
         )
     lr, decay = options.lr or preset.lr, options.lr_decay_steps
     if options.min_lr > lr:
-        raise UserError(f"min-lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
+        raise UserError(f"min_lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
-        raise UserError(f"lr-decay-steps {decay} must be more than lr-warmup-steps {options.lr_warmup_steps}")
+        raise UserError(f"lr_decay_steps {decay} must be more than lr_warmup_steps {options.lr_warmup_steps}")
     if options.tensorboard_dir is not None:
         require("tensorboard", "--tensorboard-dir")
-    if special.eval_iters is not None and special.eval_interval is None:
-        raise UserError(
-            f"--eval-iters {special.eval_iters} without --eval-interval: nothing would be evaluated; add it"
-        )
+    if options.eval_iters is not None and options.eval_interval is None:
+        raise UserError(f"eval_iters {options.eval_iters} without --eval-interval: nothing would be evaluated; add it")
     if options.nvtx and device != "cuda":
-        raise UserError(f"--nvtx names what runs on GPUs, this run is on {device}; leave it out")
-    values = {name: getattr(options, name) for name in TrainOptions.model_fields if name in RunConfig.model_fields}
-    values |= special.model_dump()
-    if isinstance(special, CompareOptions):
-        steps, warmup = options.steps, special.warmup_steps
+        raise UserError(f"nvtx names what runs on GPUs, this run is on {device}; leave it out")
+    values = {name: value for name, value in options if name in RunConfig.model_fields}
+    if isinstance(options, CompareOptions):
+        steps, warmup = options.steps, options.warmup_steps
         warmup = min(5, max(1, steps // 10), steps - 1) if warmup is None else warmup
         if warmup >= steps:
-            raise UserError(f"warmup-steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
-        turn = min(special.block_steps or max(1, round(steps / 8)), steps)
-        values |= {"block_steps": turn, "warmup_steps": warmup}
+            raise UserError(f"warmup_steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
+        block = min(options.block_steps or max(1, round(steps / 8)), steps)
+        values |= {"block_steps": block, "warmup_steps": warmup}
     fusion = options.gradient_accumulation_fusion
     values |= {
-        "command": "compare" if isinstance(special, CompareOptions) else "train",
+        "command": "compare" if isinstance(options, CompareOptions) else "train",
+        "options": options.as_given(),
         "shape": shape,
         "padded_vocab_size": -(-shape.vocab_size // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp,
         "device": device,
@@ -201,7 +201,7 @@ def resolve(
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
     """First and last step of ``--profile-steps``: of ``5-7``, or ``5`` alone, within ``steps``.
 
-    Where two arms take turns, they must lie within one turn of ``block_steps``: one profiler cannot run over both.
+    In a comparison they must lie within one block of ``block_steps``: one profiler cannot run over both sides.
     """
     if given is None:
         return None
@@ -216,16 +216,16 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
         begin = (first - 1) // block_steps * block_steps + 2
         end = min(begin + block_steps - 2, steps)
         use = f"use {begin}-{end} or fewer, or more" if begin <= end else "use more"
-        turn = f"within one turn of {block_steps} steps; {use} --block-steps"
-        raise UserError(f"--profile-steps {given} with the step ahead of them must lie {turn}")
+        block = f"within one block of {block_steps} steps; {use} block_steps"
+        raise UserError(f"--profile-steps {given} with the step ahead of them must lie {block}")
     return first, last
 
 
-def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
+def _check_backends(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
     """Every backend that is named exists and can run here."""
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
-            raise UserError(f"--layer-backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
+            raise UserError(f"layer_backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
     for name in [options.backend, *_named_backends(options)]:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
@@ -233,20 +233,20 @@ def _check_backends(options: TrainOptions, device: str, precision: str) -> None:
             raise UserError(f"backend {name!r} needs GPUs and bf16, not {precision} on {device}; use --backend auto")
 
 
-def _checked_wires(options: TrainOptions, device: str) -> Wires:
+def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires:
     """What may be sent: the link can be had on this device, and something heeds the wires."""
     check_keep(options)
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)
-    for wire, option, backend in zip(wires, ("--wire", "--grad-wire"), ("--backend", "--dgrad-backend"), strict=True):
+    for wire, option, backend in zip(wires, ("--wire", "grad_wire"), ("--backend", "dgrad_backend"), strict=True):
         if wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
             given = f"{option} {wire} is for the backends auto and tuned, on GPUs"
             raise UserError(f"{given}; leave it out, and to send nothing else use {backend} chunked_{wire}")
     return wires
 
 
-def _named_backends(options: TrainOptions) -> list[str]:
+def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
     """Of forward, dgrad and wgrad, and of layers by name but for those that run stock."""
     directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
     layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
@@ -261,9 +261,9 @@ def _check_transformer_engine(device: str, given: str, instead: str) -> None:
         raise UserError(f"{given} needs {needs}, or {instead}")
 
 
-def _check_fp8(options: TrainOptions, device: str, precision: str) -> None:
+def _check_fp8(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
     assert options.fp8 is not None  # noqa: S101
-    given = f"--fp8 {options.fp8}"
+    given = f"--fp8-recipe {options.fp8}"
     if options.transformer_impl != "transformer_engine":
         raise UserError(f"{given} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
     _check_transformer_engine(device, given, "leave it out")
@@ -274,15 +274,15 @@ def _check_fp8(options: TrainOptions, device: str, precision: str) -> None:
 
 
 def _check_cuda_graphs(
-    options: TrainOptions, special: CheckpointOptions | CompareOptions, device: str, precision: str, *, beside: int
+    options: TrainOptions | CompareOptions, device: str, precision: str, *, beside: int
 ) -> None:
     """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
     given = f"--cuda-graph-impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
-    if special.eval_interval is not None:
+    if options.eval_interval is not None:
         raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
-    if isinstance(special, CompareOptions):
+    if isinstance(options, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
         raise UserError(
             f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
@@ -295,9 +295,9 @@ def _check_cuda_graphs(
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)
-    if special.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
+    if options.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
         raise UserError(f"{given} with {reason}")
-    if special.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
+    if options.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
         raise UserError(
             f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "
             "their peers, against NCCL's of those groups; set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
@@ -305,7 +305,7 @@ def _check_cuda_graphs(
         )
 
 
-def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
+def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelShape:
     """The preset's shape with what the options say instead."""
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     heads = options.num_attention_heads
@@ -316,7 +316,7 @@ def _shape(options: TrainOptions, preset: ModelShape) -> ModelShape:
     return ModelShape(**{**preset.model_dump(), **overrides})
 
 
-def _with_vocabulary(shape: ModelShape, options: TrainOptions) -> ModelShape:
+def _with_vocabulary(shape: ModelShape, options: TrainOptions | CompareOptions) -> ModelShape:
     """``shape`` with the tokenizer's vocabulary, if there is one and no larger one was asked for."""
     kind, model = options.tokenizer_type, options.tokenizer_model
     if kind is None and model is None:
@@ -331,7 +331,7 @@ def _with_vocabulary(shape: ModelShape, options: TrainOptions) -> ModelShape:
     return shape.model_copy(update={"vocab_size": options.vocab_size or size})
 
 
-def _check_shape(shape: ModelShape, tp: int, options: TrainOptions) -> None:
+def _check_shape(shape: ModelShape, tp: int, options: TrainOptions | CompareOptions) -> None:
     rules = [
         ("hidden size", shape.hidden_size, "attention heads", shape.num_attention_heads, "--hidden-size"),
         ("attention heads", shape.num_attention_heads, "tp", tp, "--num-attention-heads or --tp"),

@@ -213,11 +213,11 @@ def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
                 if not folder.is_dir():
                     _fill(folder, build)
     except TimeoutError as error:
-        raise UserError(f"{error} for 10 minutes; end it or set --data-cache") from None
+        raise UserError(f"{error} for 10 minutes; end it or set data_cache") from None
     except OSError as error:
         cause = error.strerror or error  # NumPy gives words alone
         said = f"the data cache {cache} cannot be written: {cause}"
-        raise UserError(f"{said}; make room, or set --data-cache") from None
+        raise UserError(f"{said}; make room, or set data_cache") from None
     return folder
 
 

@@ -55,6 +55,7 @@ def description(config: RunConfig) -> dict[str, Any]:
     return {
         "config": without_secrets(config.model_dump(mode="json")),
         **run_info(config),
+        "options": config.options,
         "command": folder.command_line(),
         "started": folder.started(),
         "wandb": _wandb_names(config)._asdict(),

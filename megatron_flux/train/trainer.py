@@ -202,7 +202,7 @@ def require_finite(loss: float, grad_norm: float, iteration: int, name: str) -> 
     """Raise FluxError if the variant ``name`` has diverged."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         has = f"{name}: step {iteration} has loss {loss} and gradient norm {grad_norm}"
-        raise FluxError(f"{has}: training has diverged; lower --lr, or add --lr-warmup-steps")
+        raise FluxError(f"{has}: training has diverged; lower --lr, or set lr_warmup_steps")
 
 
 def _reduce_gradients(device: torch.device, *args: Any, **kwargs: Any) -> None:

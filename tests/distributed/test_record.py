@@ -37,7 +37,7 @@ def training(folder: Path, begin: int) -> list[Row]:
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
-    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
     with megatron(tp=TP):
@@ -46,10 +46,10 @@ def training(folder: Path, begin: int) -> list[Row]:
             micro_batch_size=BATCH, global_batch_size=BATCH * MICRO * DP, sample_interval=2, lr=1e-3,
             profile_steps="3-3",
             ffn_hidden_size=FFN,
-            distributed_optimizer=False, keep_gathered=True, keep_gathered_bytes=str(2 * TP * SHARD),
+            distributed_optimizer=False, eval_interval=2, eval_iters=1,
+            keep_gathered=True, keep_gathered_bytes=str(2 * TP * SHARD),
         )  # fmt: skip
-        special = CheckpointOptions(eval_interval=2, eval_iters=1)
-        config = resolve(options, special, world_size=TP * DP, device="cpu", out=folder / "run")
+        config = resolve(options, world_size=TP * DP, device="cpu", out=folder / "run")
         config = config.model_copy(update={"warmup_steps": WARMUP})
         if dist.get_rank() == 0 and not config.out.exists():
             make(config.out, description.description(config), overwrite=False)

@@ -24,14 +24,14 @@ def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
-    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
     with megatron(tp=tp, pp=pp):
         options = TrainOptions(
             tp=tp, pp=pp, num_layers=2, seq_length=32, micro_batch_size=1, global_batch_size=4, sample_interval=1
         )  # fmt: skip
-        config = resolve(options, CheckpointOptions(), world_size=4, device="cpu", out=folder / "run")
+        config = resolve(options, world_size=4, device="cpu", out=folder / "run")
         if dist.get_rank() == 0:
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()

@@ -200,12 +200,12 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.data import Datasets
-    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
     with megatron(tp=2), counting(folder) as tuned:
         options = TrainOptions(num_layers=1, seq_length=32, micro_batch_size=2, global_batch_size=2, sample_interval=0)
-        config = resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=folder / "run")
+        config = resolve(options, world_size=2, device="cpu", out=folder / "run")
         if dist.get_rank() == 0:
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()

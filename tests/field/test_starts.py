@@ -134,7 +134,7 @@ def test_a_rank_says_that_another_is_missing(command: Run, tmp_path: Path) -> No
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     rank = {"CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = command("train", "--steps", "1", "--timeout", "1", "--out", tmp_path / "run", code=1, **rank)
+    done = command("train", "--steps", "1", "--set", "timeout=1", "--out", tmp_path / "run", code=1, **rank)
     last = done.stderr.strip().splitlines()[-1]
     assert f"rank 0 of 2 has not met the others at 127.0.0.1:{port} within 1 s" in last
     assert "are all of them running" in last

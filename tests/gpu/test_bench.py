@@ -50,7 +50,7 @@ def summary_of(out: Path) -> dict[str, Any]:
 )
 def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) -> None:
     out = tmp_path / "run"
-    short = ["--rounds", "2", "--burst", "2", "--directions", "forward,decode"]
+    short = ["--rounds", "2", "--set", "burst=2", "--directions", "forward,decode"]
     done = run(tmp_path / "tuned.json", "bench", "ops", *CALLS, *more, *short, "--out", out, launcher=launcher)
     summary = summary_of(out)
     assert (summary["tp"], summary["link"] in ("nvlink", "p2p")) == (2, True)
@@ -73,7 +73,7 @@ def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) 
 
 def test_tune_fills_a_cache(tmp_path: Path) -> None:
     cache, other = tmp_path / "deep" / "tuned.json", tmp_path / "other.json"
-    words = ["tune", *CALLS, "--directions", "forward", "--tp", "2", "--seconds-per-shape", "10", "--cache", cache]
+    words = ["tune", *CALLS, "--directions", "forward", "--tp", "2", "--seconds", "10", "--set", f"cache={cache}"]
     done = run(other, *words)
     assert "(cached)" not in done.stderr
     stored = json.loads(cache.read_text())
@@ -91,7 +91,7 @@ def test_tune_fills_a_cache(tmp_path: Path) -> None:
     again = json.loads(cache.read_text())
     assert set(again) == set(stored)
     assert again != stored
-    assert run(other, "tune", "--show", "--cache", cache).stdout.count("all_gather_gemm") == 1
+    assert run(other, "tune", "--show", "--set", f"cache={cache}").stdout.count("all_gather_gemm") == 1
 
 
 def layers(out: Path, *words: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_variants_traces_and_memory(tmp_path: Path) -> None:
 
 
 def test_fused_backend_computes_the_same(tmp_path: Path) -> None:
-    summary = layers(tmp_path / "run", "--variants", "local,flux_local", "--backend", "fused", "--no-trace")
+    summary = layers(tmp_path / "run", "--variants", "local,flux_local", "--backend", "fused", "--set=trace=false")
     local, flux = summary["rows"]
     assert flux["agreement"]["ok"], flux["agreement"]
     assert set(flux["flux_calls_per_step"]) == {
@@ -156,7 +156,7 @@ def test_fp8(tmp_path: Path, recipe: str) -> None:
 
 def test_cuda_graphs_or_the_reason(tmp_path: Path) -> None:
     names = ("--variants", "te,local,flux_local,no_communication")
-    summary = layers(tmp_path / "run", *names, "--cuda-graphs", "--no-trace")
+    summary = layers(tmp_path / "run", *names, "--cuda-graphs", "--set=trace=false")
     for row in summary["rows"]:
         assert row["cuda_graph"] is (row["cuda_graph_reason"] is None)
         assert row["cuda_graph"] or row["cuda_graph_reason"]

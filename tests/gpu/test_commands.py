@@ -41,7 +41,8 @@ def relative(a: list[float], b: list[float]) -> float:
     [
         pytest.param([], id="layernorm-gelu-bias"),
         pytest.param(
-            ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-groups", "2"], id="rmsnorm-swiglu-gqa"
+            ["--set", "normalization=RMSNorm", "--set", "activation=swiglu", "--num-query-groups", "2"],
+            id="rmsnorm-swiglu-gqa",
         ),
     ],
 )
@@ -70,7 +71,7 @@ def test_saved_patched_resumes_stock_and_back(tmp_path: Path) -> None:
 
 def test_recompute_and_dropout_draw_the_same_numbers(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run("compare", "--nproc", "2", "--steps", "6", "--recompute", "full", "--dropout", "0.1", *SMALL, "--out", out)
+    run("compare", "--nproc", "2", "--steps", "6", "--recompute", "full", "--set", "dropout=0.1", *SMALL, "--out", out)
     assert json.loads((out / "summary.json").read_text())["max_relative_loss_difference"] < 5e-3
 
 

@@ -60,7 +60,7 @@ class Counting:
 
 def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) -> Any:
     from megatron_flux.train.config import resolve
-    from megatron_flux.train.options import CheckpointOptions, TrainOptions
+    from megatron_flux.train.options import TrainOptions
 
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8, "seq_length": 512}
     options = TrainOptions(
@@ -76,7 +76,7 @@ def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) 
         **(sizes if on_gpu() else {"seq_length": 32}),
     )
     device = "cuda" if on_gpu() else "cpu"
-    return resolve(options, CheckpointOptions(), world_size=dist.get_world_size(), device=device, out=Path("unused"))
+    return resolve(options, world_size=dist.get_world_size(), device=device, out=Path("unused"))
 
 
 def calls() -> Counter[str]:

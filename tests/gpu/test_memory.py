@@ -27,7 +27,7 @@ def figures(folder: Path, arm: str) -> list[dict[str, Any]]:
 
 def test_arms_of_a_comparison_have_what_each_has_alone(tmp_path: Path) -> None:
     both = tmp_path / "compare"
-    run("compare", "--nproc", "2", "--steps", "6", "--block-steps", "2", "--out", both, *MODEL)
+    run("compare", "--nproc", "2", "--steps", "6", "--set", "block_steps=2", "--out", both, *MODEL)
     summary = json.loads((both / "summary.json").read_text())
     said = {}
     for arm, switch in ARMS.items():

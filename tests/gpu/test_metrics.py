@@ -44,7 +44,7 @@ def test_names_and_links_make_no_context_and_agree_with_cuda() -> None:
 
 def test_samples_and_traces(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    more = ["--sample-interval", "2", "--block-steps", "8", "--profile-steps", "11-12"]
+    more = ["--set", "sample_interval=2", "--set", "block_steps=8", "--profile-steps", "11-12"]
     run("compare", "--nproc", "2", "--steps", "16", "--out", out, *SMALL, *more)
     for arm in ("baseline", "flux"):
         rows = read_records(out / arm / "metrics.jsonl")
@@ -94,6 +94,18 @@ def check_trace(folder: Path, arm: str) -> None:
 
 
 def test_names_for_nsys(tmp_path: Path) -> None:
-    run("train", "--nproc", "2", "--steps", "4", "--nvtx", "--profile-steps", "3-4", *SMALL, "--out", tmp_path / "run")
+    run(
+        "train",
+        "--nproc",
+        "2",
+        "--steps",
+        "4",
+        "--set=nvtx=true",
+        "--profile-steps",
+        "3-4",
+        *SMALL,
+        "--out",
+        tmp_path / "run",
+    )
     assert not (tmp_path / "run" / "flux" / "trace").exists()
     assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4

@@ -25,7 +25,8 @@ TE = [*SMALL, "--nproc", "2", "--transformer-impl", "transformer_engine"]
     [
         pytest.param([], id="layernorm-gelu-bias"),
         pytest.param(
-            ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-groups", "2"], id="rmsnorm-swiglu-gqa"
+            ["--set", "normalization=RMSNorm", "--set", "activation=swiglu", "--num-query-groups", "2"],
+            id="rmsnorm-swiglu-gqa",
         ),
     ],
 )
@@ -64,7 +65,7 @@ def test_saved_patched_resumes_stock_and_back(tmp_path: Path) -> None:
 
 
 def test_full_recompute(tmp_path: Path) -> None:
-    run("compare", "--steps", "6", "--recompute", "full", "--dropout", "0.1", "--out", tmp_path / "run", *TE)
+    run("compare", "--steps", "6", "--recompute", "full", "--set", "dropout=0.1", "--out", tmp_path / "run", *TE)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["flux_fallbacks"] == {}
     assert summary["max_relative_loss_difference"] < 1e-2

@@ -205,8 +205,8 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
         expected = {
             ("gpu", "name"): f"--gpu-name={value}",
             ("training", "data", 0): f"--data={value}",
-            ("training", "data_cache"): f"--data-cache={value}",
-            ("training", "wandb_project"): f"--wandb-project={value}",
+            ("training", "data_cache"): f"--set=data_cache={value}",
+            ("training", "wandb_project"): f"--set=wandb_project={value}",
             ("container", "image"): value,
             ("srun_options", 0): value,
             ("container", "mounts", 0): value,
@@ -240,7 +240,7 @@ def test_secrets_stay_out_of_scripts(name: str) -> None:
 def test_words_of_settings_stay_whole() -> None:
     found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
     resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
-    assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--data-cache=;"]
+    assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--set=data_cache=;"]
     text = render.job_script(resolved, "a test")
     command = shlex.split(text[text.index("\nrun_job ") :].replace("\\\n", ""))
     assert tuple(command) == ("run_job", *resolved.arguments)

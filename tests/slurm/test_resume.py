@@ -86,7 +86,7 @@ def test_a_failed_rank_is_retried_without_its_node(at_the_cluster: Cluster, slur
     """Of the second of two repetitions: by the number of an array's last task, Slurm means the whole array."""
     Path("fails").write_text(f"once 1 {KILLED}\n")
     Path("saves").touch()
-    job, root = submit(slurm, "compare", "--repetitions", "2")
+    job, root = submit(slurm, "compare", "--set", "repetitions=2")
     task = f"{job}_1"
     at_the_cluster.wait(lambda: at_the_cluster.job(task).get("Restarts") == "1", "the retry", 60)
     bad = left_out(at_the_cluster, task)
@@ -187,7 +187,7 @@ def test_a_job_that_was_cancelled_before_it_began(
     Path("fails").write_text(f"always 0 {KILLED}\n")
     Path("saves").touch()
     script = Path("own.sbatch")
-    slurm("render", "--profile", "local", "--job", "tiny", "--mode", "flux", "--retries", "0", "--out", script)
+    slurm("render", "--profile", "local", "--job", "tiny", "--mode", "flux", "--set", "retries=0", "--out", script)
     monkeypatch.setenv(*queue.LIBRARY)  # the script is no checkout's, and the stand-in has no package
     own = at_the_cluster.client("sbatch", "--parsable", "--partition=other", script).stdout.strip()
     at_the_cluster.wait_for_job(own, ("FAILED",))

@@ -67,16 +67,16 @@ def refused(
         (["--global-batch-size", "7"], ["global batch size 7", "micro-batches of 4", "multiple of 4"]),
         (["--vocab-size", "200"], ["200", "258", "--vocab-size"]),
         (["--seq-length", "9000000"], ["tokens", "9000000", "--seq-length"]),
-        (["--min-lr", "1"], ["min-lr 1.0", "0.001"]),
-        (["--lr-warmup-steps", "5", "--lr-decay-steps", "5"], ["lr-decay-steps 5", "lr-warmup-steps 5"]),
+        (["--set", "min_lr=1"], ["min_lr 1.0", "0.001"]),
+        (["--set=lr_warmup_iters=5", "--set=lr_decay_iters=5"], ["lr_decay_steps 5", "lr_warmup_steps 5"]),
         (["--steps", "0"], ["--steps 0", "greater than or equal to 1"]),
-        (["--lr", "-1"], ["--lr -1.0", "greater than 0"]),
-        (["--dropout", "1"], ["--dropout 1.0", "less than 1"]),
+        (["--lr", "-1"], ["--lr -1", "greater than 0"]),
+        (["--set", "dropout=1"], ["--set dropout 1", "less than 1"]),
         (["--backend", "warp"], ["'warp'", "auto, reference, pipelined, chunked, "]),
         (["--backend", "fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
-        (["--dgrad-backend", "warp"], ["'warp'", "auto, reference, pipelined, chunked, "]),
-        (["--layer-backend", "output_layer"], ["'output_layer'", "NAMES=BACKEND"]),
-        (["--layer-backend", "*.mlp.*=fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
+        (["--set", "dgrad_backend=warp"], ["'warp'", "auto, reference, pipelined, chunked, "]),
+        (["--set", "layer_backend=output_layer"], ["'output_layer'", "NAMES=BACKEND"]),
+        (["--set", "layer_backend=*.mlp.*=fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
         (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
         (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "needs GPUs", "on cpu"]),
@@ -90,7 +90,7 @@ def test_options_that_do_not_fit(refused: Refused, arguments: list[str], said: l
 
 
 def test_warmup_of_all_steps(refused: Refused) -> None:
-    assert "warmup-steps 4" in refused("compare", "--steps", "4", "--warmup-steps", "4")
+    assert "warmup_steps 4" in refused("compare", "--steps", "4", "--set", "warmup_steps=4")
 
 
 def test_data_that_is_none(refused: Refused, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def _checkpoint(folder: Path, **changed: object) -> Path:
         ({"hidden_size": 64}, [], ["hidden_size 64", "hidden_size 128"]),
         ({}, ["--num-layers", "4"], ["num_layers 2", "num_layers 4"]),
         ({"precision": "bf16"}, [], ["precision bf16", "precision fp32"]),
-        ({}, ["--no-distributed-optimizer"], ["distributed_optimizer True", "distributed_optimizer False"]),
+        ({}, ["--set", "distributed_optimizer=false"], ["distributed_optimizer True", "distributed_optimizer False"]),
         (
             {"transformer_impl": "transformer_engine"},
             [],

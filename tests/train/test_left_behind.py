@@ -51,8 +51,8 @@ def endless(
     out, saved, mark = tmp_path / "run", tmp_path / "saved", uuid.uuid4().hex
     # The pipe is read only at the end: a log line for every step would fill it.
     words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out, "--save", saved]
-    words += ["--save-interval", "1", "--save-keep", "2", "--wandb", "offline"]
-    words += ["--steps", "100000", "--block-steps", "1", "--log-interval", "100000", *SMALL]
+    words += ["--save-interval", "1", "--set", "save_keep=2", "--wandb", "offline"]
+    words += ["--steps", "100000", "--set", "block_steps=1", "--set", "log_interval=100000", *SMALL]
     process = subprocess.Popen(
         [*map(str, words)],
         stderr=subprocess.PIPE,

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SECONDS = 15.0
 """From the signal to the end of everything; half of what torchrun gives its ranks."""
 # Dropout: a resume that did not restore the random state would show.
-SAME = [*SMALL, "--dropout", "0.1", "--lr-decay-steps", "1000", "--log-interval", "100000"]
+SAME = [*SMALL, "--set", "dropout=0.1", "--set", "lr_decay_steps=1000", "--set", "log_interval=100000"]
 
 Torchrun = Callable[..., "Training"]
 
@@ -111,7 +111,7 @@ def test_torchrun_is_preempted_and_training_goes_on(torchrun: Torchrun, command:
 
 
 def test_one_rank_alone_is_asked_again_and_again_during_validation(torchrun: Torchrun) -> None:
-    training = torchrun("--eval-interval", "1", "--eval-iters", "50")
+    training = torchrun("--eval-interval", "1", "--set", "eval_iters=50")
     training.wait(lambda: training.has_recorded(2))
     _, second = training.ranks()
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_one_rank_alone_is_asked_again_and_again_during_validation(torchrun: Tor
 
 
 def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -> None:
-    training = torchrun("--save-interval", "1", "--save-keep", "2", "--block-steps", "1", command="compare")
+    training = torchrun("--save-interval", "1", "--set", "save_keep=2", "--set", "block_steps=1", command="compare")
     training.wait(lambda: checkpoint_folder.tracked(training.saved / "flux"))
     training.wait(lambda: list(training.saved.glob("*/*.partial")), 0.002)
     training.process.terminate()
@@ -134,7 +134,7 @@ def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -
 
 
 def test_a_killed_rank_in_the_middle_of_a_save_ends_all_as_fast_as_ever(torchrun: Torchrun) -> None:
-    training = torchrun("--save-interval", "1", "--save-keep", "2")
+    training = torchrun("--save-interval", "1", "--set", "save_keep=2")
     training.wait(lambda: checkpoint_folder.tracked(training.saved))
     first, _ = training.ranks()
     training.wait(lambda: list(training.saved.glob("*.partial")), 0.002)

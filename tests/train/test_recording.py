@@ -27,8 +27,8 @@ SECRETS = {
     "SOME_VARIABLE": "value-of-a-variable",
 }
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "night-run", "SLURM_RESTART_COUNT": "1"}
-COMMON = ["--wandb", "offline", "--wandb-group", "the-group", "--wandb-tags", "night", "--wandb-ranks"]
-COMMON += ["--sample-interval", "2", "--save-interval", "3", "--log-interval", "1"]
+COMMON = ["--wandb", "offline", "--set", "wandb_group=the-group", "--set", "wandb_tags=night", "--set=wandb_ranks=true"]
+COMMON += ["--set", "sample_interval=2", "--save-interval", "3", "--set", "log_interval=1"]
 
 
 def words(python: str, corpus: Path, folder: Path, *more: str) -> list[str]:

@@ -31,8 +31,8 @@ def stopped(
 ) -> Path:
     """A folder with ``run`` and ``saved`` of a run that saved every third step, kept two, and was then stopped."""
     root = tmp_path_factory.mktemp("stopped")
-    words = [*SMALL, "--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--save-keep", "2"]
-    words += ["--exit-signal", "USR1", "--data", corpus, "--out", root / "run"]
+    words = [*SMALL, "--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--set", "save_keep=2"]
+    words += ["--set", "exit_signal=USR1", "--data", corpus, "--out", root / "run"]
     command = [warm_python, "-m", "megatron_flux.cli", "train", *map(str, words)]
     with (root / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env=environment)
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     saved = shutil.copytree(stopped / "saved", tmp_path / "saved")
     older, newest = checkpoint_folder.iterations(saved)
     damaged, out = checkpoint_folder.checkpoint_of(saved, newest), tmp_path / "resumed"
-    resume = ["train", *SMALL, "--steps", str(newest + 1), "--load", saved, "--save", saved, "--save-keep", "2"]
+    resume = ["train", *SMALL, "--steps", str(newest + 1), "--load", saved, "--save", saved, "--set", "save_keep=2"]
 
     # torch does not understand it. What it raises is no Exception.
     shard = damaged / "__1_0.distcp"
@@ -93,7 +93,7 @@ def test_a_refused_resume_leaves_the_earlier_run(command: Run, stopped: Path) ->
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     kept = checkpoint_folder.iterations(saved)
     resume = ["train", *SMALL, "--steps", "100000", "--load", saved, "--save", saved, "--out", run]
-    assert "no.such.layer" in complaint(command(*resume, "--layer-backend", "no.such.layer=stock", code=2))
+    assert "no.such.layer" in complaint(command(*resume, "--set", "layer_backend=no.such.layer=stock", code=2))
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
     assert checkpoint_folder.iterations(saved) == kept
 
@@ -102,8 +102,8 @@ def test_a_full_disk_shows_what_was_measured(command: Run, tmp_path: Path) -> No
     """Room for one checkpoint of both arms, and for half of the next."""
     out = tmp_path / "run"
     with small_disk(tmp_path / "disk", 23) as disk:
-        saving = ["--save", disk / "saved", "--save-interval", "2", "--block-steps", "2"]
-        done = command("compare", "--steps", "8", "--warmup-steps", "1", *saving, "--out", out, code=1)
+        saving = ["--save", disk / "saved", "--save-interval", "2", "--set", "block_steps=2"]
+        done = command("compare", "--steps", "8", "--set", "warmup_steps=1", *saving, "--out", out, code=1)
         said = complaint(done)
         assert re.search(r"checkpoint \S+iter_0000004 could not be saved: .*\(\S+ GB are free there\)", said)
         assert "resumes from iteration 2 (exit code 1); what was recorded is in" in said

@@ -22,15 +22,15 @@ from tests.train.conftest import SMALL, Run, losses, records, summary
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-LLAMA = ["--normalization", "RMSNorm", "--activation", "swiglu", "--num-query-groups", "2"]
-FUSION = "--gradient-accumulation-fusion"
+LLAMA = ["--set", "normalization=RMSNorm", "--set", "activation=swiglu", "--num-query-groups", "2"]
+FUSION = "--set=gradient_accumulation_fusion=true"
 
 
 @pytest.fixture(scope="module")
 def comparison(command: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a comparison that was mirrored and profiled, and what it printed."""
     out = tmp_path_factory.mktemp("comparison") / "run"
-    more = ["--block-steps", "3", "--profile-steps", "5-6", "--sample-interval", "4", "--wandb", "offline"]
+    more = ["--set", "block_steps=3", "--profile-steps", "5-6", "--set", "sample_interval=4", "--wandb", "offline"]
     if importlib.util.find_spec("tensorboard") is not None:
         more += ["--tensorboard-dir", str(out.parent / "board")]
     return out, command("compare", "--preset", "tiny", "--nproc", "2", "--steps", "12", *more, "--out", out).stdout
@@ -78,9 +78,9 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     small = ["--preset", "tiny", "--nproc", "2", "--steps", "4", "--seq-length", "64", "--num-layers", "1"]
     small += ["--hidden-size", "128", "--micro-batch-size", "1", "--global-batch-size", "2"]
     gathered = 4 * 64 * 128  # bytes of one input: of QKV, FC1 or the output layer, two of which have room
-    budget = ["--keep-gathered-bytes", f"{(2 * gathered + 512) / 1024}KiB"]
+    budget = ["--set", f"keep_gathered_bytes={(2 * gathered + 512) / 1024}KiB"]
     over = ["--link", "host", "--backend", "chunked", *budget]
-    done = command("compare", *small, *over, "--sample-interval", "2", "--out", out)
+    done = command("compare", *small, *over, "--set", "sample_interval=2", "--out", out)
     left = f"summary: {out / 'summary.json'}, report: {out / 'report.html'}; next: megatron-flux report {out} OTHER"
     assert done.stderr.splitlines()[-1].startswith(left)
     assert losses(out / "flux") == losses(out / "baseline")
@@ -147,15 +147,35 @@ def test_both_arms_are_mirrored_and_profiled(command: Run, comparison: tuple[Pat
     "arguments",
     [
         pytest.param(
-            ["--tp", "2", "--pp", "2", "--no-distributed-optimizer", "--lr-warmup-steps", "2", "--eval-interval", "2"],
+            [
+                "--tp",
+                "2",
+                "--pp",
+                "2",
+                "--set=distributed_optimizer=false",
+                "--set",
+                "lr_warmup_steps=2",
+                "--eval-interval",
+                "2",
+            ],
             id="tp2-pp2-plain-adam-validation",
         ),
         pytest.param(
-            [*LLAMA, "--num-query-groups", "4", "--recompute", "full", "--dropout", "0.1", FUSION],
+            [*LLAMA, "--num-query-groups", "4", "--recompute", "full", "--set", "dropout=0.1", FUSION],
             id="tp4-llama-recompute-full",
         ),
         pytest.param(
-            ["--tp", "2", *LLAMA, "--overlap-grad-reduce", "--recompute", "selective", "--precision", "bf16", FUSION],
+            [
+                "--tp",
+                "2",
+                *LLAMA,
+                "--set=overlap_grad_reduce=true",
+                "--recompute",
+                "selective",
+                "--precision",
+                "bf16",
+                FUSION,
+            ],
             id="tp2-dp2-overlap-gqa-bf16",
         ),
     ],
@@ -177,9 +197,9 @@ def validations(folder: Path) -> dict[int, float]:
 
 
 def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
-    small = ["--nproc", "2", "--num-layers", "1", "--seq-length", "64", "--dropout", "0.1", "--steps", "4"]
+    small = ["--nproc", "2", "--num-layers", "1", "--seq-length", "64", "--set", "dropout=0.1", "--steps", "4"]
     often, once, resumed = tmp_path / "often", tmp_path / "once", tmp_path / "resumed"
-    command("train", *small, "--eval-interval", "2", "--eval-iters", "16", "--out", often)
+    command("train", *small, "--eval-interval", "2", "--set", "eval_iters=16", "--out", often)
     many = validations(often / "flux")
     assert list(many) == [2, 4]
     assert 3 < many[4] < many[2], "it learns what other documents have in common with these"
@@ -188,7 +208,7 @@ def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
     between = second["timestamp"] - first["timestamp"]
     assert between > 3 * second["iteration-time"]
     assert third["flux/metrics_ms"] < 500 * between
-    words = [*small, "--eval-interval", "3", "--eval-iters", "16"]
+    words = [*small, "--eval-interval", "3", "--set", "eval_iters=16"]
     save = ["--save", tmp_path / "saved", "--save-interval", "2"]
     said = command("train", *words, *save, "--out", once).stderr
     assert re.search(r"train: [\d,]+ documents, [\d,]+ tokens \(vocabulary 258\): \S+", said)
@@ -232,7 +252,7 @@ def test_without_sequence_parallelism(
     warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = ["compare", "--steps", "4", "--no-sequence-parallel", "--strict", "--sample-interval", "2"]
+    words = ["compare", "--steps", "4", "--no-sequence-parallel", "--strict", "--set", "sample_interval=2"]
     words += ["--backend", "reference"]
     under_torchrun(warm_python, environment, *words, "--data", corpus, "--out", out)
     found = summary(out)
@@ -250,9 +270,9 @@ def test_without_sequence_parallelism(
 def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
     command: Run, warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    common = [*SMALL, "--dropout", "0.1", "--lr-warmup-steps", "5", "--steps", "6"]
+    common = [*SMALL, "--set", "dropout=0.1", "--set", "lr_warmup_steps=5", "--steps", "6"]
     saved = tmp_path / "checkpoints"
-    saving = ["--save", saved, "--save-interval", "3", "--block-steps", "3"]
+    saving = ["--save", saved, "--save-interval", "3", "--set", "block_steps=3"]
     command("compare", *common, *saving, "--out", tmp_path / "whole")
     stock, patched = tmp_path / "stock", tmp_path / "patched"
     resume = ["train", *common, "--ckpt-step", "3"]
@@ -268,14 +288,24 @@ def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
 def test_rates_of_a_resumed_run_are_those_it_is_given_else_the_checkpoints(command: Run, tmp_path: Path) -> None:
     """Megatron's scheduler and optimizer take the checkpoint's, whatever the run's configuration says."""
     saved, again, other = tmp_path / "checkpoints", tmp_path / "again", tmp_path / "other"
-    first = [*SMALL, "--lr", "2e-4", "--lr-warmup-steps", "1", "--lr-decay-steps", "9", "--weight-decay", "0.1"]
+    first = [
+        *SMALL,
+        "--lr",
+        "2e-4",
+        "--set",
+        "lr_warmup_steps=1",
+        "--set",
+        "lr_decay_steps=9",
+        "--set",
+        "weight_decay=0.1",
+    ]
     command("train", *first, "--steps", "2", "--save", saved, "--out", tmp_path / "first")
     resume = ["train", *SMALL, "--steps", "4", "--load", saved, "--vocab-size", "258"]
     command(*resume, "--out", again)
     rates = "lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay"
     asked = json.loads((again / "config.json").read_text())["config"]
     assert [asked[name] for name in rates] == [2e-4, 0.0, 1, 9, 0.1]
-    said = command(*resume, "--lr", "1e-3", "--lr-warmup-steps", "0", "--min-lr", "1e-4", "--out", other).stderr
+    said = command(*resume, "--lr", "1e-3", "--set", "lr_warmup_steps=0", "--set", "min_lr=1e-4", "--out", other).stderr
     changed = "lr 0.001, not 0.0002, min_lr 0.0001, not 0.0, lr_warmup_steps 0, not 1"
     assert f"megatron-flux train: resumes with {changed} as in the checkpoint" in said
     cosine = [(1 + math.cos(math.pi * done / 9)) / 2 for done in (2, 3)]
@@ -300,7 +330,7 @@ def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
 def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> None:
     """With plain Adam, whose state is saved otherwise than the distributed optimizer's."""
     out, saved = tmp_path / "run", tmp_path / "checkpoints"
-    common = [*SMALL, "--dropout", "0.1", "--no-distributed-optimizer", "--out", out]
+    common = [*SMALL, "--set", "dropout=0.1", "--set=distributed_optimizer=false", "--out", out]
     command("train", *common, "--steps", "4", "--save", saved, "--save-interval", "2")
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     before = losses(out / "flux")
@@ -313,8 +343,8 @@ def test_resume_into_the_same_folder_appends(command: Run, tmp_path: Path) -> No
 def test_the_remaining_options_do_what_they_say(command: Run, comparison: tuple[Path, str], tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", shutil.copytree(comparison[0], tmp_path / "run")
     first = losses(out / "flux")
-    more = ["--seed", "7", "--strict", "--backend", "reference", "--timeout", "60", "--data-cache", cache]
-    rates = ["--lr", "1e-3", "--lr-decay-steps", "3", "--min-lr", "1e-4", "--weight-decay", "0"]
+    more = ["--seed", "7", "--strict", "--backend", "reference", "--set", "timeout=60", "--set", f"data_cache={cache}"]
+    rates = ["--lr", "1e-3", "--set", "lr_decay_steps=3", "--set", "min_lr=1e-4", "--set", "weight_decay=0"]
     command("train", "--steps", "3", *more, *rates, "--overwrite", "--out", out)
     assert losses(out / "flux")[0] != first[0]
     assert not list((out / "flux").glob("*.superseded-*"))
@@ -377,7 +407,7 @@ def test_dry_run_starts_and_writes_nothing(command: Run, tmp_path: Path) -> None
 
 def test_divergence_is_recorded_and_said(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = command("train", "--steps", "50", "--lr", "1e18", "--clip-grad", "0", "--out", out, code=1)
+    done = command("train", "--steps", "50", "--lr", "1e18", "--set", "clip_grad=0", "--out", out, code=1)
     assert "training has diverged" in done.stderr.strip().splitlines()[-1]
     rows = records(out / "flux")
     # What ended a rank lies beside its record; the ranks raise together, and the last one may be ended first.

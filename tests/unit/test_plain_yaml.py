@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_flux import plain_yaml
-from megatron_flux.cli import config_file
+from megatron_flux.cli.command_line import read_file
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.train.options import TrainOptions
@@ -72,8 +72,8 @@ def test_a_profile_has_what_was_written(tmp_path: Path) -> None:
 def test_options_from_a_file_have_what_was_written(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("lr: 1e-4\nwandb_group: 0123\nwandb_tags: [1.10]\nstrict: yes\nlink: none\nsteps: 7\n")
-    options = TrainOptions(**config_file.read(file, TrainOptions.model_fields))
+    options = TrainOptions(**read_file(file, TrainOptions))
     assert (options.lr, options.wandb_group, options.wandb_tags) == (1e-4, "0123", ["1.10"])
     assert (options.strict, options.link, options.steps) == (True, "none", 7)
     file.write_text("wandb_group: 2026")
-    assert TrainOptions(**config_file.read(file, TrainOptions.model_fields)).wandb_group == "2026"
+    assert TrainOptions(**read_file(file, TrainOptions)).wandb_group == "2026"

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from megatron_flux.cli import doctor
 from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UnsupportedVersionError, UserError
@@ -178,5 +179,5 @@ def test_links_that_cannot_be_measured(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as raised:
-        cli._link_speed()
+        doctor._link_speed()
     assert str(raised.value) == said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.regression import Bands, compare, parse_checks
+from megatron_flux.metrics.regression import Bands, compare, parse_bands
 from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 
 
@@ -82,9 +82,13 @@ def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     ("settings", "checks", "said"),
     [
         ({"shape": {"hidden_size": 128}}, "loss", "trained different models"),
-        ({"tp": 4}, "step-time", "tp 4 and 2; give results of the same settings, or --check loss"),
+        ({"tp": 4}, "step-time", "tp 4 and 2; give results of the same settings, or a --band of loss alone"),
         ({"padded_vocab_size": 512}, "loss", "padded_vocab_size 512 and 384; give results of the same settings"),
-        ({"seed": 1}, "loss", "seed 1 and 1234; give results of the same settings, or --check step-time,memory"),
+        (
+            {"seed": 1},
+            "loss",
+            "seed 1 and 1234; give results of the same settings, or a --band of step-time,memory alone",
+        ),
     ],
 )
 def test_what_cannot_be_compared(
@@ -92,7 +96,7 @@ def test_what_cannot_be_compared(
 ) -> None:
     run = full_run(tmp_path / "run", **settings)
     with pytest.raises(UserError, match=said) as caught:
-        compare(run, results, Bands(), parse_checks(checks))
+        compare(run, results, Bands(), (checks,))
     assert "\n" not in str(caught.value)
     if "shape" not in settings:  # what is checked alone must be the same
         other = ("loss",) if checks == "step-time" else ("step-time", "memory")
@@ -105,7 +109,7 @@ def test_another_device(tmp_path: Path, results: Path) -> None:
         found = json.loads((run / name).read_text())
         found["device"]["name"] = "NVIDIA H100"
         (run / name).write_text(json.dumps(found))
-    with pytest.raises(UserError, match=r"device NVIDIA H100 and NVIDIA H200; .*--check loss"):
+    with pytest.raises(UserError, match=r"device NVIDIA H100 and NVIDIA H200; .*a --band of loss alone"):
         compare(run, results, Bands())
     assert not compare(run, results, Bands(), ("loss",)).outside
 
@@ -123,8 +127,8 @@ def test_missing_sides_and_steps(tmp_path: Path, results: Path) -> None:
         compare(results, RESULTS / "layer-h200x4-nvlink", Bands())
 
 
-def test_checks() -> None:
-    assert parse_checks(" loss, memory,loss") == ("loss", "memory")
-    for text in ("", "speed", "loss,speed"):
-        with pytest.raises(UserError, match="choose some of step-time, loss, memory"):
-            parse_checks(text)
+def test_words_for_bands() -> None:
+    assert parse_bands(["loss=2", "step-time=10"]) == (Bands(0.1, 0.02), ("loss", "step-time"))
+    for word in ("loss", "speed=1", "loss=-1", "loss=nan"):
+        with pytest.raises(UserError, match="give NAME=PER_CENT, the name one of step-time, loss, memory"):
+            parse_bands([word])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.train import config, description
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.options import TrainOptions
 
 ALONE = r"x-\d{8}-\d{6}-[0-9a-f]{4}"
 
@@ -24,8 +24,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names(out: Path, *, load: Path | None = None, **options: Any) -> description.WandbNames:
     """As a run in ``out`` would be called that begins now; its folder is made."""
-    special = CheckpointOptions(load=load)
-    run = config.resolve(TrainOptions(**options), special, world_size=2, device="cpu", out=out)
+    run = config.resolve(TrainOptions(load=load, **options), world_size=2, device="cpu", out=out)
     with description.made(run, default=False):
         pass
     return description.load_wandb_names(run)
@@ -79,7 +78,7 @@ def test_wandbs_own_group_and_tags_by_comma(tmp_path: Path, monkeypatch: pytest.
 def test_megatron_lm_has_these_arguments(tmp_path: Path) -> None:
     """By hand for llama2-7b; the names are those of its argument parser."""
     options = TrainOptions(preset="llama2-7b", tp=2, steps=9)
-    run = config.resolve(options, CheckpointOptions(), world_size=4, device="cpu", out=tmp_path)
+    run = config.resolve(options, world_size=4, device="cpu", out=tmp_path)
     assert description.megatron_arguments(run) == {
         **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "data_parallel_size": 2},
         **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},

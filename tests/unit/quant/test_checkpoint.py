@@ -352,14 +352,15 @@ def test_the_command(warm_python: str, tmp_path: Path) -> None:
         fold = [warm_python, "-m", "megatron_flux.cli", "quant", "fold", *map(str, words)]
         return subprocess.run(fold, capture_output=True, text=True, timeout=120)
 
-    folder, out, report = write(tmp_path / "in", tensors()), tmp_path / "out", tmp_path / "report.json"
+    folder, out = write(tmp_path / "in", tensors()), tmp_path / "out"
     done = command(folder, out, "--dry-run")
     assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits in 1 file(s) can be folded\n")
-    done = command(folder, out, "--check", "--report", report, "--tp", "4")
+    done = command(folder, out, "--check", "--tp", "4")
     assert done.returncode == 0, done.stderr
     assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in done.stdout
     assert "2 linear(s) outside of MLPs keep their activation order (model.layers.0.self_attn.q_proj" in done.stdout
-    assert [mlp["state"] for mlp in json.loads(report.read_text())["mlps"]] == ["folded"] * 2
+    done = command(out, tmp_path / "again", "--json")
+    assert [mlp["state"] for mlp in json.loads(done.stdout)["mlps"]] == ["was folded"] * 2
     done = command(folder, out)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"

@@ -16,7 +16,7 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.files import locked
 from megatron_flux.train import checkpoint_access, checkpoint_folder, config
-from megatron_flux.train.options import CheckpointOptions, CompareOptions, TrainOptions
+from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 from tests.small_disk import fill, small_disk
 
@@ -24,9 +24,8 @@ from tests.small_disk import fill, small_disk
 def run_config(
     root: Path, *, compare: bool = False, overwrite: bool = False, out: str = "run", **special: Any
 ) -> config.RunConfig:
-    kind = CompareOptions if compare else CheckpointOptions
-    options = TrainOptions(overwrite=overwrite)
-    return config.resolve(options, kind(**special), world_size=2, device="cpu", out=root / out)
+    options = (CompareOptions if compare else TrainOptions)(overwrite=overwrite, **special)
+    return config.resolve(options, world_size=2, device="cpu", out=root / out)
 
 
 def checkpoint(folder: Path, iteration: int, out: Path | None = None, **more: Any) -> Path:
@@ -91,7 +90,7 @@ def test_a_resumed_run_goes_on_and_clears_away_saves_that_died(saved: Path, tmp_
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [({"save_interval": 5}, "--save-interval 5 without --save"), ({"save_keep": 2}, "--save-keep 2 without --save")],
+    [({"save_interval": 5}, "--save-interval 5 without --save"), ({"save_keep": 2}, "save_keep 2 without --save")],
 )
 def test_options_of_saving_without_a_folder(tmp_path: Path, option: dict[str, int], said: str) -> None:
     with pytest.raises(UserError, match=said):

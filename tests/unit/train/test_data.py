@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
 from megatron_flux.train import config, data
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.options import TrainOptions
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[3]
@@ -128,13 +128,13 @@ def test_the_default_is_the_standard_library() -> None:
 
 def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"data cache .* cannot be written.*--data-cache"):
+    with pytest.raises(UserError, match=r"data cache .* cannot be written.*data_cache"):
         prepare(folder, tmp_path / "file")
 
 
 def run_on(text: Path, cache: Path) -> config.RunConfig:
     options = TrainOptions(data=[text], data_cache=cache, seq_length=8, tp=2)
-    return config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+    return config.resolve(options, world_size=2, device="cpu", out=Path("runs/x"))
 
 
 def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
     with small_disk(tmp_path / "cache", 1.0) as cache:
         run, ballast = run_on(pair, cache), cache / "ballast"
         ballast.write_bytes(b"\0" * 600_000)  # the last of three files has no room
-        with pytest.raises(UserError, match=r"data cache .* cannot be written: .*; make room, or set --data-cache"):
+        with pytest.raises(UserError, match=r"data cache .* cannot be written: .*; make room, or set data_cache"):
             data.build_datasets(run, data.prepared(run))
         ballast.unlink()
         found = data.build_datasets(run, data.prepared(run)).train

@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_flux.errors import UserError
 from megatron_flux.train import config, data, tokenizer
-from megatron_flux.train.options import CheckpointOptions, TrainOptions
+from megatron_flux.train.options import TrainOptions
 
 TEXT = "\n".join(f"the quick brown fox number {n} jumps over {7 * n} lazy dogs" for n in range(200))
 
@@ -31,7 +31,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resolved(model: Path | None, kind: Any = "SentencePieceTokenizer", **more: Any) -> config.RunConfig:
     options = TrainOptions(tokenizer_type=kind, tokenizer_model=model, tp=2, **more)
-    return config.resolve(options, CheckpointOptions(), world_size=2, device="cpu", out=Path("runs/x"))
+    return config.resolve(options, world_size=2, device="cpu", out=Path("runs/x"))
 
 
 def test_text_becomes_tokens_once(pieces: Path, tmp_path: Path) -> None:

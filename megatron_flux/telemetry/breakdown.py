@@ -11,8 +11,8 @@ Definitions, all of one rank:
 
 The parts of a step (:func:`of_steps`) add up to it. A step is its range ``flux::step`` on the host, which begins and
 ends with an idle device. Every moment counts once: for ``optimizer`` if something other than communication ran inside
-the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``, ``other`` that was busy,
-else for ``communication_exposed`` if communication ran, else for ``idle``.
+the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``, ``other`` that was
+busy, else for ``communication_exposed`` if communication ran, else for ``idle``.
 
 With a GPU in the trace its own timeline counts, else that of torch's operators on the host: then ``idle`` is Python,
 and waits for peers that no operator of torch covers. A profiler slows the host, so ``idle`` is an upper bound.

@@ -84,9 +84,7 @@ stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --cuda-graphs -
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done
-stage fp8_gemm 210 "python3 tests/gpu/checks_fp8.py --out @ --seconds 180" # on one GPU
-stage fp8_checks 590 "$ranks $GPUS tests/gpu/checks_fp8.py --out @"
-stage fp8_te 420 "python3 tests/gpu/te_fp8.py --out @ --seconds 360" # TransformerEngine's layers on two
+stage fp8_checks 590 "$ranks $GPUS tests/gpu/checks_fp8.py --out @.jsonl"
 stage fp8_ops 590 "MEGATRON_FLUX_TUNE_SECONDS=15 $flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192
     --fp8 delayed,blockwise --seconds 500 --out @"
 for recipe in delayed current blockwise; do # fp8_layer_* use the plans of fp8_ops, if it ran before on this machine

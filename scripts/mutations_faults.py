@@ -142,7 +142,6 @@ FAULTS: tuple[Fault, ...] = (
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
         (f"{RANKS}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
-        ("slowest_rank",),
     ),
     _fault(
         "rounds forget the other ranks",

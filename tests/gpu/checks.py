@@ -8,17 +8,13 @@ caching allocator hands out for results, and the workspaces, are poisoned with N
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import faulthandler
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -36,9 +32,9 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from tests.gpu.common import Check, error, gather, parser, poison_results, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup, opened
 
-Check = Callable[[dist.ProcessGroup], str]
 NAME = "fused"
 
 
@@ -58,10 +54,8 @@ def poison(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
     for work in slabs(group):
         work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
-    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    torch.cuda.synchronize()
+    poison_results()
     dist.barrier(group=group)
-    del spare
 
 
 def operands(group, mp, n, k, dtype, transposed, integer=False):
@@ -73,23 +67,6 @@ def operands(group, mp, n, k, dtype, transposed, integer=False):
     tp = group.size()
     w = make(k, n) if transposed else make(n, k)
     return make(mp, k), make(mp * tp, k), w
-
-
-def gather(x, group):
-    out = torch.empty(x.shape[0] * group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(out, x, group=group)
-    return out
-
-
-def scatter_sum(y, group):
-    out = torch.empty(y.shape[0] // group.size(), *y.shape[1:], dtype=y.dtype, device=y.device)
-    dist.reduce_scatter_tensor(out, y, group=group)
-    return out
-
-
-def error(got, want):
-    assert got.shape == want.shape
-    return ((got.float() - want).norm() / want.norm()).item()
 
 
 def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=False) -> str:
@@ -170,19 +147,6 @@ def plans(group):
         for plan in candidates(op, *sizes, group.size(), sms, ws)
     ]
     return with_plans(group, *dict.fromkeys(found))
-
-
-def more_plans(group):
-    """What the tuner does not try, but a person may."""
-    return with_plans(
-        group,
-        KernelConfig(reducers=20, band=2),
-        KernelConfig(bm=64, bn=128, split=False),
-        KernelConfig(bn=128, band=4),
-        KernelConfig(reducers=12, stages=3, split=False),
-        KernelConfig(ws=True, stages=3, ring=3, bk=32, spread=90, band=5),
-        KernelConfig(ws=True, early=True, late=True, group=3),
-    )
 
 
 def repeated(group):
@@ -635,13 +599,6 @@ def mismatch(group):
     raise AssertionError("no error")
 
 
-def bench_shapes(group):
-    """Integer inputs at the sizes that the benchmark times."""
-    for mp, n, k in ((1024, 1536, 12288), (1024, 12288, 1536), (256, 6144, 2048), (1024, 1280, 8192)):
-        last = compare(group, mp, n, k)
-    return last
-
-
 # Faults that most runs hide: a wait, a fence or an epoch that is missing shows only where somebody is late.
 
 LATE = 40_000_000
@@ -840,31 +797,6 @@ def kinds(group):
     return "18 x 3 calls"
 
 
-def slowest_rank(group):
-    """What the benchmark and the tuner measure is the slowest rank's time, on all ranks."""
-    from megatron_flux.ops import timing
-
-    device, least = torch.device("cuda", torch.cuda.current_device()), 5.0
-    for slow in (0, group.size() - 1):
-
-        def step(slow=slow):
-            torch.cuda._sleep(LATE // 2 if group.rank() == slow else 1000)
-
-        def enqueue(slow=slow):
-            time.sleep(least / 1e3 if group.rank() == slow else 0)
-
-        benched = min(timing.rounds({"step": step}, group, device, 2, 1)["step"].ms)
-        host_us = 1e3 * min(timing.rounds({"host": enqueue}, group, device, 2, 1)["host"].host_ms)
-        tuned = timing.burst(step, 1, group, device)
-        said = f"rank {slow} takes more than {least} ms, but"
-        assert benched > least, f"{said} the benchmark says {benched}"
-        assert host_us >= 1e3 * least, f"{said} the benchmark says {host_us} us of host time"
-        assert tuned > least, f"{said} the tuner says {tuned}"
-        assert not timing.all_agree(group.rank() != slow, group)
-    assert timing.all_agree(True, group)
-    return f"{benched:.1f} ms, {host_us:.0f} us, {tuned:.1f} ms"
-
-
 def fences(group):
     """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
     from megatron_flux.kernels import launch as relaunch
@@ -906,7 +838,6 @@ OF_REAL_GROUPS: dict[str, Check] = {
     "late_hopper": late_hopper,
     "late_plain": late_plain,
     "stream_change": stream_change,
-    "slowest_rank": slowest_rank,
     "fences": fences,
     "wrapping_hopper": wrapping_hopper,
     "wrapping_plain": wrapping_plain,
@@ -919,7 +850,6 @@ CHECKS: dict[str, Check] = {
     "signals": signals,
     "shapes": shapes,
     "plans": plans,
-    "more_plans": more_plans,
     "bias": bias,
     "elsewhere": elsewhere,
     "repeated": repeated,
@@ -934,14 +864,13 @@ CHECKS: dict[str, Check] = {
     "nccl_beside": nccl_beside,
     "nccl_beside_graphs": nccl_beside_graphs,
     "mismatch": mismatch,
-    "bench_shapes": bench_shapes,
     "random_shapes": random_shapes,
     **OF_REAL_GROUPS,
 }
 
 
-NOT_STANDING_IN = (
-    "more_plans", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
+NOT_EMULATED = (
+    "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
     "nccl_beside", "nccl_beside_graphs", "mismatch",
 )  # fmt: skip
 
@@ -951,59 +880,25 @@ ACROSS_QUEUES = ("across_streams",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--split", type=int, default=1, help="groups that run at the same time")
-    parser.add_argument("--stand-in", type=int, help="two GPUs emulate so many; what they cannot do is left out")
-    args = parser.parse_args()
-    if args.only in ACROSS_QUEUES:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=200)
+    options.add_argument("--split", type=int, default=1, help="groups that run at the same time")
+    options.add_argument("--emulate", type=int, help="two GPUs emulate so many; what they cannot do is left out")
+    given = options.parse_args()
+    if given.only in ACROSS_QUEUES:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    group, size = dist.group.WORLD, dist.get_world_size() // args.split
-    if args.split > 1:
+    group = start()
+    size = dist.get_world_size() // given.split
+    if given.split > 1:
         for first in range(0, dist.get_world_size(), size):
             made = dist.new_group(list(range(first, first + size)))
-            group = made if first <= rank < first + size else group
-    if args.stand_in:
-        group = opened(group, args.stand_in, torch.device("cuda", torch.cuda.current_device()))
-    torch.manual_seed(1000 + rank)
-    about = {"stand_in": dist.get_world_size()} if args.stand_in else {}
-    left_out = (*NOT_STANDING_IN, *OF_REAL_GROUPS) if args.stand_in else ()
-    for name, check in CHECKS.items():
-        if (args.only and name not in args.only.split(",")) or name in left_out:
-            continue
-        start = time.time()
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
-        try:
-            said = check(group, args.rounds) if name == "random_shapes" else check(group)
-            torch.cuda.synchronize()
-            line = {"check": name, "groups": args.split, "tp": group.size(), "ok": True, "said": said, **about}
-        except Exception as err:
-            line = {
-                "check": name,
-                "groups": args.split,
-                "tp": group.size(),
-                "rank": rank,
-                "ok": False,
-                "said": repr(err)[:1500],
-                **about,
-            }
-        faulthandler.cancel_dump_traceback_later()
-        line["seconds"] = round(time.time() - start, 2)
-        if rank == 0 or not line["ok"]:
-            print(json.dumps(line), flush=True)
-            if args.out:
-                with args.out.open("a") as log:
-                    log.write(json.dumps(line) + "\n")
-        if not line["ok"]:
-            os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # after a capture that failed, torch 2.11 aborts where it frees that graph's memory
+            group = made if first <= dist.get_rank() < first + size else group
+    checks, about = CHECKS, {"groups": given.split}
+    if given.emulate:
+        group = opened(group, given.emulate, torch.device("cuda", torch.cuda.current_device()))
+        checks = {name: check for name, check in CHECKS.items() if name not in (*NOT_EMULATED, *OF_REAL_GROUPS)}
+        about["emulated_by"] = dist.get_world_size()
+    run_checks(checks, group, given, hang_s=HANG_S, about=about, arguments={"random_shapes": (given.rounds,)})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ A watchdog ends the process 30 s after ``--seconds``, whatever hangs.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import json
 import os
 import random
@@ -36,6 +34,7 @@ from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
+from tests.gpu.common import error, parser, poison_results, run_checks, start
 
 LATE = 40_000_000  # cycles, some 20 ms
 SHOTS = {
@@ -46,13 +45,6 @@ SHOTS = {
     "own, 64 rows": AllReduceConfig(own_gemm=True, bm=64, bk=64),
 }
 ALL = {**SHOTS, "composed": AllReduceConfig(shots=0), "composed, NCCL": AllReduceConfig(shots=0, nccl=True)}
-
-
-def poison() -> None:
-    torch.cuda.synchronize()
-    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    torch.cuda.synchronize()
-    del spare
 
 
 def make(integer, dtype, *shape):
@@ -69,11 +61,6 @@ def summed(partial, group):
     total = partial.float().clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def error(got, want):
-    assert got.shape == want.shape
-    return ((got.float() - want).norm() / want.norm()).item()
 
 
 def equal_on_all_ranks(y, group) -> None:
@@ -99,7 +86,7 @@ def compare(group, config, m, n, k, dtype=torch.bfloat16, transposed=False, inte
     wt = w if transposed else w.t()
     exact, stock = summed(x.float() @ wt.float(), group), x @ wt
     dist.all_reduce(stock, group=group)
-    poison()
+    poison_results()
     y = run(group, x, w, config, transposed)
     off, torchs = error(y, exact), error(stock, exact)
     if integer:
@@ -150,7 +137,7 @@ def late(group):
         for turn in range(group.size() + 1):
             x, w = make(True, torch.bfloat16, 16, 512), make(True, torch.bfloat16, 2048, 512)
             want = summed(x.float() @ w.float().t(), group)
-            poison()
+            poison_results()
             if group.rank() == turn:
                 torch.cuda._sleep(LATE)
             for _ in range(3):
@@ -364,45 +351,11 @@ CHECKS: dict[str, Callable] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--seconds", type=float, default=55)
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=55, help="after which a check is taken to hang")
     os.environ.setdefault("MEGATRON_FLUX_TIMEOUT_S", "20")
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    group = dist.group.WORLD
-    torch.manual_seed(1000 + rank)
-
-    def out(line) -> None:
-        if rank == 0 or not line["ok"]:
-            print(json.dumps(line), flush=True)
-            if args.out:
-                with args.out.open("a") as log:
-                    log.write(json.dumps(line) + "\n")
-
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "tp": group.size()}
-    out({**about, "nvls": os.environ.get("NCCL_NVLS_ENABLE"), "nccl": list(torch.cuda.nccl.version()), "ok": True})
-    for name, check in CHECKS.items():
-        if args.only and name not in args.only.split(","):
-            continue
-        start = time.time()
-        try:
-            said = check(group)
-            torch.cuda.synchronize()
-            line = {"check": name, "tp": group.size(), "ok": True, "said": said}
-        except Exception as err:
-            line = {"check": name, "tp": group.size(), "rank": rank, "ok": False, "said": repr(err)[:1500]}
-        line["seconds"] = round(time.time() - start, 2)
-        out(line)
-        if not line["ok"]:
-            os._exit(1)
-    dist.barrier()
-    torch.cuda.synchronize()
-    os._exit(0)
+    given = options.parse_args()
+    run_checks(CHECKS, start(), given, hang_s=given.seconds)
 
 
 if __name__ == "__main__":

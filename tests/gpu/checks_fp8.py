@@ -1,492 +1,386 @@
-"""The FP8 kernels on real GPUs: their GEMMs on one GPU, without communication; with two, both operators.
+"""Checks of the FP8 operators on real GPUs, run under torchrun, as those of :mod:`.checks` are for 16 bits.
 
-    python tests/gpu/checks_fp8.py --out FOLDER [--seconds 150]                       # one GPU
-    python -m torch.distributed.run --nproc-per-node 2 tests/gpu/checks_fp8.py --out FOLDER [--only NAME]
+    python -m torch.distributed.run --nproc-per-node 2 tests/gpu/checks_fp8.py --out fp8.jsonl [--only NAMES]
 
-One GPU stands for a rank of tp 4. What peers would have sent is there before a gathering kernel begins; a scattering
-one writes peers' partials into its own memory, and adds up what it would have sent (:func:`slab_of`). All is checked
-against fp32 products of the same FP8 numbers, then timed with cuBLASLt (``torch._scaled_mm``): in bursts whose order
-changes every round, and the finalists of each kind by themselves, until the GPU has settled at its power limit.
-
-FOLDER/fp8.jsonl gets a line for each thing as it ends. A worker process does the work; when it dies, another goes on
-without what it died of. Nothing is begun after ``--seconds``.
+Errors are compared with those of torch's own path (NCCL and ``torch._scaled_mm``), against fp32 products of the same
+FP8 numbers. Slabs and fresh memory are poisoned before: NaN as bf16, as fp32 scales and as e4m3 bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import functools
-import json
-import os
+import itertools
 import random
-import statistics
-import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-os.environ.setdefault("MEGATRON_FLUX_TIMEOUT_S", "5")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-sys.path.insert(1, str(Path(__file__).parents[2]))  # started by its path
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import slab
-from megatron_flux.comm import timeouts as watch
-from megatron_flux.ops import launch, timing
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
-from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
+sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from megatron_flux import ops
+from megatron_flux.comm import links
+from megatron_flux.layers import fp8
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, fp8_candidates
+from tests.gpu.checks import NAME, backend, poison
+from tests.gpu.common import error, gather, parser, run_checks, scatter_sum, start
+from tests.gpu.emulated_group import EmulatedGroup
 
-TP, M = 4, 8192
-SHAPES = {  # operator, n, k
-    "gpt3-175b fc1": ("all_gather_gemm", 12288, 12288),
-    "llama-70b fc1": ("all_gather_gemm", 14336, 8192),
-    "gpt3-175b fc2": ("gemm_reduce_scatter", 12288, 12288),
-    "llama-70b fc2": ("gemm_reduce_scatter", 8192, 7168),
-}
-SMALL = {"small ag": ("all_gather_gemm", 520, 1040, 1024), "small rs": ("gemm_reduce_scatter", 520, 1040, 1040)}
-ROUNDS, CALLS = 24, 4
-CLOSE, FINALISTS = 1.03, 3  # kernels of a kind that are timed by themselves: how much slower than the fastest, how many
-PATIENCE = 20.0  # seconds that a thing may take
-COMPILING = (
-    240.0  # that a check of a group may take: one took 109 (results/two-ranks-one-h200), of random shapes 120 and more
-)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WAYS = {"tensor": ("tensor", False), "split": ("tensor", True), "blocks": ("blocks", False)}
+"""How operands are scaled, and whether sums are promoted because the call asks for it."""
 
 
-def plan(scaling: str, *, split: bool, **given: Any) -> tuple[str, bool, KernelConfig]:
-    return scaling, split, KernelConfig(**{"ws": True, "bk": 128, "teams": 2 if split else 1, **given})
+def one_scale(group: dist.ProcessGroup, operand: Fp8Operand) -> Fp8Operand:
+    """With the first rank's scale: TransformerEngine gives all ranks the same."""
+    scale = operand.scale_inv.clone()
+    dist.broadcast(scale, group=getattr(group, "pair", group), group_src=0)
+    return replace(operand, scale_inv=scale)
 
 
-fast = functools.partial(plan, "tensor", split=False)
-split = functools.partial(plan, "tensor", split=True)
-blocks = functools.partial(plan, "1x128", split=True)
-
-GATHER = {
-    "fast 128x256 s4": fast(group=16),
-    "fast 128x256 s3": fast(group=16, stages=3, ring=4),
-    "fast 128x128 s6": fast(group=16, bn=128, stages=6),
-    "split 128x256 s4": split(group=16),
-    "split 128x256 s3": split(group=16, stages=3, ring=4),
-    "blocks 128x256 s4": blocks(group=16),
-    "blocks 128x256 s3": blocks(group=16, stages=3, ring=4),
-}
-SCATTER = {
-    "fast 128x256 s3 b4": fast(stages=3, ring=4, band=4),
-    "fast 128x256 s3 b4 teams": fast(stages=3, ring=4, band=4, teams=2),
-    "fast 128x256 s3 b8 teams": fast(stages=3, ring=4, band=8, teams=2),
-    "fast 128x256 s3 b4 teams aside": fast(stages=3, ring=4, band=4, teams=2, aside=True),
-    "split 128x256 s3 b4": split(stages=3, ring=4, band=4),
-    "split 128x256 s3 b4 aside": split(stages=3, ring=4, band=4, aside=True),
-    "blocks 128x256 s3 b4": blocks(stages=3, ring=4, band=4),
-    "blocks 128x256 s3 b4 aside": blocks(stages=3, ring=4, band=4, aside=True),
-}
-
-
-class Ranks(NamedTuple):
-    """A group, as far as a launch asks it."""
-
-    tp: int
-
-    def size(self) -> int:
-        return self.tp
-
-    def rank(self) -> int:
-        return 0
-
-
-class Case(NamedTuple):
-    """Operands of one shape and scaling, and what comes out."""
-
-    operator: str
-    x: Fp8Operand  # of all rows: the gathered operand, or that of the reduce-scatter
-    weight: Fp8Operand
-    rows: torch.Tensor  # of the result that are compared
-    want: torch.Tensor  # fp32 [rows, n]
-
-
-def slab_of(operator: str, stride: int, half_bytes: int) -> slab.Slab:
-    """A slab of one GPU that stands for rank 0 of ``TP``. What it writes to peer p lands at the place of source TP - p,
-    ``stride`` bytes further each. Flags of a gather have all been set.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    whole = torch.zeros(slab.HEAD + 2 * half_bytes + TP * stride, dtype=torch.uint8, device=device)
-    gathers = operator == "all_gather_gemm"
-    shift = [0] + [0 if gathers else TP - peer for peer in range(1, TP)]
-    flags = [whole[4 * s :][: slab.HEAD].view(torch.int32) for s in shift]
-    data = [whole[slab.HEAD + stride * s :][: 2 * half_bytes] for s in shift]
-    if gathers:
-        flags[0].fill_(1 << 30)
-
-    def table(tensors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
-
-    ctrl, epochs = torch.zeros(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int32, device=device)
-    alarm = watch.Alarm(dist.group.WORLD, device)
-    return slab.Slab(TP, 0, half_bytes, False, data, flags, table(data), table(flags), ctrl, epochs, alarm, whole)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got.float() - want).norm() / want.norm()).item())
-
-
-def case_of(operator: str, n: int, k: int, m: int, scaling: str) -> Case:
-    """Random numbers of very different size by block, as one scale for all cannot follow."""
-    torch.manual_seed(n + k)
-    spread = torch.exp2(torch.randint(-2, 3, (m, -(-k // 128)), device="cuda").float()).repeat_interleave(128, 1)[:, :k]
-    x = torch.randn(m, k, device="cuda") * spread
-    weight = torch.randn(n, k, device="cuda")
-    blocks = scaling != "tensor"
-    a, b = quantized(x, scaling), quantized(weight, "128x128" if blocks else "tensor")
-    del x, weight, spread
-    mp = m // TP
-    rows = torch.randperm(mp if operator == "gemm_reduce_scatter" else m, device="cuda")[:256]
-    full, w = a.dequantized(), b.dequantized()
-    if operator == "gemm_reduce_scatter":
-        want = sum(full[shard * mp : (shard + 1) * mp][rows] @ w.t() for shard in range(TP))
-    else:
-        want = full[rows] @ w.t()
-    return Case(operator, a, b, rows, want)
-
-
-def kernel(case: Case, split: bool, config: KernelConfig) -> Callable[[], torch.Tensor]:
-    """The kernel's call on operands that are there."""
-    from megatron_flux.ops.launch import hopper
-
-    x, w = case.x, case.weight
-    m, k, n = x.rows, x.k, w.rows
-    mp, device = m // TP, x.data.device
-    sms = launch.sm_count(device)
-    if case.operator == "gemm_reduce_scatter":
-        stride = rs_tiles(mp, n, config) * config.bm * config.bn * 2
-        work = slab_of(case.operator, stride, TP * stride)
-        pair = Fp8Pair(x, w, split=split)
-        made = OperatorCall(case.operator, x.numbers, w.numbers, Ranks(TP), fp8=pair)
-
-        def scatter() -> torch.Tensor:
-            out = torch.empty(mp, n, dtype=torch.bfloat16, device=device)
-            hopper.gemm_reduce_scatter(launch.SlabCall(made, out, work, work.begin(), config, sms))
-            work.end()
-            return out
-
-        return scatter
-    own = Fp8Operand(x.data[:mp], x.dtype, x.scale_inv, x.scaling) if x.scaling == "tensor" else None
-    own = own or Fp8Operand(x.data[:mp], x.dtype, x.scale_inv[:, :mp].contiguous(), x.scaling)
-    pair = Fp8Pair(own, w, split=split)
-    made = OperatorCall(case.operator, own.numbers, w.numbers, Ranks(TP), return_gathered=False, fp8=pair)
-    work = slab_of(case.operator, 0, m * k + TP * slab.scale_bytes(own.scale_inv.shape))
-    buffers = [work.gather_buffers(half, m, k, x.dtype)[0] for half in (0, 1)]
-    for half, buffer in enumerate(buffers):
-        buffer.view(torch.uint8).copy_(x.data)
-        if x.scaling != "tensor":
-            by_shard = x.scale_inv.view(-1, TP, mp).transpose(0, 1)
-            work.scale_buffers(half, m * k, own.scale_inv.shape)[0].copy_(by_shard)
-
-    def gather() -> torch.Tensor:
-        out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-        turn = work.begin()
-        hopper.all_gather_gemm(launch.SlabCall(made, out, work, turn, config, sms), buffers[turn.half])
-        work.end()
-        return out
-
-    return gather
-
-
-def cublas(case: Case, use_fast: bool) -> Callable[[], torch.Tensor]:
-    """torch's FP8 GEMM of the same operands, whole."""
-    x, w = case.x, case.weight
-    a, b = x.numbers, w.numbers.t()
-    if x.scaling == "tensor":
-        sa, sb = x.scale_inv.reshape(()), w.scale_inv.reshape(())
-    else:
-        sa, sb = x.scale_inv.t(), w.scale_inv.t()[: -(-w.k // 128)]
-    return lambda: torch._scaled_mm(a, b, scale_a=sa, scale_b=sb, out_dtype=torch.bfloat16, use_fast_accum=use_fast)
-
-
-def scattered(y: torch.Tensor) -> torch.Tensor:
-    return y.view(TP, -1, y.shape[1]).sum(0, dtype=torch.float32)
-
-
-def arms_of(operator: str, cases: dict[str, Case]) -> dict[str, tuple[str, Callable[[], Callable[[], torch.Tensor]]]]:
-    """By name: which case, and what makes the call."""
-    found: dict[str, Any] = {
-        "cublas fast": ("tensor", lambda: cublas(cases["tensor"], True)),
-        "cublas split": ("tensor", lambda: cublas(cases["tensor"], False)),
-        "cublas blocks": ("1x128", lambda: cublas(cases["1x128"], False)),
-    }
-
-    def bf16() -> Callable[[], torch.Tensor]:
-        a, b = (t.dequantized().bfloat16() for t in cases["tensor"][1:3])
-        return lambda: a @ b.t()
-
-    found["cublas bf16"] = ("tensor", bf16)
-    for name, (scaling, promoted, config) in (GATHER if operator == "all_gather_gemm" else SCATTER).items():
-        found[name] = (scaling, lambda s=scaling, p=promoted, c=config: kernel(cases[s], p, c))
-    return found
-
-
-class Log:
-    """Lines of JSON, and what of earlier workers has ended badly."""
-
-    def __init__(self, out: Path, deadline: float) -> None:
-        self.path, self.deadline = out / "fp8.jsonl", deadline
-        self.lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
-        begun = {tuple(line["begin"]) for line in self.lines if "begin" in line}
-        ended = {tuple(line["of"]) for line in self.lines if "of" in line}
-        self.died = begun - ended
-        self.ended = ended
-        self.failed = {tuple(line["of"]) for line in self.lines if "failed" in line}
-
-    def say(self, **line: Any) -> None:
-        line["at"] = round(time.time(), 2)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps({k: v for k, v in line.items() if k != "raw"})[:1500], flush=True)
-
-    def left(self) -> float:
-        return self.deadline - time.time()
-
-    def attempt(self, of: tuple[str, ...], work: Callable[[], dict[str, Any]]) -> bool:
-        """Do ``work`` unless it has failed before or a worker died of it, and write what it says or raises."""
-        if of in self.died | self.failed or self.left() < 0:
-            return False
-        self.say(begin=of)
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a kernel that hangs ends with its process
-        try:
-            said = work()
-        except Exception as raised:
-            traceback.print_exc()
-            self.say(of=of, failed=f"{type(raised).__name__}: {raised}"[:600])
-            torch.cuda.synchronize()  # ends the worker where the context is lost
-            return False
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        self.say(of=of, **said)
-        return True
-
-
-def checked(case: Case, call: Callable[[], torch.Tensor], whole: bool, limit: float) -> dict[str, Any]:
-    """Error against fp32, and whether the same bits come again. ``whole``: the rows of all shards come out."""
-    began = time.time()
-    y = call()
-    torch.cuda.synchronize()
-    compiled = time.time() - began
-    differ = int((call() != y).sum())
-    for _ in range(3):
-        again = call()
-    torch.cuda.synchronize()
-    differ += int((again != y).sum())
-    if whole and case.operator == "gemm_reduce_scatter":
-        y = scattered(y)
-    found = error(y[case.rows], case.want)
-    assert found < limit, f"error {found:.2e}"
-    assert differ == 0, f"{differ} numbers differ when it is run again"
-    return {"error": found, "first_s": round(compiled, 2)}
-
-
-def exact(operator: str, n: int, k: int, m: int, scaling: str, split: bool, bn: int) -> dict[str, Any]:
-    """Small integers and scales that are powers of two."""
-    x = torch.randint(-1, 2, (m, k), device="cuda").float().to(torch.float8_e5m2)
-    w = torch.randint(-1, 2, (n, k), device="cuda").float().to(torch.float8_e4m3fn)
-    kb = -(-k // 128)
+def operands(group, rows, n, k, way, dtype=E4M3) -> Fp8Pair:
+    """Random numbers, of very different size from block to block."""
+    scaling, split = WAYS[way]
+    size = torch.exp2(torch.randint(-3, 4, (rows, blocks_of(k)), device="cuda").float()).repeat_interleave(128, 1)
+    x, w = torch.randn(rows, k, device="cuda") * size[:, :k], torch.randn(n, k, device="cuda")
     if scaling == "tensor":
-        sx, sw = torch.tensor([0.5], device="cuda"), torch.tensor([4.0], device="cuda")
-    else:
-        sx = torch.exp2(torch.randint(0, 2, (kb, m), device="cuda").float())
-        sw = torch.exp2(torch.randint(0, 2, (-(-n // 128), -(-kb // 4) * 4), device="cuda").float())
-    a = Fp8Operand(x.view(torch.uint8), x.dtype, sx, scaling)
-    b = Fp8Operand(w.view(torch.uint8), w.dtype, sw, "tensor" if scaling == "tensor" else "128x128")
-    want = a.dequantized() @ b.dequantized().t()
-    if operator == "gemm_reduce_scatter":
-        want = scattered(want.bfloat16())
-    config = KernelConfig(ws=True, bk=128, bn=bn, stages=3, teams=2 if split else 1)
-    y = kernel(Case(operator, a, b, torch.arange(len(want)), want), split, config)()
-    torch.cuda.synchronize()
-    wrong = int((y != want.bfloat16()).sum())
-    assert wrong == 0, f"{wrong} of {y.numel()} integers are wrong, error {error(y, want):.2e}"
-    return {"exact": True}
+        return Fp8Pair(one_scale(group, quantized(x, "tensor", dtype)), quantized(w, "tensor"), split=split)
+    return Fp8Pair(quantized(x, "1x128", dtype), quantized(w, "128x128"), split=split)
 
 
-def integers(log: Log) -> None:
-    """Sums are exact; rows and columns fill no tile."""
-    for name, sizes in SMALL.items():
-        for scaling, split in (("tensor", False), ("tensor", True), ("1x128", True)):
-            for bn in (256, 128):
-                of = ("integers", name, scaling, str(split), str(bn))
-                log.attempt(of, functools.partial(exact, *sizes, scaling, split, bn))
+def integers(group, rows, n, k, way) -> Fp8Pair:
+    """Small ones, most of them 0, with scales of 1 and 2: sums are exact."""
+    scaling, split = WAYS[way]
+
+    def data(count):
+        return (
+            torch.randint(-1, 2, (count, k), device="cuda") * torch.randint(0, 2, (count, k), device="cuda")
+        ).float()
+
+    def scales(*shape):
+        return torch.randint(1, 3, shape, device="cuda").float()
+
+    x, w = (data(count).to(E4M3).view(torch.uint8) for count in (rows, n))
+    if scaling == "tensor":
+        by = torch.full((1,), 2.0, device="cuda"), scales(1)
+        return Fp8Pair(Fp8Operand(x, E4M3, by[0]), Fp8Operand(w, E4M3, by[1]), split=split)
+    a = Fp8Operand(x, E4M3, scales(blocks_of(k), padded(rows)), "1x128")
+    b = Fp8Operand(w, E4M3, scales(blocks_of(n), padded(blocks_of(k))), "128x128")
+    return Fp8Pair(a, b, split=split)
 
 
-def worker(out: Path, deadline: float) -> None:
-    """Everything on one GPU."""
-    log = Log(out, deadline)
-    dist.init_process_group("gloo", init_method=f"file://{out.absolute()}/store-{os.getpid()}", rank=0, world_size=1)
+def gathers(group, pair, name=NAME, **options):
+    return ops.all_gather_gemm(pair.x, pair.weight, group, split_accumulator=pair.split, backend=name, **options)
+
+
+def scatters(group, pair, name=NAME):
+    return ops.gemm_reduce_scatter(pair.x, pair.weight, group, split_accumulator=pair.split, backend=name)
+
+
+def everybody(group, x: Fp8Operand) -> torch.Tensor:
+    """The gathered numbers in fp32."""
+    return gather(x.dequantized(), group)
+
+
+def compare(group, mp, n, k, way="tensor", dtype=E4M3) -> str:
+    pair, wide = operands(group, mp, n, k, way, dtype), operands(group, mp * group.size(), n, k, way, dtype)
+    poison(group)
+    y, full = gathers(group, pair, return_gathered=True)
+    assert torch.equal(full.data, gather(pair.x.data, group)), "the gathered bytes differ"
+    want = everybody(group, pair.x)
+    assert torch.equal(full.dequantized(), want), "the gathered scales differ"
+    exact = want @ pair.weight.dequantized().t()
+    ag, ag_torch = error(y, exact), error(gathers(group, pair, "reference"), exact)
+    poison(group)
+    z = scatters(group, wide)
+    exact = scatter_sum(wide.x.dequantized() @ wide.weight.dequantized().t(), group)
+    rs, rs_torch = error(z, exact), error(scatters(group, wide, "reference"), exact)
+    said = f"mp={mp} n={n} k={k} {way} {dtype} ag {ag:.1e} (torch {ag_torch:.1e}) rs {rs:.1e} ({rs_torch:.1e})"
+    assert ag <= 2 * ag_torch + 1e-6, said
+    assert rs <= 2 * rs_torch + 1e-6, said
+    return said
+
+
+def compare_exactly(group, mp, n, k, way, name=NAME) -> None:
+    pair, wide = integers(group, mp, n, k, way), integers(group, mp * group.size(), n, k, way)
+    poison(group)
+    y = gathers(group, pair, name)
+    want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+    assert torch.equal(y, want.bfloat16()), f"{way}: {(y != want.bfloat16()).sum()} integers are wrong"
+    poison(group)
+    z = scatters(group, wide, name)
+    partial = (wide.x.dequantized() @ wide.weight.dequantized().t()).bfloat16().float()
+    want = scatter_sum(partial, group)
+    assert torch.equal(z, want.bfloat16()), f"{way}: {(z != want.bfloat16()).sum()} sums of integers are wrong"
+
+
+def exact(group):
     torch.backends.cuda.matmul.allow_tf32 = False
-    gpu = torch.cuda.get_device_name()
-    import triton
-
-    log.say(gpu=gpu, torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda)
-    integers(log)
-    for shape in SHAPES:
-        if log.left() > 4 and (shape, "lasting") not in log.ended:
-            one_shape(shape, log)
-    log.say(done=True)
+    for way in WAYS:
+        for mp, n, k in ((256, 512, 512), (256, 528, 1040), (100, 272, 528), (37, 100, 77)):
+            compare_exactly(group, mp, n, k, way)
+    return "12 of both"
 
 
-def one_shape(shape: str, log: Log) -> None:
-    """All arms of a shape: each made, checked, and then all timed."""
-    operator, n, k = SHAPES[shape]
-    cases: dict[str, Case] = {}
-    calls: dict[str, Callable[[], torch.Tensor]] = {}
-
-    def operands(scaling: str) -> dict[str, Any]:
-        cases[scaling] = case_of(operator, n, k, M, scaling)
-        return {}
-
-    def arm(name: str, scaling: str, make: Callable[[], Callable[[], torch.Tensor]]) -> dict[str, Any]:
-        call = make()
-        said = checked(cases[scaling], call, name.startswith("cublas"), 5e-2 if "fast" in name else 1e-2)
-        calls[name] = call
-        return said
-
-    for scaling in ("tensor", "1x128"):
-        log.attempt((shape, "operands", scaling), functools.partial(operands, scaling))
-    for name, (scaling, make) in arms_of(operator, cases).items():
-        if scaling in cases:
-            log.attempt((shape, name), functools.partial(arm, name, scaling, make))
-    ms: dict[str, float] = {}
-    flop = 2.0 * M * n * k
-    rated = log.attempt((shape, "rounds"), lambda: rounds(calls, ms, flop, log))
-    if rated and log.left() > timing.TURNS * (timing.SETTLE + timing.LASTING) * len(finalists(ms)):
-        log.attempt((shape, "lasting"), lambda: lasting(calls, ms, flop))
-    calls.clear()
-    torch.cuda.empty_cache()
+def chunked(group):
+    """In chunks through peers' memory and through host memory; an emulated group has neither."""
+    if isinstance(group, EmulatedGroup):
+        return "left out: an emulated group has no transport"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    before = ops.stats.calls.copy()
+    try:
+        for link in ("p2p", "host"):
+            links.want(links.Wanted(link))
+            for way in WAYS:
+                for mp, n, k in ((256, 512, 512), (4096, 1040, 2064), (100, 272, 528)):
+                    compare_exactly(group, mp, n, k, way, "chunked")
+    finally:
+        links.want(links.Wanted())
+    made = ops.stats.calls - before
+    assert made["all_gather_gemm", "chunked"] == made["gemm_reduce_scatter", "chunked"] == 18, made
+    return "18 of both"
 
 
-def rounds(calls: dict[str, Callable[[], torch.Tensor]], ms: dict[str, float], flop: float, log: Log) -> dict[str, Any]:
-    """Milliseconds of a call in bursts, into ``ms`` as well. Each round has an order of its own: what comes behind an
-    arm that draws little power finds a higher clock.
-    """
-    raw: dict[str, list[float]] = {name: [] for name in calls}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(ROUNDS):
-        if log.left() < 0 and number > 3:
-            break
-        order = list(calls)
-        random.Random(number).shuffle(order)
-        for name in order:
-            calls[name]()
-            begin.record()
-            for _ in range(CALLS):
-                calls[name]()
-            end.record()
-            end.synchronize()
-            raw[name].append(begin.elapsed_time(end) / CALLS)
-    ms |= {name: round(statistics.median(times), 4) for name, times in raw.items()}
-    return {"ms": ms, "tflops": tflops(ms, flop), "raw": raw}
+def shapes(group):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for way in WAYS:
+        for dtype in (E4M3, E5M2):
+            for mp, n, k in ((256, 1024, 512), (128, 768, 1008), (100, 528, 272), (37, 100, 77), (4, 16, 16)):
+                last = compare(group, mp, n, k, way, dtype)
+    return last
 
 
-def tflops(ms: dict[str, float], flop: float) -> dict[str, int]:
-    return {name: round(flop / t / 1e9) for name, t in ms.items()}
+def plans(group):
+    """What the tuner chooses from, and some that it does not."""
+    b, done = backend(), []
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    kinds = ((True,) if isinstance(group, EmulatedGroup) else (False, True)) if hopper else (False,)
+    try:
+        for way in WAYS:
+            found = [
+                plan
+                for ws in kinds
+                for op in ("all_gather_gemm", "gemm_reduce_scatter")
+                for plan in fp8_candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
+            ]
+            found += [
+                KernelConfig(ws=True, bm=256, bn=128, stages=3), KernelConfig(ws=True, teams=2, stages=3),
+                KernelConfig(ws=True, early=True, late=True, group=3), KernelConfig(ws=True, stages=3, band=5),
+            ] if hopper else []  # fmt: skip
+            for plan in dict.fromkeys(found):
+                b.config = plan
+                compare(group, 512, 1280, 1024, way)
+                compare(group, 256, 528, 1040, way)
+                done.append(plan.label())
+    finally:
+        b.config = None
+    return "; ".join(done)
 
 
-def finalists(ms: dict[str, float]) -> list[str]:
-    """All of cuBLAS's, and of each kind of scales and sums the kernels that were the fastest in bursts."""
-    found = [name for name in ms if name.startswith("cublas")]
-    for kind in ("fast", "split", "blocks"):
-        of = sorted((name for name in ms if name.split()[0] == kind), key=ms.__getitem__)
-        found += [name for name in of if ms[name] <= CLOSE * ms[of[0]]][:FINALISTS]
-    return found
+def bias(group):
+    for way in WAYS:
+        for mp, n, k in ((256, 1024, 512), (100, 528, 272)):
+            pair = operands(group, mp, n, k, way)
+            product = everybody(group, pair.x) @ pair.weight.dequantized().t()
+            for call in range(4):
+                added = torch.randn(n, device="cuda").mul(10.0 ** (2 - call)).bfloat16()
+                poison(group)
+                y, torchs = (gathers(group, pair, name, bias=added, epilogue_bias=True) for name in (NAME, "reference"))
+                mine, theirs = error(y, product + added.float()), error(torchs, product + added.float())
+                assert mine <= 2 * theirs + 1e-6, f"call {call} {way} {mp} x {n} x {k}: {mine} against {theirs}"
+                if mp == 256 and not pair.blocks:  # of whole tiles; scales are no powers of two
+                    assert torch.equal(y, torchs), f"call {call} {way} {mp} x {n} x {k}: {(y != torchs).sum()} differ"
+    return "4 calls each of six"
 
 
-def lasting(calls: dict[str, Callable[[], torch.Tensor]], ms: dict[str, float], flop: float) -> dict[str, Any]:
-    """Milliseconds of a call that runs by itself, at the clock that its own power leaves it: as ``timing.sustained``,
-    of one GPU. The second turn goes the other way round.
-    """
-    names, device = finalists(ms), torch.device("cuda", torch.cuda.current_device())
-    raw: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(timing.TURNS):
-        for name in names if turn % 2 == 0 else reversed(names):
-            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (timing.SETTLE, timing.LASTING))
-            raw[name].append(timing.own_burst(calls[name], count, device, lambda: None, warm)[0])
-    found = {name: round(statistics.mean(times), 4) for name, times in raw.items()}
-    return {"lasting_ms": found, "lasting_tflops": tflops(found, flop), "raw": raw}
+def elsewhere(group):
+    """Operands of one rank begin where TMA cannot address them."""
+
+    def moved(t):
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    for way in WAYS:
+        for call in range(3):
+            pair = integers(group, 256, 512, 512, way)
+            if group.rank() == 0 and call != 1:
+                x, w = (replace(t, data=moved(t.data), scale_inv=moved(t.scale_inv)) for t in pair[:2])
+                pair = pair._replace(x=x, weight=w)
+            poison(group)
+            want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+            assert torch.equal(gathers(group, pair), want.bfloat16()), f"{way} call {call}"
+    return "9 calls"
 
 
-def alone(out: Path, seconds: float) -> int:
-    """Workers, one after the other, until one has ended well or time is up."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "fp8.jsonl").unlink(missing_ok=True)
-    deadline = time.time() + seconds
-    for _ in range(8):
-        command = [sys.executable, str(Path(__file__)), "--out", str(out), "--deadline", str(deadline)]
-        try:
-            code = subprocess.run(command, timeout=max(1.0, deadline + 8 - time.time()), check=False).returncode
-        except subprocess.TimeoutExpired:
-            print("a worker ran past the end", flush=True)
-            return 1
-        if code == 0 or time.time() > deadline:
-            break
-        print(f"a worker ended with {code}", flush=True)
-    log = Log(out, deadline)
-    failed = [line["of"] for line in log.lines if "failed" in line and not line["of"][1].startswith("cublas")]
-    print(json.dumps({"failed": failed, "died_of": [list(of) for of in log.died]}), flush=True)
-    return 1 if failed or log.died or not log.ended else 0
+def repeated(group):
+    """The same bits, back to back, in turns of all ways and of bf16 on the same slab."""
+    made = {way: (operands(group, 256, 2048, 1024, way), operands(group, 512, 2048, 1024, way)) for way in WAYS}
+    xs, w = (torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (256, 2048))
+
+    def calls():
+        found = [ops.all_gather_gemm(xs, w, group, backend=NAME)]
+        for pair, wide in made.values():
+            found += [gathers(group, pair), scatters(group, wide)]
+        return found
+
+    first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(50):
+        differ += sum((a != b).sum() for a, b in zip(first, calls(), strict=True))
+    assert differ.item() == 0, f"{differ.item()} numbers differ over 50 repetitions"
+    return "50 x 7"
 
 
-def of_group(out: Path, only: str) -> int:
-    """The checks of :mod:`tests.gpu.fp8_group` on the ranks that torchrun has started; a line for each."""
-    os.environ.pop("MEGATRON_FLUX_TIMEOUT_S")
-    from tests.gpu.fp8_group import CHECKS
-
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(1000 + rank)
-    for name, check in CHECKS.items():
-        if only and name not in only.split(","):
-            continue
-        faulthandler.dump_traceback_later(COMPILING, exit=True)
-        start, good = time.time(), True
-        try:
-            said = check(dist.group.WORLD)
-            torch.cuda.synchronize()
-        except Exception as raised:
-            traceback.print_exc()
-            said, good = repr(raised)[:1500], False
-        faulthandler.cancel_dump_traceback_later()
-        line = {"check": name, "tp": dist.get_world_size(), "rank": rank, "ok": good, "said": said}
-        line["seconds"] = round(time.time() - start, 2)
-        if rank == 0 or not good:
-            print(json.dumps(line), flush=True)
-            with (out / "fp8-group.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        if not good:
-            os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+def poisoned_shard(group):
+    """NaN in a rank's row, as a byte and as a scale, reaches exactly the rows it should."""
+    bad = group.size() - 1
+    for way in WAYS:
+        pair = operands(group, 256, 512, 512, way)
+        if group.rank() == bad:
+            pair.x.data[3, 5] = 0x7F
+            if way == "blocks":
+                pair.x.scale_inv[2, 9] = float("nan")
+        y = gathers(group, pair)
+        rows = y.isnan().any(1).nonzero().flatten().tolist()
+        assert rows == [bad * 256 + row for row in ((3, 9) if way == "blocks" else (3,))], rows
+    return "rows as expected"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--deadline", type=float)
-    parser.add_argument("--only", default="", help="checks of a group, by name")
-    given = parser.parse_args()
-    if "RANK" in os.environ:
-        return of_group(given.out, given.only)
-    if given.deadline is not None:
-        worker(given.out, given.deadline)
-        return 0
-    return alone(given.out, given.seconds)
+def streams(group):
+    """Calls on two streams in turn, of shapes that grow and shrink."""
+    side = [torch.cuda.Stream(), torch.cuda.Stream()]
+    ways = list(itertools.islice(itertools.cycle(WAYS), 4))
+    inputs = [
+        (operands(group, mp, 768, 512, way), operands(group, mp * group.size(), 768, 512, way))
+        for mp, way in zip((64, 512, 128, 256), ways, strict=True)
+    ]
+    results, first = [], {}
+    torch.cuda.synchronize()
+    for i in range(24):
+        pair, wide = inputs[i % 4]
+        with torch.cuda.stream(side[i % 2]):
+            results.append((i % 4, gathers(group, pair), scatters(group, wide)))
+    torch.cuda.synchronize()
+    for i, y, z in results:
+        y0, z0 = first.setdefault(i, (y, z))
+        assert torch.equal(y, y0), f"call {i} differs"
+        assert torch.equal(z, z0), f"call {i} differs"
+    for i, (pair, _) in enumerate(inputs):
+        assert error(first[i][0], everybody(group, pair.x) @ pair.weight.dequantized().t()) < 1e-2
+    return "24 x 2 calls"
+
+
+def graphs(group):
+    """Captured calls with new operands in their places, and calls outside of the graph in between."""
+    made = {way: (operands(group, 256, 1024, 2048, way), operands(group, 512, 1024, 2048, way)) for way in WAYS}
+
+    def calls():
+        found = []
+        for pair, wide in made.values():
+            y, full = gathers(group, pair, return_gathered=True)
+            found += [y, full.dequantized(), scatters(group, wide)]
+        return found
+
+    calls()
+    with captured_calls():
+        calls()
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    graph, rng = torch.cuda.CUDAGraph(), random.Random(dist.get_rank())
+    with torch.cuda.graph(graph):
+        got = calls()
+    for _ in range(6):
+        for way, pairs in made.items():
+            for pair in pairs:
+                pair.x.data.copy_(operands(group, pair.x.rows, 16, pair.x.k, way).x.data)
+        for _ in range(3):
+            torch.cuda._sleep(rng.choice((0, 0, 2_000_000)))
+            graph.replay()
+        want = calls()
+        torch.cuda.synchronize()
+        for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(mine, theirs), f"result {number} of the graph differs"
+    return "6 x 3 replays"
+
+
+def random_shapes(group, rounds=40):
+    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
+    dist.broadcast(seed, group=group, group_src=0)
+    r = random.Random(seed.item())
+    for i in range(rounds):
+        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
+        n, k = (
+            (16 * r.randint(1, 100), 16 * r.randint(1, 100))
+            if r.random() < 0.8
+            else (r.randint(1, 350), r.randint(1, 350))
+        )
+        late, delay = r.randrange(group.size()), r.random()
+        if i % 20 == 7 and group.rank() == late:
+            torch.cuda._sleep(int(delay * 1.5e9))
+        compare(group, mp, n, k, r.choice(list(WAYS)), r.choice((E4M3, E5M2)))
+    return f"{rounds} rounds"
+
+
+def own_rows(group):
+    """Gathers of bytes without them, transposed with them, between gathers that have them, eager and in a graph."""
+
+    def transposed(shard):
+        rows = fp8.gather(fp8.Rows(shard, one), group, NAME).wait()
+        assert rows.transpose is not None
+        return rows.transpose()
+
+    def stock(shard):
+        return gather(shard, group).t()
+
+    one, made, calls = torch.ones(1, device="cuda"), [], 0
+    for mp, k in ((1, 16), (7, 48), (136, 272), (1024, 4096), (4100, 1040)):
+        shard = torch.empty(mp, k, dtype=torch.uint8, device="cuda")
+        for number in range(6):
+            shard.random_(0, 256)
+            want = stock(shard)
+            assert torch.equal(transposed(shard), want), (mp, k, number)
+            if number % 3 == 0:
+                pending = ops.all_gather(shard.view(torch.bfloat16), group, backend=NAME)
+                assert torch.equal(pending.wait().view(torch.uint8).t(), want), (mp, k, number)
+            calls += 1
+        made.append(shard)
+    with captured_calls():
+        for shard in made:
+            transposed(shard)
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [transposed(shard) for shard in made]
+    for _ in range(4):
+        for shard in made:
+            shard.random_(0, 256)
+        graph.replay()
+        for mine, shard in zip(got, made, strict=True):
+            assert torch.equal(mine, stock(shard))
+    return f"{calls} calls, 4 replays"
+
+
+def tuned(group):
+    """The tuner decides each way by itself, on all ranks alike."""
+    for way in WAYS:
+        pair = integers(group, 256, 512, 512, way)
+        want = everybody(group, pair.x) @ pair.weight.dequantized().t()
+        assert torch.equal(gathers(group, pair, "tuned"), want.bfloat16()), way
+    return "3 ways"
+
+
+CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
+    check.__name__: check
+    for check in (
+        exact, own_rows, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked,
+        random_shapes,
+    )
+}  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Compiling is in a check's time: one took 109 s (results/two-ranks-one-h200).
+    run_checks(CHECKS, start(), parser(__doc__).parse_args(), hang_s=240)

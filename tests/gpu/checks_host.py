@@ -3,16 +3,13 @@
     python -m torch.distributed.run --nproc-per-node 4 tests/gpu/checks_host.py [--only NAMES] [--way WAY]
 
 WAY is ``host`` (through host memory) or ``p2p`` (through peers' memory: over NVLink, where there is that, it says
-nothing of speeds over PCIe). Stock's NCCL, which results are compared with, has peer access over p2p only. It ends
-after four minutes, whatever hangs. Every check runs on all ranks and raises on the rank that sees the failure. Inputs
-are fresh and random; memory that results are allocated from begins as NaN.
+nothing of speeds over PCIe). Stock's NCCL, which results are compared with, has peer access over p2p only. Every check
+runs on all ranks and raises on the rank that sees the failure. Inputs are fresh and random; memory of results begins as
+NaN.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import faulthandler
 import json
 import os
 import random
@@ -35,43 +32,17 @@ from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire
 from megatron_flux.ops.backends.registry import get_backend
+from tests.gpu.common import error, gather, parser, poison_results, run_checks, scatter_sum, start
 
-LINKS = {"host": "host", "p2p": "p2p"}
-"""By way, what ``MEGATRON_FLUX_LINK`` asks for."""
 ERROR = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.012}
 """How far off, relative to the norm, what an 8-bit wire gathers may be."""
 MIB = 1 << 20
-
-
-def poison() -> None:
-    """NaN into memory that results will be allocated from."""
-    torch.cuda.synchronize()
-    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-    torch.cuda.synchronize()
-    del spare
 
 
 def make(integer, dtype, *shape):
     if integer:  # few enough that sums over thousands stay below 256, up to which bf16 holds integers
         return (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.25)).to(dtype)
     return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def gathered(x, group):
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
-    return out
-
-
-def scattered(y, group):
-    out = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
-    dist.reduce_scatter_tensor(out, y, group=group)
-    return out
-
-
-def error(got, want):
-    assert got.shape == want.shape
-    return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
 def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=False, name="chunked", bias=False):
@@ -81,12 +52,12 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
     wt = w if transposed else w.t()
     b = make(integer, dtype, n) if bias else None
     # Everything that is compared with first: NCCL's kernels need not run beside what is tested.
-    full = gathered(x, group)
+    full = gather(x, group)
     exact, torchs = full.float() @ wt.float(), full @ wt
     if bias:
         exact = exact + b.float()
-    sums, stock = scattered(whole.float() @ wt.float(), group), scattered(whole @ wt, group)
-    poison()
+    sums, stock = scatter_sum(whole.float() @ wt.float(), group), scatter_sum(whole @ wt, group)
+    poison_results(4)
     y, seen = ops.all_gather_gemm(
         x, w, group, bias=b, epilogue_bias=bias, transposed=transposed, return_gathered=True, backend=name
     )
@@ -184,7 +155,7 @@ def repeated(group):
     whole, v = make(True, torch.bfloat16, 512 * group.size(), 256), make(True, torch.bfloat16, 4096, 256)
     wants = []
     for i in range(3):
-        wants.append((gathered(x + i, group), scattered((whole + i).float() @ v.t().float(), group)))
+        wants.append((gather(x + i, group), scatter_sum((whole + i).float() @ v.t().float(), group)))
     found = []
     for i in range(60):
         full = ops.all_gather_gemm(x + i % 3, w, group, return_gathered=True, backend="chunked")[1]
@@ -206,7 +177,7 @@ def late(group):
                 torch.cuda._sleep(int(3e8)) if device else time.sleep(0.3)
             compare(group, 512, 256, 4096, integer=True)
             x = make(True, torch.bfloat16, 512, 4096)
-            want = gathered(x, group)
+            want = gather(x, group)
             pending = ops.all_gather(x, group, backend="chunked")
             if group.rank() == who:
                 torch.cuda._sleep(int(3e8))
@@ -220,7 +191,7 @@ def streams(group):
     other = torch.cuda.Stream()
     for _ in range(5):
         x = make(True, torch.bfloat16, 256, 2048)
-        want = gathered(x, group)
+        want = gather(x, group)
         pending = ops.all_gather(x, group, backend="chunked")
         del x
         other.wait_stream(torch.cuda.current_stream())
@@ -242,10 +213,10 @@ def left_open(group):
     heavy = torch.randn(4096, 4096, device="cuda")
     for turn in range(6):
         whole, x = make(True, torch.bfloat16, 1024 * size, 512), make(True, torch.bfloat16, 512, 2048)
-        sums, want = scattered(whole.float() @ w.t().float(), group), gathered(x, group)
-        poison()
+        sums, want = scatter_sum(whole.float() @ w.t().float(), group), gather(x, group)
+        poison_results(4)
         pending = ops.gemm_reduce_scatter(whole, w, group, async_op=True, backend="chunked")
-        gather = ops.all_gather(x, group, backend="chunked")
+        rows = ops.all_gather(x, group, backend="chunked")
         heavy @ heavy
         compare(group, 128, 256, 512, integer=True)
         if turn % 2:
@@ -258,8 +229,8 @@ def left_open(group):
             del junk
         else:
             assert error(pending.wait(), sums) == 0
-        assert torch.equal(gather.wait(), want)
-    return "6 turns"
+        assert torch.equal(rows.wait(), want)
+    return "6 rounds"
 
 
 def two_groups(group):
@@ -272,7 +243,7 @@ def two_groups(group):
     first, second = (made[i] for i, ranks in enumerate(pairs) if rank in ranks)
     for _ in range(10):
         x = make(True, torch.bfloat16, 300, 1024)
-        want = gathered(x, first)
+        want = gather(x, first)
         pending = ops.all_gather(x, first, backend="chunked")
         compare(second, 128, 256, 512, integer=True)
         assert torch.equal(pending.wait(), want)
@@ -354,7 +325,7 @@ def captured(group):
         seen = [part.clone() for part in got]
         want = step()
         assert all(map(torch.equal, seen, want)), f"replay {turn}"
-        assert torch.equal(want[1], gathered(x, group))
+        assert torch.equal(want[1], gather(x, group))
     for _ in range(50):
         graph.replay()
     compare(group, 64, 128, 96, integer=True)
@@ -366,7 +337,7 @@ def by_auto(group):
     """The tuner decides between stock and chunked, and says so."""
     x, w = make(False, torch.bfloat16, 8192 // group.size(), 4096), make(False, torch.bfloat16, 4096, 4096)
     y = ops.all_gather_gemm(x, w, group)
-    assert error(y, gathered(x, group).float() @ w.t().float()) < 0.01
+    assert error(y, gather(x, group).float() @ w.t().float()) < 0.01
     ops.all_gather(x, group).wait()
     answers = [answer for _, answer in get_backend("tuned").all_answers()]
     assert len(answers) == 2, "operator and gather"
@@ -374,80 +345,32 @@ def by_auto(group):
     return json.dumps([{"choice": answer["backend"], "ms": answer["ms"]} for answer in answers])
 
 
-def host_time(group):
-    """Milliseconds that a call of 8192 x 12288 keeps the host busy."""
-    x = torch.randn(8192 // group.size(), 12288, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(256, 12288, device="cuda", dtype=torch.bfloat16)
-    v = torch.randn(12288, 256, device="cuda", dtype=torch.bfloat16)
-    a = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16)
-    found = {}
-    for name, call in {
-        "all_gather": lambda: ops.all_gather(x, group, backend="chunked").wait(),
-        "all_gather_gemm": lambda: ops.all_gather_gemm(x, w, group, backend="chunked"),
-        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(a, v, group, backend="chunked"),
-    }.items():
-        times = []
-        for _ in range(8):
-            torch.cuda.synchronize()
-            dist.barrier(group=group)
-            torch.cuda.synchronize()
-            start, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
-            start.record()
-            call()
-            host = time.perf_counter() - began
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            torch.cuda.synchronize()
-            times.append((1e3 * host, start.elapsed_time(end)))
-        times = sorted(times[3:])
-        found[name] = f"host {times[2][0]:.2f} of {times[2][1]:.2f} ms"
-    return json.dumps(found)
-
-
 CHECKS = {
     function.__name__: function
     for function in (
         kernels_of_the_wire, shapes, large, on_the_wire, small_slots, over_islands, random_shapes, repeated, late,
-        streams, left_open, two_groups, captured, by_auto, host_time,
+        streams, left_open, two_groups, captured, by_auto,
     )
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
-    parser.add_argument("--way", choices=LINKS, default="host")
-    args = parser.parse_args()
-    os.environ["MEGATRON_FLUX_LINK"] = LINKS[args.way]
-    if args.way != "p2p":
-        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
-    faulthandler.dump_traceback_later(240, exit=True)
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
-    group = dist.group.WORLD
-    torch.manual_seed(1000 + rank)
-    assert links.probe(group, device).kind == os.environ["MEGATRON_FLUX_LINK"]
-    assert transports.transport_of(group, device).kind == args.way
-    for name, check in CHECKS.items():
-        if args.only and name not in args.only.split(","):
-            continue
-        start = time.time()
-        try:
-            said, good = check(group), True
-            torch.cuda.synchronize()
-        except Exception as err:
-            said, good = f"{type(err).__name__}: {err}"[:1500], False
-        line = {"check": name, "way": args.way, "tp": group.size(), "ok": good, "said": said}
-        if rank == 0 or not good:
-            print(json.dumps({**line, "rank": rank, "seconds": round(time.time() - start, 2)}), flush=True)
-        if not good:
-            os._exit(1)
+def nothing_is_left(group):
     left = [name for name in os.listdir("/dev/shm") if name.startswith("megatron_flux_host_")]
     assert not left, left
-    dist.barrier()
-    dist.destroy_process_group()
+    return "no file in /dev/shm"
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--way", choices=("host", "p2p"), default="host")
+    given = options.parse_args()
+    os.environ["MEGATRON_FLUX_LINK"] = given.way
+    if given.way != "p2p":
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+    group, device = start(120), torch.device("cuda", torch.cuda.current_device())
+    assert links.probe(group, device).kind == given.way
+    assert transports.transport_of(group, device).kind == given.way
+    run_checks({**CHECKS, "nothing_is_left": nothing_is_left}, group, given, hang_s=120, about={"way": given.way})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -36,6 +37,19 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
 
 
+TE = pytest.param(
+    ("--transformer-impl", "transformer_engine"),
+    id="te",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+    ),
+)
+LAYERS = pytest.mark.parametrize("layers", [pytest.param((), id="local"), TE])
+CLOSE = 1e-2
+"""Attention's backward adds in no fixed order on a GPU, and TransformerEngine's GEMMs round apart from torch's."""
+
+
+@LAYERS
 @pytest.mark.parametrize(
     "shape",
     [
@@ -46,33 +60,48 @@ def relative(a: list[float], b: list[float]) -> float:
         ),
     ],
 )
-def test_compare_keeps_the_loss_curve(tmp_path: Path, shape: list[str]) -> None:
-    run("compare", "--nproc", "2", "--steps", "24", "--out", tmp_path / "run", *SMALL, *shape)
+def test_compare_keeps_the_loss_curve(tmp_path: Path, layers: tuple[str, ...], shape: list[str]) -> None:
+    run("compare", "--nproc", "2", "--steps", "24", "--out", tmp_path / "run", *SMALL, *layers, *shape)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["flux_active_layers"] == 9
     assert summary["flux_fallbacks"] == {}
     assert summary["baseline_is_stock"]
-    # Attention's backward adds in no fixed order on a GPU: the curves differ by that and nothing else.
-    assert summary["max_relative_loss_difference"] < 5e-3
+    assert summary["max_relative_loss_difference"] < (CLOSE if layers else 5e-3)
     for arm in ("baseline", "flux"):
         assert summary["arms"][arm]["final_loss"] < summary["arms"][arm]["first_loss"] - 1
         assert summary["arms"][arm]["peak_memory_bytes"] > 0
 
 
-def test_saved_patched_resumes_stock_and_back(tmp_path: Path) -> None:
-    common = ["--nproc", "2", *SMALL]
+@pytest.mark.parametrize("layers", [TE])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_compare_in_fp8(tmp_path: Path, layers: tuple[str, ...], recipe: str) -> None:
+    run("compare", "--nproc", "2", "--steps", "24", "--fp8", recipe, "--out", tmp_path / "run", *SMALL, *layers)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["layout"]["fp8"] == recipe
+    assert summary["flux_fallbacks"] == {}
+    # Quantised operands are equal to the bit; what is rounded to bf16 behind them is not always, and then quantised.
+    assert summary["max_relative_loss_difference"] < 2e-2
+
+
+@LAYERS
+def test_saved_patched_resumes_stock_and_back(tmp_path: Path, layers: tuple[str, ...]) -> None:
+    common = ["--nproc", "2", *SMALL, *layers]
     run("train", *common, "--steps", "8", "--no-flux", "--out", tmp_path / "whole")
     run("train", *common, "--steps", "4", "--out", tmp_path / "first", "--save", tmp_path / "checkpoints")
     for mode, arm in (("--no-flux", "baseline"), ("--flux", "flux")):
         out = tmp_path / arm
         run("train", *common, "--steps", "8", mode, "--out", out, "--load", tmp_path / "checkpoints")
-        assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / arm)) < 5e-3
+        assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / arm)) < CLOSE
 
 
-def test_recompute_and_dropout_draw_the_same_numbers(tmp_path: Path) -> None:
+@LAYERS
+def test_recompute_and_dropout_draw_the_same_numbers(tmp_path: Path, layers: tuple[str, ...]) -> None:
     out = tmp_path / "run"
-    run("compare", "--nproc", "2", "--steps", "6", "--recompute", "full", "--set", "dropout=0.1", *SMALL, "--out", out)
-    assert json.loads((out / "summary.json").read_text())["max_relative_loss_difference"] < 5e-3
+    more = ("--recompute", "full", "--set", "dropout=0.1", *SMALL, *layers)
+    run("compare", "--nproc", "2", "--steps", "6", *more, "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["flux_fallbacks"] == {}
+    assert summary["max_relative_loss_difference"] < CLOSE
 
 
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_beside_nccl_of_another_group(groups: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
 def test_checks_of_two_that_emulate_more(size: int, tmp_path: Path) -> None:
-    run_checks(2, "--out", str(tmp_path / "checks.jsonl"), "--stand-in", str(size), "--rounds", "10")
+    run_checks(2, "--out", str(tmp_path / "checks.jsonl"), "--emulate", str(size), "--rounds", "10")
 
 
 def start(script: str) -> list[subprocess.Popen[str]]:

@@ -1,0 +1,105 @@
+"""Helpers of the GPU checks: NCCL's results to compare with, errors, and the loop that runs checks under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Check = Callable[..., str]
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather the rows of x by NCCL."""
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def scatter_sum(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Reduce-scatter the rows of y by NCCL."""
+    out = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
+    dist.reduce_scatter_tensor(out, y, group=group)
+    return out
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the norm of the difference, relative."""
+    assert got.shape == want.shape
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def poison_results(count: int = 2) -> None:
+    """Write NaN into memory that the caching allocator hands out for results."""
+    torch.cuda.synchronize()
+    spare = [torch.full((1 << 25,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(count)]
+    torch.cuda.synchronize()
+    del spare
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all programs have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help="file that gets a line of JSON for each check")
+    made.add_argument("--only", default="", help="checks by name, separated by commas")
+    return made
+
+
+def start(timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Start NCCL on the ranks of torchrun, each on its GPU with random numbers of its own."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **timeout)
+    torch.manual_seed(1000 + int(os.environ["RANK"]))
+    return dist.group.WORLD
+
+
+def run_checks(
+    checks: Mapping[str, Check],
+    group: dist.ProcessGroup,
+    given: argparse.Namespace,
+    *,
+    hang_s: float,
+    about: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Run the checks that were asked for, and end the process.
+
+    The first rank prints a line for each check, other ranks for what they see fail: that ends the process with 1. A
+    check that stands still for ``hang_s`` seconds ends it too: a device-wide wait cannot be interrupted otherwise.
+    """
+    rank = int(os.environ["RANK"])
+    for name, check in checks.items():
+        if given.only and name not in given.only.split(","):
+            continue
+        began = time.time()
+        faulthandler.dump_traceback_later(hang_s, exit=True)
+        line: dict[str, Any] = {"check": name, "tp": group.size(), "rank": rank, "ok": True, **(about or {})}
+        try:
+            line["said"] = check(group, *(arguments or {}).get(name, ()))
+            torch.cuda.synchronize()
+        except Exception as err:
+            traceback.print_exc()
+            line |= {"ok": False, "said": f"{type(err).__name__}: {err}"[:1500]}
+        faulthandler.cancel_dump_traceback_later()
+        line["seconds"] = round(time.time() - began, 2)
+        if rank == 0 or not line["ok"]:
+            print(json.dumps(line), flush=True)
+            if given.out:
+                with given.out.open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+        if not line["ok"]:
+            os._exit(1)
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # after a capture that failed, torch 2.11 aborts where it frees that graph's memory

@@ -129,7 +129,7 @@ class LayerOptions(Options):
     num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
     context_length: int = option(2048, "Tokens of each sequence in the cache of a decode step.", ge=1, file_only=True)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
-    frozen: bool = option(False, "Give no parameter a gradient, as in a training of adapters.", file_only=True)
+    frozen: bool = option(False, "Give no parameter a gradient, as in a training of adapters.")
     fp8: list[Recipe] | None = option(
         None, "Run TransformerEngine's layers in FP8 by these recipes instead.", long="fp8-recipe"
     )

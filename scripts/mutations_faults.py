@@ -615,13 +615,6 @@ FAULTS: tuple[Fault, ...] = (
         "),)",
         ("tests/distributed/test_bench_layer.py::test_a_decode_step_is_that_of_megatron_core_s_cache",),
     ),
-    _fault(
-        "ranks' own groups with equal scales are taken for shared ones",
-        "megatron_flux/quant/megatron_layout.py",
-        " and torch.equal(one.qzeros, first.qzeros)",
-        "",
-        ("tests/unit/quant/test_fold.py::test_groups_of_their_own_with_equal_scales_are_no_shared_ones",),
-    ),
 )
 
 

@@ -1,10 +1,9 @@
-"""``megatron-flux quant``: quantised checkpoints for tensor parallelism."""
+"""``megatron-flux quant fold``: GPTQ checkpoints for tensor parallelism."""
 
 from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_flux.errors import InterruptedRunError, require
 from megatron_flux.options import Options, argument, option
@@ -37,10 +35,10 @@ def fold(options: FoldOptions) -> None:
     found = module.read(options.checkpoint)
     if options.dry_run:
         module.examine(found, options.out, options.tp)
-        print(f"{len(found.mlps)} MLP(s) of {found.bits} bits in {len(found.files)} file(s) can be folded")
+        print(f"{len(found.mlps)} MLP(s) of {found.bits} bits can be folded")
         return
-    with _ended_by_signals(), _bar(2 * sum(found.files.values())) as progress:
-        done = module.run(found, options.out, tp=options.tp, check=options.check, progress=progress)
+    with _ended_by_signals(), Console(stderr=True).status("reading") as status:
+        done = module.run(found, options.out, tp=options.tp, check=options.check, progress=status.update)
     print(json.dumps(done, indent=1) if options.json_ else _summary(done, options.out))
 
 
@@ -63,21 +61,8 @@ def _summary(done: dict[str, Any], out: Path) -> str:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    """A bar on a terminal's stderr; nothing elsewhere."""
-    console = Console(stderr=True)
-    if not sys.stderr.isatty():
-        yield lambda said, done: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda said, done: progress.update(task, advance=done, description=said[-60:])
-
-
-@contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does: what was half made is removed."""
+    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: what was half made is removed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; nothing was written", number)

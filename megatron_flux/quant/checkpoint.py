@@ -38,11 +38,10 @@ PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": True, "bias":
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 CONFIGS = ("quantize_config.json", "config.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-MOST_JSON = 64 << 20
 CHECK_ROWS, CHECK_ERROR, CHECK_TP = 4, 1e-4, (8, 4, 2)
 
-Progress = Callable[[str, int], None]
-"""Told what was done and how many bytes of the output that makes."""
+Progress = Callable[[str], None]
+"""Called with what was done, after each file and each MLP."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class Found:
     bits: int
     zero_offset: int
     tensors: dict[str, Stored]
-    files: dict[str, int]
-    """Bytes of each safetensors file."""
     mlps: dict[str, tuple[tuple[str, ...], str]]
     """By where it is, the names of FC1's linears and of FC2."""
     others: list[str] = field(default_factory=list)
@@ -80,14 +77,13 @@ def read(folder: Path) -> Found:
         raise UserError(f"{folder} is no folder; name a GPTQ checkpoint's")
     _refuse_links(folder)
     bits, zero_offset = _quantization(folder)
-    tensors, files = {}, {}
+    tensors: dict[str, Stored] = {}
     for name in _files(folder):
-        files[name] = (folder / name).stat().st_size
         for tensor, stored in _header(folder / name).items():
             if tensor in tensors:
                 raise UserError(f"{folder}: tensor {tensor} is in {tensors[tensor].file} and in {name}")
             tensors[tensor] = stored
-    found = Found(folder, bits, zero_offset, tensors, files, _mlps(folder, tensors))
+    found = Found(folder, bits, zero_offset, tensors, _mlps(folder, tensors))
     inside = {f"{at}.{linear}" for at, (first, second) in found.mlps.items() for linear in (*first, second)}
     for name in sorted(tensors, key=_natural):
         linear, _, part = name.rpartition(".")
@@ -97,9 +93,9 @@ def read(folder: Path) -> Found:
 
 
 def run(
-    found: Found, out: Path, *, tp: int | None = None, check: bool = False, progress: Progress = lambda said, done: None
+    found: Found, out: Path, *, tp: int | None = None, check: bool = False, progress: Progress = lambda done: None
 ) -> dict[str, Any]:
-    """Write ``found`` folded to ``out``, which must not exist, and say what was done.
+    """Write ``found`` folded to ``out``, which must not exist, and return what was done.
 
     Returns ``{"bits", "mlps": [{"name", "state", "k", "n", "group_size", "tp", "error"}], "others"}``: ``state`` is
     ``folded`` or ``was folded`` (nothing to do), ``tp`` lists the sizes up to 64 that divide, ``error`` the largest
@@ -131,20 +127,18 @@ def run(
                     "error": error,
                 }
             )
-            progress(
-                f"folded {at}", sum(found.tensors[name].nbytes for name in found.tensors if name.startswith(f"{at}."))
-            )
+            progress(f"folded {at}")
     return report
 
 
 def examine(found: Found, out: Path, tp: int | None) -> None:
-    """What keeps ``found`` from being folded to ``out``, as the errors of :func:`run`; nothing is written."""
+    """Raise what keeps ``found`` from being folded to ``out``, as :func:`run` would; write nothing."""
     _may_write(found, out)
     _refuse(found, tp)
 
 
 def load(found: Found, at: str) -> MLP:
-    """An MLP of a checkpoint."""
+    """Read one MLP of a checkpoint."""
     first, second = found.mlps[at]
     return MLP(tuple(_linear(found, f"{at}.{linear}") for linear in first), _linear(found, f"{at}.{second}"))
 
@@ -162,7 +156,7 @@ def _tensor(found: Found, name: str) -> torch.Tensor:
 
 
 def _refuse(found: Found, tp: int | None) -> None:
-    """What can be said of orders before anything is written: of one MLP at a time only ``g_idx`` is read."""
+    """Check every MLP's orders before anything is written; only ``g_idx`` is read, one MLP at a time."""
     for at, (first, second) in found.mlps.items():
         orders = [_tensor(found, f"{at}.{linear}.g_idx") for linear in (*first, second)]
         firsts = tuple(_bare(found, f"{at}.{linear}", order) for linear, order in zip(first, orders, strict=False))
@@ -172,7 +166,7 @@ def _refuse(found: Found, tp: int | None) -> None:
 
 
 def _bare(found: Found, name: str, order: torch.Tensor) -> GPTQLinear:
-    """The linear with its order and shapes alone: no bytes of weights."""
+    """Return the linear with its order and shapes alone: no bytes of weights."""
     shapes = {part: found.tensors[f"{name}.{part}"].shape for part in ("qweight", "qzeros", "scales")}
     made = {part: torch.empty(1, dtype=torch.int32).expand(shape) for part, shape in shapes.items()}
     made["scales"] = torch.empty(1).expand(shapes["scales"])
@@ -180,7 +174,7 @@ def _bare(found: Found, name: str, order: torch.Tensor) -> GPTQLinear:
 
 
 def _check(before: MLP, after: MLP, at: str) -> float:
-    """The largest relative difference on random inputs, also of the largest of 2, 4 and 8 ranks' parts together."""
+    """Return the largest relative difference on random inputs, also of up to 8 ranks' parts together."""
     x = torch.randn(CHECK_ROWS, before.first[0].k, generator=torch.Generator().manual_seed(0))
     expected = forward(before, x)
     results = [forward(after, x)]
@@ -214,8 +208,6 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MOST_JSON:
-        raise UserError(f"{path} has {path.stat().st_size} bytes; a file of settings has at most {MOST_JSON}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -281,7 +273,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Where the tensors of a file are. The library has checked that they fill it without holes or overlaps."""
+    """Return where the tensors of a file are. The library has checked that they fill it without holes or overlaps."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -362,7 +354,7 @@ def _may_write(found: Found, out: Path) -> None:
 
 @contextmanager
 def _made_whole(out: Path) -> Iterator[Path]:
-    """A folder that becomes ``out`` when all went well, and is gone when not."""
+    """Yield a folder that becomes ``out`` if all goes well, and is removed if not."""
     part = out.with_name(f".{out.name}.part")
     with ExitStack() as end:
         try:
@@ -375,17 +367,17 @@ def _made_whole(out: Path) -> Iterator[Path]:
 
 
 def _copy(found: Found, part: Path, progress: Progress) -> None:
-    """Everything of the checkpoint, byte for byte; links (a cache of downloads is made of them) become files."""
+    """Copy the checkpoint byte for byte; links (a cache of downloads is made of them) become files."""
     for path in sorted(found.folder.iterdir()):
         if path.is_dir():
             shutil.copytree(path, part / path.name)
         else:
             shutil.copyfile(path, part / path.name)
-        progress(f"copied {path.name}", found.files.get(path.name, 0))
+        progress(f"copied {path.name}")
 
 
 def _write(found: Found, part: Path, at: str, mlp: MLP) -> None:
-    """The folded tensors over the copied ones: all have the sizes and places they had."""
+    """Write the folded tensors over the copied ones: all have the sizes and places they had."""
     first, second = found.mlps[at]
     for name, linear in zip((*first, second), (*mlp.first, mlp.second), strict=True):
         for of in PARTS:

@@ -28,7 +28,7 @@ BITS = (2, 4, 8)
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The numbers in ``packed`` (int32), uint8, with ``32 / bits`` as many along ``dim`` (0 or 1)."""
+    """Return the numbers in ``packed`` (int32) as uint8, with ``32 / bits`` as many along ``dim`` (0 or 1)."""
     per, (rows, columns) = 32 // bits, packed.shape
     found = packed.new_empty((rows, per, columns) if dim == 0 else (rows, columns, per), dtype=torch.uint8)
     # One number of each int32 at a time: all at once they are eight and more times the result.
@@ -38,7 +38,7 @@ def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def pack(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """:func:`unpack` the other way: ``numbers`` below ``2 ** bits`` into int32, along ``dim``, whose size divides."""
+    """Pack ``numbers`` below ``2 ** bits`` into int32 along ``dim``, whose size divides. The inverse of unpack."""
     per, (rows, columns) = 32 // bits, numbers.shape
     parts = numbers.reshape((-1, per, columns) if dim == 0 else (rows, -1, per)).unbind(1 if dim == 0 else 2)
     found = parts[0].to(torch.int32)
@@ -122,7 +122,7 @@ class GPTQLinear:
         return torch.argsort(self.g_idx, stable=True)
 
     def has_activation_order(self) -> bool:
-        """Whether rows of a group do not stand beside each other."""
+        """Return True if rows of a group do not stand beside each other."""
         return bool((self.g_idx.diff() < 0).any())
 
     def integers(self) -> torch.Tensor:
@@ -141,52 +141,13 @@ class GPTQLinear:
         return (weight * self.scales.to(torch.float32)[groups]).t().contiguous()
 
     def with_rows(self, order: torch.Tensor) -> GPTQLinear:
-        """The linear that takes inputs ``x[:, order]`` and has the same outputs."""
+        """Return the linear that takes inputs ``x[:, order]`` and has the same outputs."""
         rows = pack(self.integers()[order], self.bits, 0)
         return replace(self, qweight=rows, g_idx=self.g_idx[order].contiguous())
 
     def with_columns(self, order: torch.Tensor) -> GPTQLinear:
-        """The linear whose outputs are ``y[:, order]``: a multiple of ``32 / bits`` of them, maybe not all."""
+        """Return the linear whose outputs are ``y[:, order]``: a multiple of ``32 / bits`` of them, maybe not all."""
         zeros = pack(unpack(self.qzeros, self.bits, 1)[:, order], self.bits, 1)
         bias = None if self.bias is None else self.bias[order].contiguous()
         scales = self.scales[:, order].contiguous()
         return replace(self, qweight=self.qweight[:, order].contiguous(), qzeros=zeros, scales=scales, bias=bias)
-
-    def to(self, device: torch.device | str) -> GPTQLinear:
-        """The same on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("qweight", "qzeros", "scales", "g_idx")}
-        return replace(self, **moved, bias=None if self.bias is None else self.bias.to(device))
-
-
-def round_to_nearest(
-    weight: torch.Tensor,
-    group_size: int,
-    order: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    name: str = "linear",
-) -> GPTQLinear:
-    """``weight`` ``[n, k]`` in 4 bits, each number to the nearest: for tests and measurements, not for accuracy.
-
-    ``order`` int64 ``[k]``: rows in the order in which GPTQ would have met them, so that ``order[:group_size]`` are the
-    first group. Raises UserError: ``group_size`` does not divide ``k``.
-    """
-    n, k = weight.shape
-    if k % group_size:
-        raise UserError(f"{name}: group_size {group_size} must divide k = {k}")
-    order = torch.arange(k, device=weight.device) if order is None else order
-    rows = weight.detach().to(torch.float32).t()[order].reshape(k // group_size, group_size, n)
-    low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
-    scales = ((high - low) / 15).clamp(min=1e-8)
-    scales = scales.to(torch.float16).clamp(min=6e-8)
-    zeros = (-low / scales.float()).round().clamp(1, 15)
-    numbers = (rows / scales.float()[:, None] + zeros[:, None]).round().clamp(0, 15).reshape(k, n)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(k, device=order.device)
-    return GPTQLinear(
-        qweight=pack(numbers[back].to(torch.uint8), 4, 0),
-        qzeros=pack((zeros - 1).to(torch.uint8), 4, 1),
-        scales=scales,
-        g_idx=(back // group_size).to(torch.int32),
-        bias=bias,
-        name=name,
-    )

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from megatron_flux.errors import StorageError, UserError
 from megatron_flux.quant import checkpoint
 from megatron_flux.quant.fold import forward, is_folded
-from tests.unit.quant.test_fold import mlp as random_mlp
-from tests.unit.quant.test_fold import near
+from tests.unit.quant.linears import mlp as random_mlp
+from tests.unit.quant.linears import near
 
 AT = "model.layers.{}.mlp"
 
@@ -61,8 +61,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("files", [1, 3])
-@pytest.mark.parametrize(("gated", "bias"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("files", "gated", "bias"), [(1, True, False), (3, True, True), (1, False, True)])
 def test_a_folded_checkpoint_computes_what_it_did(tmp_path: Path, files: int, gated: bool, bias: bool) -> None:
     folder, out = write(tmp_path / "in", tensors(gated=gated, bias=bias), files), tmp_path / "out"
     found = checkpoint.read(folder)
@@ -188,15 +187,10 @@ FIRST = f"{AT.format(0)}.down_proj.g_idx"
     [
         lambda data: data[:-5],
         lambda data: data + b"more",
-        lambda data: data[:4],
         lambda data: b"",
         lambda data: struct.pack("<Q", 1 << 60) + data[8:],
-        lambda data: b"PK\x03\x04" + data,
         lie(lambda header: header[FIRST].update(shape=[1 << 40])),
-        lie(lambda header: header[FIRST].update(shape=[-1])),
-        lie(lambda header: header[FIRST].update(dtype="F99")),
         lie(lambda header: header[FIRST].update(data_offsets=[0, 1 << 50])),
-        lie(lambda header: header[FIRST].update(data_offsets=[8, 4])),
         lie(lambda header: header.pop(FIRST)),
         lie(lambda header: header.update(twice=header[FIRST])),
     ],
@@ -354,7 +348,7 @@ def test_the_command(warm_python: str, tmp_path: Path) -> None:
 
     folder, out = write(tmp_path / "in", tensors()), tmp_path / "out"
     done = command(folder, out, "--dry-run")
-    assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits in 1 file(s) can be folded\n")
+    assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits can be folded\n")
     done = command(folder, out, "--check", "--tp", "4")
     assert done.returncode == 0, done.stderr
     assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in done.stdout
@@ -397,46 +391,12 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_another_fold_has_made_so_far_stays_and_what_one_left_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In containers of their own, processes have the same numbers."""
+def test_what_another_fold_has_made_so_far_stays_and_is_named(tmp_path: Path) -> None:
     folder, out = write(tmp_path / "in", tensors(1)), tmp_path / "out"
-    process = in_the_middle(folder, out)
-    (part,) = (path for path in tmp_path.iterdir() if path != folder)
-    monkeypatch.setattr(os, "getpid", lambda: process.pid)
-    found, said = checkpoint.read(folder), f"{part} exists: another fold is writing {out}, or was killed"
-    with pytest.raises(UserError, match=said):
-        checkpoint.run(found, out)
-    with monkeypatch.context() as at_once:
-        at_once.setattr(checkpoint, "_may_write", lambda found, out: None)
-        with pytest.raises(StorageError, match="File exists"):
-            checkpoint.run(found, out)
-    process.kill()
-    process.communicate(timeout=30)
-    assert (part / "model.safetensors").is_file()
-    with pytest.raises(UserError, match=said):
-        checkpoint.examine(found, out, None)
-
-
-def test_memory_is_that_of_one_mlp(tmp_path: Path) -> None:
-    """A checkpoint of 20 MLPs takes no more memory than one of two."""
-    code = (
-        "import resource, sys\n"
-        "from pathlib import Path\n"
-        "from megatron_flux.quant import checkpoint\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "checkpoint.run(checkpoint.read(Path(sys.argv[1])), Path(sys.argv[2]))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    grown = []
-    for layers in (2, 20):
-        folder = write(tmp_path / f"in{layers}", tensors(layers, hidden=256, ffn=1024), files=4)
-        words = [sys.executable, "-c", code, str(folder), str(tmp_path / f"out{layers}")]
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert done.returncode == 0, done.stderr
-        grown.append(int(done.stdout))
-    whole = sum(path.stat().st_size for path in (tmp_path / "in20").iterdir()) // 1024
-    assert grown[1] - grown[0] < whole // 3, (grown, whole)
+    part = out.with_name(f".{out.name}.part")
+    part.mkdir()
+    with pytest.raises(UserError, match=f"{part} exists: another fold is writing {out}, or was killed"):
+        checkpoint.run(checkpoint.read(folder), out)
+    with pytest.raises(StorageError, match="File exists"), checkpoint._made_whole(out):
+        pass
+    assert part.is_dir()

@@ -1,9 +1,9 @@
-"""The kernel at the end of a call whose waits are memory operations of a stream: those have no limit and cannot fail.
+"""The gate kernel: ends a call whose waits are memory operations of a stream, which have no limit and cannot fail.
 
-Whoever watches them (:mod:`megatron_flux.comm.host_progress`) gives up by writing an alarm and letting the stream run
-on. This kernel, one CTA of one warp and one load, stands between what the stream has then copied and everything that
-would read it, and traps: the process ends with a CUDA error at its next synchronization. It never waits, so it holds no
-SM while others could need one.
+The thread that watches them (:mod:`megatron_flux.comm.host_progress`) gives up by writing an alarm and letting the
+stream run on. This kernel, one CTA of one warp and one load, stands between what the stream has then copied and
+everything that would read it, and traps: the process ends with a CUDA error at its next synchronization. It never
+waits, so it holds no SM while others could need one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_flux.kernels.device import _trap
 @triton.jit
 def gate_kernel(err, CPU: tl.constexpr):
     """Trap if the alarm ``err`` says that a wait was given up."""
-    said = tl.load(err, volatile=True)
-    if said == 1:
+    code = tl.load(err, volatile=True)
+    if code == 1:
         if not CPU:
-            _trap(said)
+            _trap(code)
 
 
-def launch(words: torch.Tensor, known: dict[Any, Any], device: torch.device) -> None:
-    """Launch it on the current stream; ``words``: the alarm's, pinned. ``known`` keeps the launch, no longer than
-    these.
+def launch(words: torch.Tensor, cache: dict[Any, Any], device: torch.device) -> None:
+    """Launch it on the current stream; ``words``: the alarm's, pinned. ``cache`` keeps the launch and must live no
+    longer than these.
     """
 
     def first() -> kernel_launch.Launch:
         return kernel_launch.by_triton(gate_kernel, 1, words, CPU=False, num_warps=1), (words,)
 
-    kernel_launch.first_or_again(known, "gate", 1, first, torch.device(device).index or 0)
+    kernel_launch.first_or_again(cache, "gate", 1, first, torch.device(device).index or 0)

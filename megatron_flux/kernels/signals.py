@@ -1,13 +1,13 @@
-"""Keeping the program's signal handlers while Triton compiles.
+"""Keep the program's signal handlers while Triton compiles.
 
 LLVM, inside Triton (seen with 3.6 and 3.9), takes signals over in the C library when a process first compiles a kernel
 that is not in Triton's cache, and Python does not notice: ``signal.getsignal`` still shows the handler that is called
-no longer. From then on a SIGUSR1 is swallowed; on any of the others LLVM puts everything back as it was before that
-compile, which undoes what the program has set since, and sends itself the signal again. Both end here: what a compile
-has changed is put back behind it. While it lasts (seconds) a SIGUSR1 can still be lost: who sends one sends it again.
+no longer. From then on a SIGUSR1 is swallowed; on any of the others LLVM restores the handlers from before that
+compile, which undoes what the program has set since, and sends itself the signal again. This module restores what a
+compile has changed. During a compile (seconds) a SIGUSR1 can still be lost: the sender must send it again.
 
 Signals: those that programs handle, or ignore, as Python does with SIGPIPE and SIGXFSZ. Not those of faults (SIGSEGV,
-SIGABRT and so on): Triton has them for as long as a compile lasts, to say where it crashed, and gives them back itself.
+SIGABRT and so on): Triton has them during a compile, to report where it crashed, and gives them back itself.
 
 Hazards
     * Compiles happen in autograd's threads, where Python refuses ``signal.signal``, and in several at a time: one that
@@ -15,8 +15,8 @@ Hazards
     * A handler may itself call ``signal.signal`` during a compile. That stays.
     * One compile is no reason not to look at the next: LLVM begins anew after a signal that it has handled.
 
-Cost: 12 us a time (one core of a virtual AMD EPYC), which prepared calls (:mod:`megatron_flux.ops.fast_path`) do not
-pay. On Linux only; elsewhere nothing is done, and nothing compiled.
+Cost: 12 us each time (one core of a virtual AMD EPYC), which calls by a cached plan do not pay. On Linux only;
+elsewhere nothing is done, and nothing compiled.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if _LINUX:
 
 
 class Dispositions:
-    """What this process does on some signals, as the C library has it. Works in any thread, for one at a time."""
+    """Signal handlers of this process as the C library has them. Works in any thread, for one at a time."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Of the signals ``numbers``, as of now."""
+        """Read those of the signals ``numbers``."""
         self._numbers = [int(number) for number in numbers] if _LINUX else []
         self._held = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()
         self._now = (ctypes.c_uint64 * (_WORDS * len(self._numbers)))()
@@ -60,11 +60,11 @@ class Dispositions:
         return [(number, ctypes.addressof(words) + 8 * _WORDS * i) for i, number in enumerate(self._numbers)]
 
     def read(self) -> None:
-        """Take what holds now as what is to be kept."""
+        """Take the current handlers as those to keep."""
         _call(self._to_held)
 
     def put_back(self) -> list[int]:
-        """Undo what others than ``signal.signal`` have changed since they were read; the signals concerned."""
+        """Undo what others than ``signal.signal`` have changed since, and return the signals concerned."""
         _call(self._to_now)
         before, after = self._held[::_WORDS], self._now[::_WORDS]
         if before == after:
@@ -79,15 +79,15 @@ class Dispositions:
 
 
 def _by_python(number: int, before: int, after: int) -> bool:
-    """Whether ``signal.signal`` was called in between: Python says what holds now, or cannot have said what did."""
-    says = signal.getsignal(number)
-    if says in (signal.SIG_DFL, signal.SIG_IGN):
-        return after == says
-    return callable(says) and before in (signal.SIG_DFL, signal.SIG_IGN)
+    """Return True if ``signal.signal`` was called in between: Python has the handler of now, or never had the old."""
+    handler = signal.getsignal(number)
+    if handler in (signal.SIG_DFL, signal.SIG_IGN):
+        return after == handler
+    return callable(handler) and before in (signal.SIG_DFL, signal.SIG_IGN)
 
 
 def _call(arguments: Sequence[tuple[int, int | None, int | None]]) -> None:
-    """``sigaction`` with each: signal, where to read what shall hold, where to write what holds."""
+    """Call ``sigaction`` with each: signal, where to read the new action, where to write the current one."""
     for each in arguments:
         if _sigaction(*each):
             raise OSError(f"sigaction was refused for {signal.Signals(each[0]).name}")
@@ -114,4 +114,4 @@ class _Kept:
 
 
 kept = _Kept()
-"""``with kept:`` around what may make Triton compile. Threads may be in it at a time, each more than once."""
+"""``with kept:`` around what may make Triton compile. Several threads may be in it at a time, each more than once."""

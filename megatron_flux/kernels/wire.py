@@ -1,19 +1,19 @@
-"""Fewer bytes on the wire: blocks of 128 numbers of a row as one byte each, with one fp32 scale a block.
+"""Wire formats of transfers: 8-bit blocks of 128 numbers of a row, with one fp32 scale a block.
 
 ================  ===========================================================  ==========
-wire              what travels                                                 bytes
+wire format       numbers                                                      bytes each
 ================  ===========================================================  ==========
-``exact``         the numbers as they are                                      2 (bf16)
+``exact``         as they are                                                  2 (bf16)
 ``fp8``           e4m3, the largest of a block at 448                          1 + 1/32
 ``int8``          -127 to 127, the largest of a block at 127                   1 + 1/32
 ================  ===========================================================  ==========
 
-What is sent is quantised once, at its source; sums are added in fp32, in the order of ranks whatever arrives first, so
-that results are the same in every run. A block with a NaN or an infinity arrives as NaN, all of it: overflow stays
-visible to loss scaling. Numbers below 1e-30 arrive as zero.
+The sender quantises once. Sums are added in fp32, in the order of ranks whatever arrives first, so that results are the
+same in every run. A block with a NaN or an infinity arrives as NaN, all of it: overflow stays visible to loss scaling.
+Numbers below 1e-30 arrive as zero.
 
-On GPUs Triton's kernels do the work (:mod:`megatron_flux.kernels.wire_kernels`); fp8 needs compute capability 8.9. On
-CPUs torch does, which is what the kernels are tested against.
+GPUs run Triton's kernels (:mod:`megatron_flux.kernels.wire_kernels`); fp8 needs compute capability 8.9. CPUs run torch,
+against which the kernels are tested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_flux.kernels.wire_format import (
     INT8,
     TINY,
     TOP,
-    Known,
+    LaunchCache,
     groups,
     nbytes,
     parts,
@@ -37,13 +37,13 @@ from megatron_flux.kernels.wire_format import (
 __all__ = ["EXACT", "FP8", "INT8", "add", "decode", "encode", "nbytes", "parts"]
 
 
-def encode(wire: str, x: torch.Tensor, out: torch.Tensor, known: Known) -> None:
-    """Put x ``[rows, k]`` (contiguous) into ``out`` (uint8, of :func:`nbytes`)."""
+def encode(wire: str, x: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
+    """Encode x ``[rows, k]`` (contiguous) into ``out`` (uint8 ``[nbytes]``)."""
     numbers, scales = parts(out, wire, *x.shape)
     if x.is_cuda:
         from megatron_flux.kernels import wire_kernels
 
-        wire_kernels.encode(x, numbers, scales, known)
+        wire_kernels.encode(x, numbers, scales, cache)
         return
     rows, k = x.shape
     v = torch.nn.functional.pad(x.float(), (0, groups(k) * GROUP - k)).view(rows, -1, GROUP)
@@ -56,13 +56,13 @@ def encode(wire: str, x: torch.Tensor, out: torch.Tensor, known: Known) -> None:
     numbers.copy_(scaled.view(rows, -1)[:, :k].to(FORMATS[wire]))
 
 
-def decode(wire: str, data: torch.Tensor, out: torch.Tensor, known: Known) -> None:
-    """The opposite: ``out`` ``[rows, k]`` (contiguous), in its dtype."""
+def decode(wire: str, data: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
+    """Decode ``data`` into ``out`` ``[rows, k]`` (contiguous), in its dtype."""
     numbers, scales = parts(data, wire, *out.shape)
     if out.is_cuda:
         from megatron_flux.kernels import wire_kernels
 
-        wire_kernels.decode(numbers, scales, out, known)
+        wire_kernels.decode(numbers, scales, out, cache)
         return
     out.copy_(_numbers(numbers, scales))
 
@@ -71,23 +71,23 @@ def _numbers(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.float() * scales.repeat_interleave(GROUP, -1)[..., : numbers.shape[-1]]
 
 
-def add(wire: str, data: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, known: Known) -> None:
-    """Into ``out`` ``[rows, n]`` the sum over ranks, in fp32 and in their order, of what is on the wire in ``data``
-    (uint8 ``[tp, nbytes]``, rows may lie apart) and of ``own`` ``[rows, n]`` in place of ``data[rank]``.
+def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torch.Tensor, cache: LaunchCache) -> None:
+    """Sum over ranks into ``out`` ``[rows, n]``, in fp32 and in the order of ranks: encoded ``data`` (uint8 ``[tp,
+    nbytes]``, rows may lie apart), with ``local`` ``[rows, n]`` in place of ``data[rank]``.
     """
     if wire == EXACT:
-        numbers, scales = data.view(own.dtype).unflatten(-1, tuple(own.shape)), None
+        numbers, scales = data.view(local.dtype).unflatten(-1, tuple(local.shape)), None
     else:
-        numbers, scales = parts(data, wire, *own.shape)
+        numbers, scales = parts(data, wire, *local.shape)
     if out.is_cuda:
         from megatron_flux.kernels import wire_kernels
 
-        wire_kernels.add(numbers, scales, own, rank, out, known)
+        wire_kernels.add(numbers, scales, local, rank, out, cache)
         return
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for source in range(data.shape[0]):
         if source == rank:
-            total += own.float()
+            total += local.float()
         else:
             total += numbers[source].float() if scales is None else _numbers(numbers[source], scales[source])
     out.copy_(total)

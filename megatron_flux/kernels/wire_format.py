@@ -1,4 +1,4 @@
-"""How numbers lie on the wire (:mod:`megatron_flux.kernels.wire`): constants, sizes and views.
+"""Layout of the wire formats (:mod:`megatron_flux.kernels.wire`): constants, sizes and views.
 
 Layout of ``rows`` of ``k`` numbers: bytes ``[rows, k]``, padded to a multiple of 16, then scales ``[rows, ceil(k /
 128)]`` in fp32, padded likewise.
@@ -14,14 +14,14 @@ from megatron_flux.settings import WIRES
 
 EXACT, FP8, INT8 = WIRES
 FP8_CAPABILITY = (8, 9)
-"""The least compute capability of GPUs that convert to fp8."""
+"""Least compute capability of GPUs that convert to fp8."""
 GROUP = 128
 TINY = 1e-30
 TOP = {FP8: 448.0, INT8: 127.0}
 FORMATS = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 
-Known = dict[Any, Any]
-"""Kernels that have been launched, by what determines all but addresses; see :mod:`megatron_flux.kernels.launch`."""
+LaunchCache = dict[Any, Any]
+"""Launched kernels by all that determines them but addresses; see :mod:`megatron_flux.kernels.launch`."""
 
 
 def _up(nbytes: int) -> int:
@@ -29,19 +29,17 @@ def _up(nbytes: int) -> int:
 
 
 def groups(k: int) -> int:
-    """Blocks of a row."""
+    """Return the number of blocks of a row."""
     return -(-k // GROUP)
 
 
 def nbytes(wire: str, rows: int, k: int, itemsize: int) -> int:
-    """What ``rows`` of ``k`` numbers of ``itemsize`` bytes take on the wire."""
+    """Return the encoded size of ``rows`` of ``k`` numbers of ``itemsize`` bytes."""
     return rows * k * itemsize if wire == EXACT else _up(rows * k) + _up(4 * rows * groups(k))
 
 
 def parts(data: torch.Tensor, wire: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of ``data`` (uint8, its last dimension as :func:`nbytes` says): numbers ``[..., rows, k]`` and scales
-    ``[..., rows, blocks]``.
-    """
+    """View ``data`` (uint8 ``[..., nbytes]``) as numbers ``[..., rows, k]`` and scales ``[..., rows, blocks]``."""
     count, at = rows * groups(k), _up(rows * k)
     numbers, scales = data[..., : rows * k], data[..., at : at + 4 * count]
     return (

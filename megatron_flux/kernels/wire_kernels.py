@@ -1,4 +1,4 @@
-"""Triton's side of :mod:`megatron_flux.kernels.wire`: a program takes some blocks of 128 numbers, in fp32."""
+"""Triton kernels for :mod:`megatron_flux.kernels.wire`: a program takes some blocks of 128 numbers, in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.launch import Launch
-from megatron_flux.kernels.wire_format import GROUP, TINY, Known
+from megatron_flux.kernels.wire_format import GROUP, TINY, LaunchCache
 
 BLOCKS = 16  # of a program
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: fp32 numbers far below it are rounded to integers when it is added
@@ -18,7 +18,7 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: fp32 numbers far below it are 
 
 @triton.jit
 def _places(rows, k, groups, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
-    """Indices of a program's blocks among all, of its numbers, and which of both there are."""
+    """Return the indices of a program's blocks and of its numbers, each with the mask of those in range."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     there = block < rows * groups
     column = (block % groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -30,7 +30,7 @@ def encode_kernel(
     x, numbers, scales, rows, k, groups,
     TOP: tl.constexpr, ROUND: tl.constexpr, TINY: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Numbers and scales of x ``[rows, k]``; ``ROUND``: to integers."""
+    """Encode x ``[rows, k]``; ``ROUND``: to integers."""
     block, there, place, inside = _places(rows, k, groups, BLOCKS, GROUP)
     v = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(v), 1)
@@ -48,7 +48,7 @@ def encode_kernel(
 
 @triton.jit
 def decode_kernel(numbers, scales, x, rows, k, groups, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
-    """The opposite."""
+    """Decode into x ``[rows, k]``."""
     block, there, place, inside = _places(rows, k, groups, BLOCKS, GROUP)
     scale = tl.load(scales + block, mask=there, other=0.0)
     v = tl.load(numbers + place, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
@@ -57,15 +57,15 @@ def decode_kernel(numbers, scales, x, rows, k, groups, BLOCKS: tl.constexpr, GRO
 
 @triton.jit
 def add_kernel(
-    numbers, scales, own, y, rank, apart, scales_apart, rows, k, groups,
+    numbers, scales, local, y, rank, apart, scales_apart, rows, k, groups,
     TP: tl.constexpr, SCALED: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks, whose numbers begin ``apart`` numbers from each other, their scales ``scales_apart``."""
+    """Sum over ranks, whose numbers begin ``apart`` numbers from each other, their scales ``scales_apart``."""
     block, there, place, inside = _places(rows, k, groups, BLOCKS, GROUP)
     total = tl.zeros((BLOCKS, GROUP), dtype=tl.float32)
     for source in tl.static_range(TP):
         if source == rank:
-            total += tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(local + place, mask=inside, other=0.0).to(tl.float32)
         else:
             v = tl.load(numbers + tl.full((), source, tl.int64) * apart + place, mask=inside, other=0.0).to(tl.float32)
             if SCALED:
@@ -75,46 +75,51 @@ def add_kernel(
 
 
 def _launch(
-    kernel: Any, known: Known, key: tuple[Any, ...], operands: dict[str, Any], *more: Any, **options: Any
+    kernel: Any, cache: LaunchCache, key: tuple[Any, ...], operands: dict[str, Any], *more: Any, **options: Any
 ) -> None:
-    """On the current stream; ``operands`` by the kernel's names for them, ``more``: integers."""
+    """Launch on the current stream; ``operands`` by the kernel's names for them, ``more``: integers."""
     rows, k = more[-3], more[-2]
     grid = -(-rows * more[-1] // BLOCKS)
     arguments = (*operands.values(), *more)
 
     def first() -> Launch:
-        made = kernel_launch.by_triton(kernel, grid, *arguments, **options, BLOCKS=BLOCKS, GROUP=GROUP, num_warps=4)
-        return made, arguments
+        compiled = kernel_launch.by_triton(kernel, grid, *arguments, **options, BLOCKS=BLOCKS, GROUP=GROUP, num_warps=4)
+        return compiled, arguments
 
     if not all(operand.is_cuda and operand.data_ptr() % 16 == 0 for operand in operands.values()):
         first()  # on the interpreter, or where Triton compiles another variant
         return
     name = (kernel.__name__, rows, k, *key, *more, *(operand.dtype for operand in operands.values()))
     device = next(iter(operands.values())).get_device()
-    kernel_launch.first_or_again(known, name, grid, first, device, **operands)
+    kernel_launch.first_or_again(cache, name, grid, first, device, **operands)
 
 
-def encode(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, known: Known) -> None:
+def encode(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, cache: LaunchCache) -> None:
     """See :func:`megatron_flux.kernels.wire.encode`."""
     integers = numbers.dtype == torch.int8
     _launch(
-        encode_kernel, known, (), {"x": x, "numbers": numbers, "scales": scales}, *x.shape, scales.shape[-1],
+        encode_kernel, cache, (), {"x": x, "numbers": numbers, "scales": scales}, *x.shape, scales.shape[-1],
         TOP=127.0 if integers else 448.0, ROUND=integers, TINY=TINY,
     )  # fmt: skip
 
 
-def decode(numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, known: Known) -> None:
+def decode(numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
     """See :func:`megatron_flux.kernels.wire.decode`."""
-    _launch(decode_kernel, known, (), {"numbers": numbers, "scales": scales, "x": out}, *out.shape, scales.shape[-1])
+    _launch(decode_kernel, cache, (), {"numbers": numbers, "scales": scales, "x": out}, *out.shape, scales.shape[-1])
 
 
 def add(
-    numbers: torch.Tensor, scales: torch.Tensor | None, own: torch.Tensor, rank: int, out: torch.Tensor, known: Known
+    numbers: torch.Tensor,
+    scales: torch.Tensor | None,
+    local: torch.Tensor,
+    rank: int,
+    out: torch.Tensor,
+    cache: LaunchCache,
 ) -> None:
     """See :func:`megatron_flux.kernels.wire.add`."""
-    scaled, groups = scales is not None, -(-own.shape[1] // GROUP)
-    operands = {"numbers": numbers, "scales": own if scales is None else scales, "own": own, "y": out}
+    scaled, groups = scales is not None, -(-local.shape[1] // GROUP)
+    operands = {"numbers": numbers, "scales": local if scales is None else scales, "local": local, "y": out}
     _launch(
-        add_kernel, known, (scaled, numbers.shape[0]), operands, rank, numbers.stride(0),
-        0 if scales is None else scales.stride(0), *own.shape, groups, TP=numbers.shape[0], SCALED=scaled,
+        add_kernel, cache, (scaled, numbers.shape[0]), operands, rank, numbers.stride(0),
+        0 if scales is None else scales.stride(0), *local.shape, groups, TP=numbers.shape[0], SCALED=scaled,
     )  # fmt: skip

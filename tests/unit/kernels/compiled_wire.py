@@ -25,16 +25,16 @@ def kernels(capability: int) -> dict[str, Any]:
     for wire, numbers in WIRES.items():
         if wire == "fp8" and capability < 89:
             continue
-        types = {"x": "*bf16", "own": "*bf16", "y": "*bf16", "numbers": numbers, "scales": "*fp32"}
+        types = {"x": "*bf16", "local": "*bf16", "y": "*bf16", "numbers": numbers, "scales": "*fp32"}
         top = {"TOP": 448.0 if wire == "fp8" else 127.0, "ROUND": wire == "int8", "TINY": 1e-30, **SIZES}
         made[f"encode {wire}"] = compiled(ASTSource, encode_kernel, types, top, capability, num_warps=4)
         made[f"decode {wire}"] = compiled(ASTSource, decode_kernel, types, SIZES, capability, num_warps=4)
         sums = {"TP": 4, "SCALED": True, **SIZES}
         made[f"add {wire}"] = compiled(ASTSource, add_kernel, types, sums, capability, num_warps=4)
-    types = dict.fromkeys(("numbers", "scales", "own", "y"), "*bf16")
+    types = dict.fromkeys(("numbers", "scales", "local", "y"), "*bf16")
     exact = {"TP": 8, "SCALED": False, **SIZES}
     made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=4)
-    types, sizes = dict.fromkeys(("gathered", "own", "out"), "*u8"), {"TP": 4, "BLOCK": BLOCK}
+    types, sizes = dict.fromkeys(("gathered", "local", "out"), "*u8"), {"TP": 4, "BLOCK": BLOCK}
     made["transpose"] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
     return made
 

@@ -40,11 +40,6 @@ class RendezvousError(FluxError):
 class StorageError(FluxError):
     """What a run has to keep could not be written: a full disk, mostly. The message names the file and the cause."""
 
-    def __init__(self, message: str, *, everywhere: bool = False) -> None:
-        """``everywhere``: all ranks raise it, and can still do something together."""
-        super().__init__(message)
-        self.everywhere = everywhere
-
 
 class FallbackError(FluxError):
     """``strict=True`` and a layer that flux would have to leave to stock Megatron."""

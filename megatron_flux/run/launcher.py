@@ -42,11 +42,8 @@ def started() -> int | None:
 def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
     """Return the number of ranks: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
 
-    Raises UserError: ``nproc`` (``option``) does not fit that, or a launcher has left variables in the environment, by
-    which ranks would wait for peers.
+    Raises UserError: ``nproc`` (``option``) does not fit that.
     """
-    if "RANK" in os.environ:
-        _check_variables()
     if (ranks := started()) is not None:
         if nproc not in (None, ranks):
             raise UserError(f"{option} {nproc} under a launcher that started {ranks} processes; leave it out")
@@ -55,24 +52,6 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "-
     if gpus and wanted > gpus:
         raise UserError(f"{option} {wanted} on a machine with {gpus} GPU(s); give at most {gpus}")
     return wanted
-
-
-def _check_variables() -> None:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    missing = [name for name in names if name not in given]
-    try:
-        fits = int(given["RANK"]) in range(int(given.get("WORLD_SIZE", "1"))) and int(given.get("MASTER_PORT", "1")) > 0
-    except ValueError:
-        fits = False
-    if missing or not fits:
-        del os.environ["RANK"]  # this is no rank: it reports the error
-        said = " ".join(f"{name}={value}" for name, value in given.items())
-        without = f" without {', '.join(missing)}" if missing else ", which do not fit together"
-        raise UserError(
-            f"the environment has {said}{without}: left over from a launcher? unset {' '.join(given)}, or start with "
-            "torchrun"
-        )
 
 
 def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> signal.Signals | None:

@@ -151,7 +151,7 @@ def _write(trainer: Trainer, folder: Path) -> None:
     except CheckpointException as error:
         cause = _cause(error)
         # It is raised on all ranks; up to megatron-core 0.16, rank 0 alone is told the cause.
-        raise StorageError(_on_first_rank(lambda: cause), everywhere=True) from error
+        raise StorageError(_on_first_rank(lambda: cause)) from error
     except (OSError, RuntimeError) as error:  # torch's name for a write that failed
         raise StorageError(_cause(error)) from error
 
@@ -191,14 +191,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
-    folder, room = final.parent, ""
-    with suppress(OSError):
-        room = f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
     reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
-    iteration = checkpoint_folder.tracked(folder)
-    left = "no checkpoint is there" if iteration is None else f"--load {folder} resumes from iteration {iteration}"
-    everywhere = isinstance(error, OSError) or error.everywhere
-    return StorageError(f"checkpoint {final} could not be saved: {reason}{room}; {left}", everywhere=everywhere)
+    with suppress(OSError):  # torch does not name a full disk
+        reason += f" ({shutil.disk_usage(final.parent).free / 1e9:.3g} GB are free there)"
+    iteration = checkpoint_folder.tracked(final.parent)
+    left = "there is none before" if iteration is None else f"--load {final.parent} resumes from iteration {iteration}"
+    return StorageError(f"checkpoint {final} could not be saved: {reason}; {left}")
 
 
 def _on_first_rank(work: Callable[[], _T]) -> _T:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.errors import FluxError, StorageError, UserError
+from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
@@ -31,7 +31,7 @@ from megatron_flux.train import checkpoint
 from megatron_flux.train.checkpoint_access import folders, is_saved
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import Datasets
-from megatron_flux.train.progress import progress
+from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.trainer import Trainer
 from megatron_flux.train.variant import Variant
 
@@ -55,25 +55,16 @@ def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
             at = ", ".join(f"{name} from step {n}" for name, n in iterations.items())
             logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
-        try:
-            with checkpoint.saves(config) as save, ExitStack() as recording:
+        with checkpoint.saves(config) as save, ExitStack() as recording:
+            for variant in variants.values():
+                recording.enter_context(variant)
+            stopped = _train(config, variants, iterations, save, stop)
+            if comparing and not stopped and dist.get_rank() == 0:
+                baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+                summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+                final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
-                    recording.enter_context(variant)
-                stopped = _train(config, variants, iterations, save, stop)
-                if comparing and not stopped and dist.get_rank() == 0:
-                    summary = _summary(config)
-                    final = wandb_mirror.comparison_summary(config.out, summary)
-                    for variant in variants.values():
-                        variant.conclude(final)
-        except StorageError as error:
-            if comparing and dist.get_rank() == 0:
-                try:
-                    conclude(config)  # what was measured before a save, or the record, failed
-                except FluxError as another:
-                    logger.error("%s", another)
-            if comparing and error.everywhere:
-                dist.barrier()  # the first rank that ends takes the others with it
-            raise
+                    variant.conclude(final)
         if summary is not None:
             conclude(config, summary)
         if dist.get_rank() == 0:
@@ -96,29 +87,39 @@ def _train(
     saved = min(iterations.values())
     if saved < config.steps and stop.agreed():  # asked while it was loaded or tuned
         return True
-    with progress(config) as show:
-        for block, name, count in blocks:
-            with closing(variants[name].steps(count, block=block)) as steps:
-                for iteration, result in steps:
-                    show(name, iteration, result)
-                    iterations[name] = iteration
-                    stopped = min(iterations.values()) < config.steps and stop.agreed()
-                    due = iteration % every == 0 or iteration == at_end or stopped
-                    if config.save is not None and due and not both:
-                        save(variants[name].trainer, config.save)
-                        stopped = stopped or (iteration < config.steps and stop.agreed())
-                    if stopped:
-                        break
-            slower = min(iterations.values())
-            if config.save is not None and both and (stopped or slower // every > saved // every):
-                saved = slower
-                for variant, to in zip(variants.values(), folders(config.save, config), strict=True):
-                    with variant.trainer.active():
-                        save(variant.trainer, to)
-                stopped = stopped or (slower < config.steps and stop.agreed())
-            if stopped:
-                return True
+    for block, name, count in blocks:
+        with closing(variants[name].steps(count, block=block)) as steps:
+            for iteration, result in steps:
+                _log(config, name, iteration, result)
+                iterations[name] = iteration
+                stopped = min(iterations.values()) < config.steps and stop.agreed()
+                due = iteration % every == 0 or iteration == at_end or stopped
+                if config.save is not None and due and not both:
+                    save(variants[name].trainer, config.save)
+                    stopped = stopped or (iteration < config.steps and stop.agreed())
+                if stopped:
+                    break
+        slower = min(iterations.values())
+        if config.save is not None and both and (stopped or slower // every > saved // every):
+            saved = slower
+            for variant, to in zip(variants.values(), folders(config.save, config), strict=True):
+                with variant.trainer.active():
+                    save(variant.trainer, to)
+            stopped = stopped or (slower < config.steps and stop.agreed())
+        if stopped:
+            return True
     return False
+
+
+def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
+    """Log a step on rank 0, every ``config.log_interval`` steps, at the end and where a validation follows."""
+    if iteration % config.log_interval and iteration != config.steps and result.validation is None:
+        return
+    text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
+    text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
+    if result.validation is not None:
+        text += f"  validation loss {result.validation:.4f}"
+    logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
 
 
 def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
@@ -135,14 +136,8 @@ def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tup
             block += 1
 
 
-def _summary(config: RunConfig) -> dict[str, Any]:
-    baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
-    return summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
-
-
-def conclude(config: RunConfig, summary: dict[str, Any] | None = None) -> None:
+def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``. Raises StorageError if that fails."""
-    summary = summary or _summary(config)
     print_summary(summary)
     try:
         write_summary(config.out / "summary.json", summary)

@@ -217,7 +217,7 @@ class MetricsOptions(Options):
 
     group: ClassVar[str] = "Metrics"
 
-    log_interval: int = option(1, "Steps between log lines where there is no progress bar.", ge=1, file_only=True)
+    log_interval: int = option(1, "Steps between log lines.", ge=1, file_only=True)
     sample_interval: int = option(
         10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0, file_only=True
     )

@@ -26,8 +26,9 @@ def process_groups(config: Any) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
     ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait.
-    RendezvousError where the ranks have not found each other. On an error inside, the groups are left as they are:
-    tearing them down would wait for peers that may be gone.
+    On an error inside, the groups are left as they are: tearing them down would wait for peers that may have exited.
+
+    Raises RendezvousError: the ranks have not found each other.
     """
     from megatron.core import parallel_state
 
@@ -38,7 +39,7 @@ def process_groups(config: Any) -> Iterator[torch.device]:
         rank.set_nccl_link(config.link)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
-    except dist.DistError as error:
+    except (dist.DistError, ValueError) as error:  # the latter of a variable that is missing
         raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
     minutes = max(1, round(config.timeout / 60))
     parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes)
@@ -49,7 +50,7 @@ def process_groups(config: Any) -> Iterator[torch.device]:
 
 
 def _no_meeting(cause: str, timeout: float) -> str:
-    """Why the ranks have not met, in one line, by what torch says of it (with a C++ backtrace on some platforms)."""
+    """Return why the ranks have not met, in one line; torch's own account has a C++ backtrace on some platforms."""
     number, size, address, port = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if "EADDRINUSE" in cause:
         return f"port {port} (MASTER_PORT) is in use on this machine; give the launcher another one"
@@ -60,7 +61,7 @@ def _no_meeting(cause: str, timeout: float) -> str:
 
 @contextmanager
 def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
-    """Everything that a run needs on this rank, as ``(datasets, device)``: data, process groups, shims."""
+    """Open what a run needs on this rank: data, process groups, shims; yields ``(datasets, device)``."""
     corpus = data.prepared(config)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:

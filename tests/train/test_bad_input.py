@@ -246,9 +246,3 @@ def test_resuming_on_other_text_without_a_word(
     line = refused("train", "--load", _checkpoint(tmp_path / "checkpoints", data=data), data=False)
     assert "was trained on /home/me/texts (100000 tokens)" in line
     assert "without --data, would train on the source files of Python's standard library (11001 tokens)" in line
-
-
-def test_what_a_launcher_left_is_said_whatever_the_rank(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert "RANK=3 WORLD_SIZE=8 without MASTER_ADDR, MASTER_PORT: left over" in refused("train")

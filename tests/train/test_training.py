@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -366,34 +365,6 @@ def test_an_existing_pair_is_read(command: Run, tmp_path: Path) -> None:
     more = ["--vocab-size", "1000", "--data", tmp_path / "tokens"]
     command("train", "--nproc", "1", "--steps", "2", *more, "--out", tmp_path / "run", data=False)
     assert losses(tmp_path / "run" / "flux")[0] == pytest.approx(7, abs=0.5)  # ln(1024) = 6.93
-
-
-def test_a_terminal_gets_a_progress_bar(
-    warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
-) -> None:
-    import pty
-
-    words = [warm_python, "-m", "megatron_flux.cli", "train", "--nproc", "1", "--steps", "3", "--data", corpus]
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*map(str, words), "--out", str(tmp_path / "run")],
-        stdout=child,
-        stderr=child,
-        env={**environment, "TERM": "xterm", "COLUMNS": "140"},
-    )
-    os.close(child)
-    shown = b""
-    try:
-        while part := os.read(parent, 4096):
-            shown += part
-    except OSError:  # how Linux says that the other end is closed
-        pass
-    os.close(parent)
-    assert process.wait(60) == 0
-    text = shown.decode()
-    assert "3/3" in text
-    assert "━" in text
-    assert "step 3/3" not in text
 
 
 def test_dry_run_starts_and_writes_nothing(command: Run, tmp_path: Path) -> None:

@@ -46,24 +46,6 @@ def test_the_first_failure_is_named(codes: tuple[int, int], times: tuple[int, in
     assert ("runs/x" in str(error)) == (2 not in codes)
 
 
-@pytest.mark.parametrize(
-    ("left", "said"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "3"}, "RANK=3 without WORLD_SIZE"),
-        ({**LAUNCHED, "RANK": "4"}, "which do not fit together"),
-        ({**LAUNCHED, "RANK": "x"}, "which do not fit together"),
-    ],
-)
-def test_what_a_launcher_left_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, left: dict[str, str], said: str
-) -> None:
-    for name, value in left.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"{said}.*unset {' '.join(left)}"):
-        launcher.world_size(None, gpus=0, otherwise=2)
-
-
 @pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])
 def test_how_many_ranks(nproc: int | None, gpus: int, expected: int) -> None:
     assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected

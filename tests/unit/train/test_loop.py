@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_flux.errors import StorageError
+from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.train import loop
 from megatron_flux.train.loop import schedule
@@ -120,6 +121,7 @@ def test_the_record_says_that_the_disk_is_full(disk: Path) -> None:
 def test_the_table_comes_before_what_cannot_be_written(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full_run(disk / "run")
     fill(disk)
+    summary = strict_json.read_json_object(disk / "run" / "summary.json")
     with pytest.raises(StorageError, match=r"cannot write \S+summary.json: No space left.*report \S+run reads"):
-        loop.conclude(run_config(disk, compare=True))
+        loop.conclude(run_config(disk, compare=True), summary)
     assert "step time" in capsys.readouterr().out

@@ -117,16 +117,16 @@ FAULTS: tuple[Fault, ...] = (
     # What ranks decide together.
     _fault(
         "kept answer is not broadcast",
-        f"{OPS}/backends/tuned.py",
-        "agreement.first_rank(group, about, lambda: _first(tuning_cache.find(keys, full=full), captured))",
-        "_first(tuning_cache.find(keys, full=full), captured)",
+        f"{OPS}/tuner/tuner.py",
+        "agreement.first_rank(group, about, lambda: cache.find(keys, full=full))",
+        "cache.find(keys, full=full)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
     ),
     _fault(
         "each rank lists its own candidates",
-        f"{OPS}/backends/tuner_measurement.py",
-        "agreement.first_rank(group, about, lambda: tuner_calls.listed(call, full))",
-        "tuner_calls.listed(call, full)",
+        f"{OPS}/tuner/measure.py",
+        "agreement.first_rank(call.group, about, lambda: list_plans(call, full))",
+        "list_plans(call, full)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     _fault(
@@ -180,17 +180,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a key without the SM margin",
-        f"{OPS}/backends/tuning_cache.py",
+        f"{OPS}/tuner/keys.py",
         "margin={sm_margin()}",
         "margin=",
-        ("tests/unit/ops/test_plan.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
+        ("tests/unit/ops/test_tuner_cache.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
     ),
     _fault(
         "a key without torch's version",
-        f"{OPS}/backends/tuning_cache.py",
+        f"{OPS}/tuner/keys.py",
         "torch {torch.__version__} ",
         "torch ",
-        ("tests/unit/ops/test_plan.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
+        ("tests/unit/ops/test_tuner_cache.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
     ),
     _fault(
         "90 % interval for 95 %",
@@ -223,7 +223,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "dgrad's sum is tuned as if nothing ran beside it",
         "megatron_flux/patch/tuning.py",
-        '"async_op": beside_wgrad',
+        '"async_op": wanted.beside_wgrad',
         '"async_op": False',
         ("tests/distributed/test_tune_ahead.py::test_the_first_step_finds_every_answer",),
     ),
@@ -601,9 +601,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a decode step between stock and a plan runs the plan",
-        f"{OPS}/backends/tuner_calls.py",
-        "sorted(stock or near,",
-        "sorted(near,",
+        f"{OPS}/tuner/tuner.py",
+        "_by_distance(stock or near, m)",
+        "_by_distance(near, m)",
         (
             "tests/unit/ops/test_tuner.py::test_a_decode_step_whose_rows_change_runs_the_nearest_plan_and_stock_beside_stock",
         ),

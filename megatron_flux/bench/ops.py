@@ -44,11 +44,12 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.backends.tuner_calls import key_of
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, Fp8Pair, random_pair
 from megatron_flux.ops.gemm import cublas_takes, fp8_gemm
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.tuner import Tuner
 from megatron_flux.run import folder, rank
 
 logger = logging.getLogger("megatron_flux")
@@ -117,13 +118,12 @@ def as_tuned(case: Case, made: Operands, group: dist.ProcessGroup, wire: str) ->
     return OperatorCall(case.op, made.x, made.weights[0], group, transposed, **how)
 
 
-def plan_of(call: OperatorCall, *, captured: bool = False) -> dict[str, Any]:
-    """Have the tuner measure this very call, and return its plan. Collective."""
-    tuner: Any = get_backend("tuned")
+def plan_of(call: OperatorCall, *, captured: bool = False) -> Entry:
+    """Have the tuner measure this very call, and return its entry. Collective."""
+    tuned: Any = get_backend("tuned")
+    tuner: Tuner = tuned.tuner
     with captured_calls() if captured else nullcontext():
-        tuner.decide(call)
-    plan: dict[str, Any] = tuner.decisions(call.group).answers[key_of(call, captured=captured)]
-    return plan
+        return tuner.decide(call)
 
 
 def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
@@ -295,7 +295,7 @@ class OpsBench(NamedTuple):
             **asdict(case),
             "dtype": str(DTYPES[wanted.dtype])[6:],
             **{f"{name}_ms": ms.get(name) for name in (runs if chunks else tables.NAMES)},
-            "tuned_choice": tables.plan_name(plan),
+            "tuned_choice": plan.label,
             "e_overlap": None if e is None else round(e, 4),
             "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / self.rate / 1e6), 4),
             "host_us": {name: round(1e3 * median(one["busy_host_ms"]) / calls, 1) for name, one in samples.items()},

@@ -13,7 +13,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number, print_table
-from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops.tuner import cache
 
 Row = Mapping[str, Any]
 
@@ -93,12 +93,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
 
 
 _KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
-"""The part of a key before the first bar; see :func:`megatron_flux.ops.backends.tuning_cache.describe`."""
-
-
-def plan_name(plan: Row) -> str:
-    """Return the name of a tuned plan, as its times have it."""
-    return tuning_cache.label(plan)
+"""The part of a key before the first bar; see :func:`megatron_flux.ops.tuner.keys.describe`."""
 
 
 def show_plans(
@@ -115,7 +110,7 @@ def show_plans(
     for name, key in calls or [("", key) for key in sorted(plans, key=_order)]:
         machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
         by_machine.setdefault(machine, []).append([*([name] if calls else []), *_plan_cells(key, plans[key])])
-    head = ("<op", "<setting", "m x n x k", "reference", "pipelined", "best fused", "plan", "gain", "<planned")
+    head = ("<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned")
     for machine, rows in by_machine.items():
         print_table(
             f"{machine}: {len(rows)} call(s)",
@@ -128,18 +123,19 @@ def show_plans(
 
 def _plan_cells(key: str, plan: Row) -> list[str | Text]:
     try:
-        ms, name = dict(plan["ms"]), plan_name(plan)
-    except (KeyError, TypeError, ValueError):
+        entry = cache.parse(key, plan)
+    except ValueError as error:
         raise UserError(
-            f"the tuning cache has no usable plan for {key!r}; delete that entry to tune it again"
+            f"the tuning cache has no usable plan for {key!r} ({error}); delete that entry to tune it again"
         ) from None
+    ms, name = entry.ms, entry.label
     call = _KEY.match(key.split(" | ")[0])
     shape = (call["op"], call["setting"], f"{call['m']} x {call['n']} x {call['k']}") if call else (key, "-", "-")
     fused = min((value for way, value in ms.items() if way.startswith("fused")), default=None)
     before, after = ms.get("reference"), ms.get(name)
     return [
         *shape,
-        *map(number, (before, ms.get("pipelined"), fused, after)),
+        *map(number, (before, fused, after)),
         number(before / after if before and after else None, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]

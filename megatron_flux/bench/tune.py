@@ -23,9 +23,12 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.metrics.table import number
-from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.tuner import cache
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.keys import key_of
+from megatron_flux.ops.tuner.tuner import Tuner
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")
@@ -33,7 +36,7 @@ logger = logging.getLogger("megatron_flux")
 
 def run(
     wanted: TuneRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
-) -> list[tuple[Case, str, dict[str, Any]]]:
+) -> list[tuple[Case, str, Entry]]:
     """Fill the cache with the fastest plan of every case; returns case, key in the cache and plan, on every rank.
 
     Where the link goes by chunks, also of what wgrad gathers beside the dgrads among them. The first rank reads and
@@ -51,6 +54,7 @@ def run(
     if links.by_chunks(links.probe(group, device)):
         cases = [*cases, *_gathers(cases)]
     tuned: Any = get_backend("tuned")
+    tuner: Tuner = tuned.tuner
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,15 +65,15 @@ def run(
         for number_, case in enumerate(cases, 1):
             captured = case.direction == "decode"
             call = _call(case, group, dtype, device, wanted.grad_wire if case.direction == "dgrad" else wanted.wire)
-            key = tuner_calls.key_of(call, captured=captured)
-            known = key in tuned.decisions(group).answers or agreement.first_rank(
+            key = key_of(call, captured=captured)
+            known = key in tuner.decisions(group).entries or agreement.first_rank(
                 group, "cached plans", partial(_is_cached, key)
             )
             plan = ops.plan_of(call, captured=captured)
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, plan))
             if group.rank() == 0:
-                name, ms = tables.plan_name(plan), plan["ms"]
+                name, ms = plan.label, plan.ms
                 log(
                     f"[{number_}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
                     f"{_how(case)} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
@@ -108,14 +112,14 @@ def _how(case: Case) -> str:
 
 
 def _is_cached(key: str) -> bool:
-    return tuning_cache.find([key], full=True) != [None]
+    return cache.find([key], full=True) is not None
 
 
-def _store(wanted: TuneRun, key: str, plan: dict[str, Any]) -> None:
+def _store(wanted: TuneRun, key: str, plan: Entry) -> None:
     """Store a forced plan. Raises UserError where the tuner could not store its own: here nothing else counts."""
     if wanted.force:
-        tuning_cache.store(wanted.cache, key, plan)
-    elif plan["ms"] and tuning_cache.is_short(tuning_cache.load(wanted.cache).get(key, {"list": "short"})):
+        cache.store(wanted.cache, key, plan)
+    elif plan.ms and not _is_cached(key):
         raise UserError(f"the plan for {key} could not be stored in {wanted.cache}; set another cache")
 
 
@@ -128,5 +132,5 @@ def work(text: str) -> None:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         names = [(f"{case.model} {case.layer} {_how(case)}", key) for case, key, _ in done]
-        tables.show_plans({key: plan for _, key, plan in done}, calls=names)
+        tables.show_plans({key: plan.to_json() for _, key, plan in done}, calls=names)
         logger.info("plans: %s", wanted.cache)

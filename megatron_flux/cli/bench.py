@@ -48,9 +48,9 @@ def ops(options: OpsOptions, dry_run: bool) -> None:
 def tune(options: TuneOptions, dry_run: bool) -> None:
     """Measure which backend is fastest for each layer of large models, and store the plans for training."""
     from megatron_flux.bench import tune as module
-    from megatron_flux.ops.backends import tuning_cache
+    from megatron_flux.ops.tuner.cache import cache_path, load
 
-    cache = options.cache or tuning_cache.cache_path()
+    cache = options.cache or cache_path()
     if options.show:
         if dry_run or options.force:
             raise UserError("--show only prints stored plans; leave out --dry-run and --force")
@@ -64,7 +64,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     calls = len(run.cases())
     if not dry_run:
         _require_writable(cache)
-    tuning_cache.load(cache)  # refuses a damaged one
+    load(cache)  # refuses a damaged one
     if start.described(dry_run, lambda _: _description(run, options), None):
         return
     about = f"{calls} calls on {run.tp} GPUs, plans stored in {cache}"
@@ -105,11 +105,11 @@ def _require_writable(cache: Path) -> None:
 
 def _show(cache: Path, *, asked: bool) -> None:
     from megatron_flux.bench import tables
-    from megatron_flux.ops.backends import tuning_cache
+    from megatron_flux.ops.tuner.cache import load
 
     if asked and not cache.exists():
         raise UserError(f"cache {cache} does not exist; give a file that `megatron-flux tune` has written")
-    plans = tuning_cache.load(cache)
+    plans = load(cache)
     if plans:
         tables.show_plans(plans)
     print(f"plans: {cache}" if plans else f"nothing has been tuned yet: no plans in {cache}")

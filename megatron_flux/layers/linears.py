@@ -198,7 +198,7 @@ class _RowParallelLinear(torch.autograd.Function):
         if need_dx and not linear.sequence_parallel:  # every rank has all of dy
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            serves_wgrad = precision.serves_wgrad and dy_for_wgrad is not None
+            serves_wgrad = precision.serves_wgrad and need_dw
             dx = ops.all_gather_gemm(
                 local_dy, weight, linear.group, return_gathered=serves_wgrad,
                 backend=linear.backends.dgrad, wire=linear.wires.gradients, **precision.dgrad_options,

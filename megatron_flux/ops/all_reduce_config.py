@@ -13,11 +13,12 @@ From which m which is faster is measured, by the tuner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from megatron_flux.ops.kernel_config import cdiv
+from pydantic import AfterValidator, ConfigDict, Field
+
+from megatron_flux.ops.kernel_config import Count, Depth, Tile, Warps, cdiv, differences, power_of_two
 
 ALIGNED = 64  # numbers: slots begin at multiples of 128 bytes or more
 MOST_BYTES = 16 << 20
@@ -31,20 +32,23 @@ LEAST_ROWS_COMPOSED = 128
 class AllReduceConfig:
     """One way to run a call. Kernels ignore what is not said to be theirs."""
 
-    shots: int = 1  # 0: gemm_reduce_scatter and all_gather
-    nccl: bool = False  # shots=0: the all_gather is torch's collective, not the copy engine
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    shots: Annotated[int, Field(ge=0, le=2)] = 1  # 0: gemm_reduce_scatter and all_gather
     own_gemm: bool = False  # one shot: the kernel multiplies itself
-    block: int = 1024  # without own_gemm: numbers that a CTA sends, or adds, at a time
-    ctas: int = 32  # without own_gemm
-    warps: int = 4
-    bm: int = 16  # own_gemm
-    bn: int = 64  # own_gemm
-    bk: int = 128  # own_gemm
-    stages: int = 5  # own_gemm
+    block: Annotated[int, Field(ge=32, le=1 << 16), AfterValidator(power_of_two)] = 1024
+    """Without own_gemm: numbers that a CTA sends, or adds, at a time."""
+    ctas: Count = 32  # without own_gemm
+    warps: Warps = 4
+    bm: Tile = 16  # own_gemm
+    bn: Tile = 64  # own_gemm
+    bk: Tile = 128  # own_gemm
+    stages: Depth = 5  # own_gemm
 
     def label(self) -> str:
-        """What differs from the defaults, short."""
-        return label_of(asdict(self))
+        """Return what differs from the defaults, short."""
+        kind = {0: "scatter and gather", 1: "one shot", 2: "two shots"}[self.shots]
+        return " ".join([kind, *(found for found in differences(self) if not found.startswith("shots="))])
 
     @property
     def rows_at_a_time(self) -> int:
@@ -78,16 +82,6 @@ class AllReduceConfig:
         return self.shots == 1 or m * n > (tp - 1) * self.stride(m * n, 0, tp)
 
 
-def label_of(kept: Mapping[str, Any]) -> str:
-    """:meth:`AllReduceConfig.label` of fields by name. Raises TypeError: there is no such field."""
-    base = {field.name: field.default for field in fields(AllReduceConfig)}
-    if unknown := kept.keys() - base.keys():
-        raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
-    kind = {0: "scatter and gather", 1: "one shot", 2: "two shots"}[kept.get("shots", 1)]
-    differs = (f"{name}={kept[name]}" for name in base if name != "shots" and kept.get(name, base[name]) != base[name])
-    return " ".join([kind, *differs])
-
-
 def all_reduce_config(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> AllReduceConfig:
     """The choice without a tuner: what :func:`candidates` has first that can run."""
     return candidates(m, n, k, tp, size, fp8=fp8)[0]
@@ -103,7 +97,7 @@ def candidates(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False)
         found.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
     composed = AllReduceConfig(shots=0)
     if m >= LEAST_ROWS_COMPOSED:
-        found = [*found, composed, replace(composed, nccl=True)]
+        found.append(composed)
     fitting = [config for config in found if config.fits(m, n, tp, size)]
     one_shot = AllReduceConfig()
     return fitting or [composed if composed.fits(m, n, tp, size) and not one_shot.fits(m, n, tp, size) else one_shot]

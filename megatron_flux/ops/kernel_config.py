@@ -12,9 +12,10 @@ four of 132 SMs are free for adding partials at no cost in rounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
@@ -23,42 +24,58 @@ LEAST_ASIDE = 4  # SMs that add what all others multiply; fewer have not been tr
 LONG = 4096  # of k, from which on they keep up with promoted FP8 products; at 3584 it is even (results/fp8-scatter)
 
 
+def power_of_two(value: int) -> int:
+    """Return ``value``. Raises ValueError: it is none."""
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)``; Triton's own takes 1.5 us."""
     return -(-a // b)
+
+
+Tile = Annotated[int, Field(ge=16, le=256), AfterValidator(power_of_two)]
+Warps = Annotated[int, Field(ge=1, le=16), AfterValidator(power_of_two)]
+Depth = Annotated[int, Field(ge=1, le=16)]
+Count = Annotated[int, Field(ge=1, le=1024)]
+"""Limits of what is read from files: beyond them kernels do not compile, or count to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """One way to run a fused call. Sizes are in elements; kernels ignore what is not said to be theirs."""
 
-    bm: int = 128
-    bn: int = 256
-    bk: int = 64
-    stages: int = 4
-    warps: int = 8  # plain kernels
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    bm: Tile = 128
+    bn: Tile = 256
+    bk: Tile = 64
+    stages: Depth = 4
+    warps: Warps = 8  # plain kernels
     split: bool = True  # plain kernels: store a tile as two halves, which needs half the shared memory
-    group: int = 8  # all_gather_gemm: row blocks per raster group
-    span: int = 1
+    group: Count = 8  # all_gather_gemm: row blocks per raster group
+    span: Count = 1
     """all_gather_gemm, ``ws``: shards, after the first to come, whose row blocks are done together."""
     early: bool = False
     """all_gather_gemm, ``ws``: a quarter of the columns of the first two shards to come goes ahead."""
     late: bool = False
     """all_gather_gemm, ``ws``: a quarter of the columns of the last shard to come comes by itself."""
-    band: int = 1  # gemm_reduce_scatter: row blocks per destination and step
-    reducers: int = 4  # gemm_reduce_scatter, plain: CTAs that only add partials
+    band: Count = 1  # gemm_reduce_scatter: row blocks per destination and step
+    reducers: Count = 4  # gemm_reduce_scatter, plain: CTAs that only add partials
     ws: bool = False  # the warp-specialised kernels (Hopper only)
-    ring: int = 2  # ``ws``: pieces of 64 columns that wait to be stored
-    spread: int = 0  # gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent
+    ring: Depth = 2  # ``ws``: pieces of 64 columns that wait to be stored
+    spread: Annotated[int, Field(ge=0, le=100)] = 0
+    """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
     aside: bool = False
     """gemm_reduce_scatter, ``ws``: :func:`workers` multiply, and the other SMs only add partials."""
-    teams: int = (
-        1  # ``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other
-    )
+    teams: Annotated[int, Field(ge=1, le=2)] = 1
+    """``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other."""
 
     def __post_init__(self) -> None:
         """Hash once: a configuration is part of the key of every call."""
-        object.__setattr__(self, "_hash", hash(tuple(asdict(self).items())))
+        object.__setattr__(self, "_hash", hash(astuple(self)))
 
     def __hash__(self) -> int:
         """As :func:`dataclasses.dataclass` would."""
@@ -72,16 +89,14 @@ class KernelConfig:
         return Edges(self.early, self.late, columns)
 
     def label(self) -> str:
-        """Differences from the defaults, short."""
-        return label_of(asdict(self))
+        """Return what differs from the defaults, short."""
+        return " ".join(differences(self)) or "default"
 
 
-def label_of(kept: Mapping[str, Any]) -> str:
-    """:meth:`KernelConfig.label` of fields by name. Raises TypeError: there is no such field."""
-    base = {known.name: known.default for known in fields(KernelConfig)}
-    if unknown := kept.keys() - base.keys():
-        raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
-    return " ".join(f"{name}={kept[name]}" for name in base if kept.get(name, base[name]) != base[name]) or "default"
+def differences(config: Any) -> list[str]:
+    """Return ``name=value`` of each field of a dataclass that is not its default."""
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return [f"{field.name}={value}" for field, value in values if value != field.default]
 
 
 def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:

@@ -111,7 +111,7 @@ class LinearPatch(StockReasons):
         """Return the replacement of ``RowParallelLinear.forward``."""
 
         def forward(
-            layer: torch.nn.Module, input_: torch.Tensor, *args: Any, **kwargs: Any
+            layer: Any, input_: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             backends = backends_of(layer, self.config.backends)
             weight = layer.weight  # once: torch searches for it
@@ -158,7 +158,8 @@ class LinearPatch(StockReasons):
                 "backend": backends,
             }
             bias = layer.bias if layer.apply_bias else None
-            linear, operands = row_parallel_linear, (weight, layer.tp_group)
+            linear: Any = row_parallel_linear
+            operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:
                 linear, operands = column_parallel_linear, (weight, bias, layer.tp_group)
                 options |= self._gather_options(layer) | {"epilogue_bias": True}

@@ -10,7 +10,7 @@ since, or with ``disable_grad_reduce``, its dgrad is summed elsewhere or not at 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,8 +57,8 @@ class StockReasons:
 
         ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
         """
-        self.config, self.line, self.te = config, line, te
-        """``config`` may be exchanged while patched: every call reads it."""
+        self.config = config  # may be exchanged while patched: every call reads it
+        self.line, self.te = line, cast(Any, te)
         self.originals: dict[str, Originals] = {}
         """By kind of layer, the objects that stock calls and flux does not."""
         self._row: Any = row
@@ -115,7 +115,7 @@ class StockReasons:
         kind: str,
         layer: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:

@@ -45,8 +45,8 @@ from packaging.specifiers import SpecifierSet
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather
-from megatron_flux.layers.precision import LinearState, Norm, Precision, Saved
-from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, gemm_ready
+from megatron_flux.layers.precision import LinearState, Precision, Saved
+from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
@@ -197,9 +197,10 @@ class TransformerEngineFp8:
         """Return what a layer multiplies, to ``out``, in forward and dgrad under the present autocast."""
         recipe = self.state.get_fp8_recipe()
         blocks, splits = recipe.float8_block_scaling(), self.splits(recipe)
-        how = [("1x128" if blocks else "tensor", out, split or blocks) for split in splits]
+        scaling: Scaling = "1x128" if blocks else "tensor"
         weight, gradient = (self.api.format_of(recipe, forward) for forward in (True, False))
-        return Fp8Kind(weight, weight, *how[0]), Fp8Kind(gradient, weight, *how[1])
+        forward = Fp8Kind(weight, weight, scaling, out, splits[0] or blocks)
+        return forward, Fp8Kind(gradient, weight, scaling, out, splits[1] or blocks)
 
     def run(
         self, linear: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, operands: Any, **options: Any
@@ -290,19 +291,20 @@ class Fp8Call(Precision):
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        norm: Norm | None,
+        norm: Any,
         norm_weight: torch.Tensor | None,
         norm_bias: torch.Tensor | None,
     ) -> tuple[Fp8Operand, Fp8Operand, Saved]:
         """See the protocol."""
-        flat, statistics = x.contiguous().view(-1, x.shape[-1]), ()
+        flat = x.contiguous().view(-1, x.shape[-1])
         quantizer, for_wgrad = self._x_quantizer, self._need_wgrad and not self._keeps_input
         quantizer.set_usage(rowwise=True, columnwise=for_wgrad and self._by_columns)
+        statistics: Saved = (None,) * 4
         if norm is None:
-            quantized, statistics = quantizer(flat), (None,) * 4
+            quantized = quantizer(flat)
         else:
-            quantized, *statistics = norm.forward(flat, norm_weight, norm_bias, quantizer)
-            statistics = flat, norm_weight, *statistics
+            quantized, mean, deviation = norm.forward(flat, norm_weight, norm_bias, quantizer)
+            statistics = flat, norm_weight, mean, deviation
         operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
         if not self._grad:
             return operand, multiplied, ()
@@ -447,7 +449,7 @@ class Fp8Call(Precision):
             data = tensor._transpose
             return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._scale_inv)
         data = tensor._columnwise_data
-        scaling = "128x128" if tensor._is_2D_scaled else "1x128"
+        scaling: Scaling = "128x128" if tensor._is_2D_scaled else "1x128"
         return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._columnwise_scale_inv, scaling)
 
     def _stored(self, operand: Fp8Operand, quantizer: Any, *, transposed: bool) -> Any:

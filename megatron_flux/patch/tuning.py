@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flux.config import STOCK, Wires
-from megatron_flux.kernels.wire import EXACT
+from megatron_flux.config import ALL_EXACT, STOCK, Backends, FluxConfig
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.layers.fp8 import GATHERED_AS
-from megatron_flux.ops.backends import tuner_calls
 from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
+from megatron_flux.ops.tuner import keys
 from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
-from megatron_flux.patch.megatron_core import inference_layers, te_layers
+from megatron_flux.patch.megatron_core import inference_layers, te_layer_classes, te_layers
 from megatron_flux.patch.reasons import TE_KINDS, TE_ROW, backends_of
 
 logger = logging.getLogger("megatron_flux")
@@ -49,6 +49,26 @@ class _Linear(NamedTuple):
     like: torch.Tensor  # of the operands' dtype and device; in FP8 of the results'
     fp8: tuple[Fp8Kind, Fp8Kind] | None = None  # forward and dgrad
 
+    @property
+    def trained(self) -> bool:
+        """True if there is a wgrad."""
+        return self.weight is None or self.weight.requires_grad
+
+
+class _Wanted(NamedTuple):
+    """A call of a layer, as far as calls of different layers may be the same one for the tuner."""
+
+    backend: str
+    operator: str
+    rows: int  # of x on this rank
+    columns: int  # of x
+    results: int  # columns of the result, 0 for a gather
+    dgrad: bool
+    wire: str
+    beside_wgrad: bool = False
+    return_gathered: bool = False
+    fp8: Fp8Kind | None = None
+
 
 class _Micro(NamedTuple):
     """A micro-batch."""
@@ -57,12 +77,12 @@ class _Micro(NamedTuple):
     size: int
 
     def shape(self, layer: Any, row: bool, k: int) -> tuple[int, int, int]:
-        """Of the input of ``layer``: all rows of the sequence that its group has, or the rank's own."""
+        """Return the shape of the input of ``layer``: all rows that its group has, or this rank's own."""
         length = self.sequence // (getattr(layer.config, "context_parallel_size", None) or 1)
         return length if row or not layer.sequence_parallel else length // layer.tp_group.size(), self.size, k
 
     def rows(self, layer: Any) -> int:
-        """Of the group."""
+        """Return the rows of the group."""
         length, size, _ = self.shape(layer, True, 0)
         return length * size
 
@@ -71,133 +91,120 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
     """See :func:`megatron_flux.tune_model`."""
     micro = _Micro(sequence, micro_batch_size)
     found = [linear for chunk in chunks for linear in _linears(chunk, linears, micro)]
-    began, answers = time.monotonic(), 0
+    began, decided = time.monotonic(), 0
     asked: set[tuple[Any, ...]] = set()
-    directions = (False, True) if torch.is_grad_enabled() else (False,)
+    training = torch.is_grad_enabled()
     # As the first call of such a layer does: from there on every call of the process is one for graphs.
     graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
         for linear in found:
-            m, config = micro.rows(linear.layer), linears.config
-            backends = backends_of(linear.layer, config.backends)
-            for dgrad, *way in zip(directions, backends, config.wires, strict=False):
-                answers += _decide(linear, m, *way, dgrad, asked)
-            if len(directions) > 1:
-                answers += _decide_gather(linear, m, backends.wgrad, config.wires, asked)
-    if answers and dist.get_rank() == 0:
-        logger.info("megatron_flux: %d calls decided ahead in %.0f s", answers, time.monotonic() - began)
-    return answers
+            for wanted in _calls(linear, micro.rows(linear.layer), linears.config, training):
+                key = (wanted, linear.like.dtype, linear.like.device, linear.layer.tp_group.group_name)
+                if key not in asked:
+                    asked.add(key)
+                    decided += _decide(linear, wanted)
+    if decided and dist.get_rank() == 0:
+        logger.info("megatron_flux: %d calls decided ahead in %.0f s", decided, time.monotonic() - began)
+    return decided
 
 
-def _decide(linear: _Linear, m: int, backend_name: str, wire: str, dgrad: bool, asked: set[tuple[Any, ...]]) -> bool:
-    """Whether a backend that tunes has an answer for the forward (or dgrad) call, which is not among ``asked``."""
-    group, like, gemm = linear.layer.tp_group, linear.like, linear.fp8 and linear.fp8[dgrad]
-    gathers, beside_wgrad = linear.row == dgrad, False
-    operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
-    if not linear.layer.sequence_parallel:
-        if gathers:
-            return False  # a GEMM of the rank's own
-        operator, wire = "gemm_all_reduce", EXACT
-        beside_wgrad = dgrad and (linear.weight is None or linear.weight.requires_grad)
-    if gemm is not None:
-        wire = EXACT
-    kind = (operator, beside_wgrad, rows, linear.shape, dgrad, gemm, wire)
-    if _was_asked((*kind, backend_name, like.dtype, like.device, group.group_name), asked):
-        return False
-    n, k = reversed(linear.shape) if dgrad else linear.shape
-    bias = None if dgrad else linear.bias
-    serves_wgrad = dgrad and not (gemm is not None and gemm.blocks)
-    how: dict[str, Any] = {"bias": bias, "return_gathered": serves_wgrad, "async_op": beside_wgrad, "wire": wire}
-    if gemm is not None:
-        # Of operands so small, only what they are counts.
-        tiny = random_pair(1, 16, 16, gemm, like.device, _generator(like, group))
-        tuner = _tuner(backend_name, tiny.x.numbers, tiny.weight.numbers, group)
-        if tuner is None:
-            return False
-        pair = random_pair(rows, n, k, gemm, like.device, _generator(like, group))
-        call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group, **how, fp8=pair)
-    else:
-        weight = like.new_empty(linear.shape) if linear.weight is None else linear.weight
-        tuner = _tuner(backend_name, like.new_empty(1, k), weight, group)
-        if tuner is None:
-            return False
-        generator = _generator(like, group)
-        x = like.new_empty(rows, k).normal_(generator=generator)
-        if linear.weight is None:
-            weight.normal_(generator=generator)
-        call = OperatorCall(operator, x, weight, group, dgrad, **how)
-    tuner.decide(call)
-    return True
+def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Iterator[_Wanted]:
+    """Yield the calls of a layer with micro-batches of ``m`` rows."""
+    backends, wires = backends_of(linear.layer, config.backends), config.wires
+    assert isinstance(backends, Backends)  # noqa: S101 - stock layers are not among them
+    group, (n, k) = linear.layer.tp_group, linear.shape
+    if linear.fp8 is not None:
+        wires = ALL_EXACT
+    sizes = {False: (k, n), True: (n, k)}  # by whether it is dgrad: columns of x and of the result
+    for dgrad in (False, True)[: 1 + training]:
+        backend, wire = (backends.dgrad, wires.gradients) if dgrad else (backends.forward, wires.activations)
+        gemm = linear.fp8 and linear.fp8[dgrad]
+        gathers = linear.row == dgrad
+        if linear.layer.sequence_parallel:
+            operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
+            # What dgrad gathers serves wgrad, but in blocks.
+            returns = gathers and dgrad and linear.trained and not (gemm is not None and gemm.blocks)
+            yield _Wanted(backend, operator, rows, *sizes[dgrad], dgrad, wire, return_gathered=returns, fp8=gemm)
+        elif not gathers:
+            beside = dgrad and linear.trained
+            yield _Wanted(backend, "gemm_all_reduce", m, *sizes[dgrad], dgrad, EXACT, beside_wgrad=beside, fp8=gemm)
+    # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
+    # blocks.
+    gathers = not linear.row or (linear.fp8 is not None and linear.fp8[1].blocks)
+    if (
+        training
+        and linear.trained
+        and gathers
+        and linear.layer.sequence_parallel
+        and keys.by_chunks(linear.like, group)
+    ):
+        width = n if linear.row else k
+        if linear.fp8 is not None:
+            width //= GATHERED_AS.itemsize
+        kind = None if linear.fp8 is None else linear.fp8[0]
+        yield _Wanted(backends.wgrad, "all_gather", m // group.size(), width, 0, False, wires.activations, fp8=kind)
 
 
-def _decide_gather(linear: _Linear, m: int, backend_name: str, wires: Wires, asked: set[tuple[Any, ...]]) -> bool:
-    """Likewise of what wgrad gathers by itself: x of a column-parallel layer; in FP8 its bytes, and those of dy of a
-    row-parallel one in blocks.
-    """
-    layer, like, (n, k) = linear.layer, linear.like, linear.shape
-    weight, fp8 = linear.weight, linear.fp8
-    trained = weight is None or weight.requires_grad
-    again = not linear.row or (fp8 is not None and fp8[1].blocks)
-    if not (trained and again and layer.sequence_parallel and tuner_calls.by_chunks(like, layer.tp_group)):
-        return False
-    width = n if linear.row else k
+def _decide(linear: _Linear, wanted: _Wanted) -> bool:
+    """Have the call tuned. False: its backend does not tune."""
+    call = _call(linear, wanted)
+    backend = resolve(wanted.backend, call.x, call.weight, call.group)[0]
+    if isinstance(backend, TunedBackend):
+        backend.decide(call)
+        return True
+    return False
+
+
+def _call(linear: _Linear, wanted: _Wanted) -> OperatorCall:
+    """Return the call on random operands: zeros make a GEMM run faster."""
+    group, like, fp8 = linear.layer.tp_group, linear.like, wanted.fp8
+    generator = torch.Generator(device=like.device).manual_seed(group.rank())  # training's numbers stay what they were
+    if wanted.operator == "all_gather" and fp8 is not None:
+        like, fp8 = like.new_empty(0, dtype=GATHERED_AS), None
+    how: dict[str, Any] = {
+        "bias": None if wanted.dgrad else linear.bias,
+        "return_gathered": wanted.return_gathered,
+        "async_op": wanted.beside_wgrad,
+        "wire": wanted.wire,
+    }
     if fp8 is not None:
-        like, width = like.new_empty(0, dtype=GATHERED_AS), width // GATHERED_AS.itemsize
-    wire = wires.activations if fp8 is None else EXACT
-    rows, group = m // layer.tp_group.size(), layer.tp_group
-    kind = ("all_gather", rows, width, wire, backend_name, like.dtype, like.device, group.group_name)
-    if _was_asked(kind, asked) or (tuner := _tuner(backend_name, like.new_empty(1, width), None, group)) is None:
-        return False
-    x = like.new_empty(rows, width).normal_(generator=_generator(like, group))
-    tuner.decide(OperatorCall("all_gather", x, None, group, wire=wire))
-    return True
-
-
-def _was_asked(kind: tuple[Any, ...], asked: set[tuple[Any, ...]]) -> bool:
-    """Whether ``kind`` is among ``asked``, where it is from here on."""
-    before = len(asked)
-    asked.add(kind)
-    return len(asked) == before
-
-
-def _tuner(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> TunedBackend | None:
-    """The backend that tunes calls on such operands; None where another one runs them."""
-    backend = resolve(name, x, weight, group)[0]
-    return backend if isinstance(backend, TunedBackend) else None
-
-
-def _generator(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Generator:
-    """Random numbers, as zeros make a GEMM run faster, of a generator of their own: training's stay what they were."""
-    return torch.Generator(device=like.device).manual_seed(group.rank())
+        pair = random_pair(wanted.rows, wanted.results, wanted.columns, fp8, like.device, generator)
+        return OperatorCall(wanted.operator, pair.x.numbers, pair.weight.numbers, group, **how, fp8=pair)
+    x = like.new_empty(wanted.rows, wanted.columns).normal_(generator=generator)
+    if wanted.operator == "all_gather":
+        return OperatorCall(wanted.operator, x, None, group, wire=wanted.wire)
+    weight = linear.weight
+    if weight is None:
+        weight = like.new_empty(linear.shape).normal_(generator=generator)
+    return OperatorCall(wanted.operator, x, weight, group, wanted.dgrad, **how)
 
 
 def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Iterator[_Linear]:
-    """The linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
+    """Yield the linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     module = te_layers() if linears.te is not None else None
-    names = ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
-    kinds = {} if module is None else dict(zip(TE_KINDS, (getattr(module, name) for name in names), strict=True))
+    kinds = {} if module is None else dict(zip(TE_KINDS, te_layer_classes(module), strict=True))
     optimized = () if module is None else tuple(owner for owner, _ in inference_layers(module))
     numbers = _layer_numbers(chunk) if kinds and linears.config.fp8 else {}
     for layer in chunk.modules():
-        kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
-        local = isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-        if isinstance(layer, optimized) and not layer.training:
+        if backends_of(layer, linears.config.backends) == STOCK or (
+            isinstance(layer, optimized) and not layer.training
+        ):
             continue
-        if (kind or local) and backends_of(layer, linears.config.backends) != STOCK:
-            row = kind == TE_ROW or isinstance(layer, RowParallelLinear)
-            if local:
-                found = _local(layer, row, linears, micro, next(chunk.parameters()).device)
-            else:
-                with _autocast_of(layer, numbers.get(layer)):
-                    found = _over_te(layer, kind, linears, micro)
-            if found is not None:
-                yield found
+        found = None
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            row = isinstance(layer, RowParallelLinear)
+            found = _local(layer, row, linears, micro, next(chunk.parameters()).device)
+        elif (kind := next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)) is not None:
+            with _autocast_of(layer, numbers.get(layer)):
+                found = _over_te(layer, kind, linears, micro)
+        if found is not None:
+            yield found
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
-    """By module, the number (from 0) of the transformer layer that it is in; -1 where all layers are alike."""
+    """Return by module the number (from 0) of its transformer layer; -1 where all layers are alike."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     found: dict[torch.nn.Module, int] = {}
@@ -213,7 +220,7 @@ def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
 
 @contextlib.contextmanager
 def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
-    """The FP8 autocast in which megatron-core will call ``layer``, if any."""
+    """Enter the FP8 autocast in which megatron-core will call ``layer``, if any."""
     if number is None or not getattr(layer.config, "fp8", None):
         yield
         return

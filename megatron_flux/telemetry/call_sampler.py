@@ -36,14 +36,16 @@ import torch.distributed as dist
 from megatron_flux import nvml
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.ops import call_events, timing
-from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import GATHERING, OperatorCall
 from megatron_flux.ops.call_events import Call, CallTimer, GradientReduction, Times
+from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.ops.gemm import gemm_only
+from megatron_flux.ops.tuner.keys import describe
+from megatron_flux.ops.tuner.tuner import Tuner
 
 FIELDS = (
     "flux/operator_time_ms",
@@ -231,27 +233,31 @@ def _backend(call: Call) -> str:
     """Return the call's backend, with the tuner's plan; the tuner leaves plain gathers to the copy engine."""
     if call.backend != TunedBackend.name or call.operator == "all_gather":
         return call.backend
-    like = torch.empty(0, dtype=call.dtype, device=call.device)
+    entries = _tuner().decisions(call.group).entries
+    captured = capturing(torch.empty(0, device=call.device))
+    shape = call.m, call.n, call.k, _numbers(call), call.transposed
     for operator in (call.operator, f"{call.operator} beside wgrad"):
-        shape = call.m, call.n, call.k, like, call.transposed
-        answer = _tuner().answer(operator, *shape, call.group, call.wire, call.fp8)
-        if answer is not None:
-            return f"{call.backend}: {tuning_cache.label(answer)}"
+        key = describe(operator, *shape, call.group, call.wire, call.device, captured=captured)
+        if key in entries:
+            return f"{call.backend}: {entries[key].label}"
     return call.backend
 
 
 def choices() -> dict[str, dict[str, Any]]:
     """Return the tuner's plans in this process, by call (its key up to the bar, without device and versions)."""
     return {
-        key.partition(" | ")[0]: {name: answer[name] for name in ("backend", "plan", "pieces", "ms") if name in answer}
-        for key, answer in _tuner().all_answers()
+        key.partition(" | ")[0]: {name: value for name, value in entry.to_json().items() if name in _SHOWN}
+        for key, entry in _tuner().entries()
     }
 
 
-def _tuner() -> TunedBackend:
+_SHOWN = ("backend", "plan", "pieces", "ms")
+
+
+def _tuner() -> Tuner:
     backend = get_backend(TunedBackend.name)
     assert isinstance(backend, TunedBackend)  # noqa: S101 - registered under that name by the package itself
-    return backend
+    return backend.tuner
 
 
 def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron_flux.ops.backends.tuner_measurement import finalists, ranked
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import GAIN, Entry, Shape, entry_of, suggested
+from megatron_flux.ops.tuner.measure import finalists, ranked
 from results.tables import between_marks, percent, table
 
 HERE = Path(__file__).parent

@@ -23,11 +23,16 @@ from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends import registry, tuner_calls
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner import keys, tuner
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -59,9 +64,15 @@ class Named(ReferenceBackend):
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def all_gather_gemm(self, call: Any, config: Any = None) -> Any:
+        return super().all_gather_gemm(call)
+
+    def gemm_reduce_scatter(self, call: Any, config: Any = None) -> Any:
+        return super().gemm_reduce_scatter(call)
+
 
 class Tuned(TunedBackend):
-    """Measures nothing: the first call of a shape finds "pipelined", others "reference"; counts."""
+    """Measures nothing: the first call finds a fused plan, others "reference"; counts."""
 
     measured = 0
 
@@ -71,10 +82,12 @@ class Tuned(TunedBackend):
     def untested(self, *_: Any) -> None:
         return None
 
-    def _measure(self, *_: Any) -> dict[str, Any]:
+    def measure(self, *_: Any) -> Entry:
         self.measured += 1
-        backend = "pipelined" if self.measured == 1 else "reference"
-        return {"backend": backend, "plan": None, "ms": {"reference": 2.0, "pipelined": 1.0 * self.measured}}
+        ms = {"reference": 2.0, "fused default": 1.0 * self.measured}
+        if self.measured == 1:
+            return Entry(backend="fused", plan=KernelConfig(), ms=ms)
+        return Entry(backend="reference", ms=ms)
 
 
 def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
@@ -101,14 +114,15 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(harness, "measure", measure)
         pipelined, fused = Named("pipelined"), Named("fused")
-        tuned = Tuned(ReferenceBackend(), pipelined, fused)  # type: ignore[arg-type]
+        tuned = Tuned(Backends(ReferenceBackend(), fused))  # type: ignore[arg-type]
         if kind == "nvlink":
             patch.setattr(ops, "_link_rate", lambda *_: 100.0)
+            patch.setattr(tuner, "measure", tuned.measure)
             for backend in (pipelined, fused, tuned):
                 patch.setitem(registry._backends, backend.name, backend)
         else:
             patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
-            patch.setattr(tuner_calls, "by_chunks", lambda *_: True)
+            patch.setattr(keys, "by_chunks", lambda *_: True)
             patch.setattr(timing, "interleaved", lambda ways, *_: {n: [TIMES[n.partition(" ")[0]]] for n in ways})
             patch.setattr(timing, "all_agree", lambda *_: False)
         try:
@@ -141,7 +155,7 @@ def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: P
         assert row["e_overlap"] == 0.6
         assert set(row["differences"]) == variants - {"serial"}
         assert max(row["differences"].values()) < 1e-2
-    assert [row["tuned_choice"] for row in summary["rows"]] == ["pipelined", *["reference"] * 4]
+    assert [row["tuned_choice"] for row in summary["rows"]] == ["fused default", *["reference"] * 4]
     assert len(said) == 6
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [line["arm"] for line in lines if line["layer"] == "fc1"][:6] == [
@@ -150,9 +164,13 @@ def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: P
     tables.show_ops(summary)
 
 
+def wrong_sum(_: Any, call: Any, config: Any = None) -> Pending:
+    return Pending(call.x.new_zeros(call.m // 2, call.n))
+
+
 def wrong(folder: Path) -> tuple[dict[str, Any], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Named, "gemm_reduce_scatter", lambda _, call: Pending(call.x.new_zeros(call.m // 2, call.n)))
+        patch.setattr(Named, "gemm_reduce_scatter", wrong_sum)
         return bench(folder, CASES[1:2])
 
 
@@ -246,11 +264,10 @@ def fill(
 ) -> tuple[list[tuple[Case, str, str]], list[str], int]:
     said: list[str] = []
     with machine(cache, kind) as tuned:
-        used: Any = registry.get_backend("tuned")
-        used.decisions(dist.group.WORLD).answers.clear()  # of the test before
+        state_of(dist.group.WORLD).tuned.clear()  # of the test before
         wanted = TuneRun(tp=2, cache=cache, **more)
         done = tune.run(wanted, cases, dist.group.WORLD, said.append)
-        return [(case, key, tables.plan_name(plan)) for case, key, plan in done], said, tuned.measured
+        return [(case, key, plan.label) for case, key, plan in done], said, tuned.measured
 
 
 def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None:
@@ -260,9 +277,9 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     assert (done, silent) == (other, [])
     # Gather and scatter, each with both forms of the weight; the fifth call is the first one again.
     assert measured == len(stored) == 4
-    assert [name for *_, name in done] == ["pipelined", *["reference"] * 3, "pipelined"]
+    assert [name for *_, name in done] == ["fused default", *["reference"] * 3, "fused default"]
     assert {key for _, key, _ in done} == set(stored)
-    assert said[0].endswith("pipelined 1.000 ms, reference 2.000 ms")
+    assert said[0].endswith("fused default 1.000 ms, reference 2.000 ms")
     assert [line.endswith("(cached)") for line in said] == [False] * 4 + [True]
 
     short = done[1][1]
@@ -270,7 +287,7 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     (_, said, measured), _ = world2.run(fill, cache, cases)
     assert measured == 1, "a plan from a short list is made again"
     assert [line.endswith("(cached)") for line in said] == [True, False, True, True, True]
-    assert "list" not in json.loads(cache.read_text())[short]
+    assert json.loads(cache.read_text())[short]["list"] == "full"
 
 
 def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.backends.wrapped_calls import beside_wgrad
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner.ways import beside_wgrad
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_chunked import WIRES, poisoned, use
@@ -195,7 +195,6 @@ def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
         AllReduceConfig(block=256, ctas=2),
         AllReduceConfig(shots=2, block=256, ctas=3),
         AllReduceConfig(shots=0),
-        AllReduceConfig(shots=0, nccl=True),
     ],
     ids=AllReduceConfig.label,
 )

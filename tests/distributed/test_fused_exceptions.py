@@ -264,23 +264,22 @@ def patched_again() -> None:
 
 def a_candidate_cannot_be_compiled() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
-    from megatron_flux.ops.backends import tuned as tuner
     from megatron_flux.ops.backends.reference import ReferenceBackend
     from megatron_flux.ops.call import OperatorCall
+    from megatron_flux.ops.tuner.measure import Backends, _can_run
 
     with fresh(HALVES, 20) as backend:
-        tuned = tuner.TunedBackend(ReferenceBackend(), None, backend)
+        backends = Backends(ReferenceBackend(), backend)
         for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
             right(call_of(backend, operator))
             run, _ = call_of(backend, operator)
             x = torch.zeros(32, 32)
             call = OperatorCall(operator, x, x, dist.group.WORLD)
             with no_compiler():
-                assert tuned._tried(call, "fused of no use", run) is None
+                assert not _can_run(call, "fused of no use", run, backends, backend.renew)
             run, want = call_of(backend, operator)
-            way = tuned._tried(call, "fused", run)
-            assert way is not None
-            assert torch.equal(way(), want)
+            assert _can_run(call, "fused", run, backends, backend.renew)
+            assert torch.equal(run(), want)
 
 
 def limits() -> list[float]:

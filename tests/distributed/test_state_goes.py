@@ -72,7 +72,7 @@ def use(group: dist.ProcessGroup) -> None:
     assert torch.equal(stock(x, w).wait(), torch.full((16, 32), 32.0 * group.size()))
     prepared = fast_path.PreparedGemmReduceScatter(state.slabs["gemm", False], [None, None], (16, 32))
     state.prepared = {"stock": fast_path.Entry(stock, "tuned", 0), "fused": fast_path.Entry(prepared, "fused", 0)}
-    _tuned.decisions(group)
+    _tuned.tuner.decisions(group)
     state.kept = keep._Ledger()
 
 

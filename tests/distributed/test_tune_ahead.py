@@ -19,9 +19,13 @@ from megatron_flux import FluxConfig, UserError, set_backend
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import cuda_graphs as capture
-from megatron_flux.ops.backends import registry, tuner_calls
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.tuner import tuner
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.keys import operator_of
+from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
@@ -34,7 +38,7 @@ class Counting(TunedBackend):
     """Runs stock after a measurement that only notes what was asked for."""
 
     def __init__(self) -> None:
-        super().__init__(ReferenceBackend(), None, ReferenceBackend())  # type: ignore[arg-type]
+        super().__init__(Backends(ReferenceBackend(), ReferenceBackend()))  # type: ignore[arg-type]
         self.measured: list[tuple[Any, ...]] = []
 
     def why_not(self, *_: Any) -> None:
@@ -43,11 +47,12 @@ class Counting(TunedBackend):
     def untested(self, *_: Any) -> None:
         return None
 
-    def _measure(self, call: Any) -> dict[str, Any]:
-        call.run(self.reference)  # as a measurement would: all ranks take part, with operands that fit
-        of = tuner_calls.operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.kind.words()}")
-        self.measured.append((of, call.m, call.n, call.k, call.transposed, tuner_calls.kind_of(call)[-1]))
-        return {"backend": "reference", "plan": None, "ms": {}}
+    def measure(self, call: Any, backends: Backends) -> Entry:
+        call.run(backends.reference)  # as a measurement would: all ranks take part, with operands that fit
+        of = operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.kind.words()}")
+        gathered = call.operator == "all_gather_gemm" and call.return_gathered
+        self.measured.append((of, call.m, call.n, call.k, call.transposed, gathered, call.spec.captured))
+        return Entry(backend="reference")
 
 
 @contextmanager
@@ -58,6 +63,7 @@ def counting(folder: Path) -> Iterator[Counting]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         tuned = Counting()
         patch.setitem(registry._backends, "tuned", tuned)
+        patch.setattr(tuner, "measure", tuned.measure)
         yield tuned
 
 
@@ -66,7 +72,10 @@ def first_step(
 ) -> Any:
     """What is measured before and in the first step, and whether random states stay as they were."""
     with (te_megatron if te else megatron)(2), counting(folder) as tuned:
+        frozen, options = options.get("frozen", ()), {k: v for k, v in options.items() if k != "frozen"}
         model = gpt_model(family, tied=tied, te=te, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(frozen))
         if stock is not None:
             set_backend(model, "stock", names=stock)
         with flux():
@@ -86,6 +95,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", False, None, False, {}),
     "the embedding's weight": ("gpt3", True, None, False, {}),
     "some stock": ("gpt3", False, "*.mlp.*", False, {}),
+    "frozen rows": ("gpt3", False, None, False, {"frozen": ("proj.weight", "fc2.weight")}),
     "in graphs": ("gpt3", False, None, False, GRAPHS),
     "whole sequence": ("gpt3", False, None, False, WHOLE),
     "whole sequence, in graphs, the embedding's weight": ("llama", True, None, False, WHOLE | GRAPHS),
@@ -108,13 +118,15 @@ def require_all_ahead(world: WorkerPool, folder: Path, case: tuple[Any, ...]) ->
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_first_step_finds_every_answer(world2: WorkerPool, tmp_path: Path, name: str) -> None:
     wanted = require_all_ahead(world2, tmp_path, CASES[name])
-    kinds = {(operator, transposed) for operator, *_, transposed, _ in wanted}
+    kinds = {(operator, transposed) for operator, _, _, _, transposed, *_ in wanted}
     hidden, vocabulary = 32, 64
     if "whole sequence" in name:
         assert kinds == {("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", True)}
         assert ("gemm_all_reduce beside wgrad", SEQUENCE * BATCH, hidden, vocabulary // 2) in {c[:4] for c in wanted}
         return
     assert len(kinds) == 4, "forward and dgrad of column- and row-parallel layers"
+    gathered = {call[:5] for call in wanted if call[5]}
+    assert bool(gathered) == (name != "frozen rows"), "what dgrad gathers serves wgrad, where there is one"
     rows = SEQUENCE * BATCH
     output = {
         ("all_gather_gemm", rows, vocabulary // 2, hidden),

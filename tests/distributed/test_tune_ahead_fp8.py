@@ -16,7 +16,7 @@ import torch
 
 import megatron_flux
 from megatron_flux import FluxConfig
-from megatron_flux.ops.backends import tuner_calls
+from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
@@ -50,7 +50,7 @@ def scales(model: Any) -> list[torch.Tensor]:
 
 def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options: dict[str, Any]) -> Any:
     """What is measured ahead, in the first step, and ahead of the second, and whether scales are as they were."""
-    by_chunks = mock.patch.object(tuner_calls, "by_chunks", return_value=True) if chunks else nullcontext()
+    by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
         model = gpt_model("llama", te=True, **SIZES, **options).bfloat16()
         found: list[Any] = []

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,19 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import shipped_plans, timing
-from megatron_flux.ops.backends import tuner_calls, tuning_cache
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.shipped_plans import Entry, Shape
+from megatron_flux.ops.shipped_plans import Entry as Shipped
+from megatron_flux.ops.shipped_plans import Shape
+from megatron_flux.ops.tuner import cache as tuner_cache
+from megatron_flux.ops.tuner import measure
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.keys import key_of
+from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import RankError, WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -81,8 +85,8 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner_calls, "candidates", lambda *_: list(PLANS))
-        patch.setattr(tuner_calls, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
+        patch.setattr(measure, "candidates", lambda *_: list(PLANS))
+        patch.setattr(measure, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
         patch.setattr(timing, "interleaved", timed)
         patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
         logger.addHandler(said)
@@ -92,20 +96,20 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
             logger.removeHandler(said)
 
 
-def tune_once(
-    cache: Path, failing: dict[int, tuple[KernelConfig, ...]]
-) -> tuple[dict[str, Any], list[str], list[float]]:
-    """The answer for one call, what was logged, and that call's result."""
-    group = dist.group.WORLD
+def the_call() -> OperatorCall:
     m, n, k = SHAPE
-    x, weight = torch.ones(m, k), torch.ones(n, k)
+    return OperatorCall("gemm_reduce_scatter", torch.ones(m, k), torch.ones(n, k), dist.group.WORLD)
+
+
+def tune_once(cache: Path, failing: dict[int, tuple[KernelConfig, ...]]) -> tuple[Entry, list[str], list[float]]:
+    """The entry for one call, what was logged, and that call's result."""
     with without_gpus(cache) as said:
-        tuned = TunedBackend(ReferenceBackend(), None, Fused(failing))  # type: ignore[arg-type]
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused(failing)))  # type: ignore[arg-type]
         for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
             state_of(dist.group.WORLD).tuned.clear()
-            y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
-        (answer,) = tuned.decisions(dist.group.WORLD).answers.values()
-    return answer, said, y.flatten().tolist()
+            y = the_call().run(tuned).wait()
+        (entry,) = tuned.tuner.decisions(dist.group.WORLD).entries.values()
+    return entry, said, y.flatten().tolist()
 
 
 def tune_fp8(cache: Path) -> list[tuple[str, str]]:
@@ -114,19 +118,15 @@ def tune_fp8(cache: Path) -> list[tuple[str, str]]:
     x, weight = (quantized(torch.ones(rows, k), "tensor") for rows in (m, n))
     blocks = Fp8Pair(quantized(torch.ones(m, k), "1x128"), quantized(torch.ones(n, k), "128x128"))
     with without_gpus(cache):
-        tuned = TunedBackend(ReferenceBackend(), PipelinedBackend(), Fused({}))  # type: ignore[arg-type]
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
         state_of(group).tuned.clear()
         for pair in (Fp8Pair(x, weight), Fp8Pair(x, weight, split=True), blocks, Fp8Pair(x, weight)):
             made = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
             y = made.run(tuned).wait()
             assert y.eq(2 * k).all()
-        answers = tuned.decisions(group).answers
-        assert all(set(answer["ms"]) == {"reference", names(answer)} for answer in answers.values())
-        return [(key, names(answer)) for key, answer in answers.items()]
-
-
-def names(answer: dict[str, Any]) -> str:
-    return f"fused {KernelConfig(**answer['plan']).label()}"
+        entries = tuned.tuner.decisions(group).entries
+        assert all(set(entry.ms) == {"reference", entry.label} for entry in entries.values())
+        return [(key, entry.label) for key, entry in entries.items()]
 
 
 def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(world2: WorkerPool, tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def tune_fp8_sum(cache: Path) -> list[tuple[str, bool]]:
     made = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
     with without_gpus(cache):
         fused: Any = FusedBackend("twin", twin=True)
-        tuned = TunedBackend(ReferenceBackend(), PipelinedBackend(), fused)
+        tuned = TunedBackend(Backends(ReferenceBackend(), fused))
         state_of(group).tuned.clear()
         for beside in (False, True):
             for _ in range(2):
                 assert made._replace(async_op=beside).run(tuned).wait().eq(2 * k).all()
             assert tuned.prepare(made._replace(async_op=beside), (m, n)) is None
-        answers = tuned.decisions(group).answers
-        return [(key.split(" m=")[0], "own_gemm" in str(answer["ms"])) for key, answer in answers.items()]
+        entries = tuned.tuner.decisions(group).entries
+        return [(key.split(" m=")[0], "own_gemm" in str(entry.ms)) for key, entry in entries.items()]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -163,13 +163,15 @@ def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(world2: WorkerPool
 
 def key_of_the_call() -> str:
     """As the rank's environment has it."""
-    return tuning_cache.describe("gemm_reduce_scatter", *SHAPE, torch.empty(0), False, 2, "nvlink")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
+        return key_of(the_call(), captured=False)
 
 
 def damage(what: str, folder: Path, key: str) -> Path:
     """The path of a cache that cannot be used."""
     path = folder / "tuned.json"
-    kept: dict[str, Any] = {"backend": "fused", "plan": asdict(PLANS[0]), "ms": {"reference": 1.0}}
+    kept = Entry(backend="fused", plan=PLANS[0], ms={"reference": 1.0}).to_json()
     if what == "folder that cannot be made":
         path.write_text("")
         return path / "below" / "tuned.json"
@@ -193,9 +195,9 @@ def damage(what: str, folder: Path, key: str) -> Path:
         ("folder in its place", "cannot be read"),
         ("truncated", "delete it to tune again"),
         ("no object", "delete it to tune again"),
-        ("unknown field", "unknown field 'wings'"),
-        ("field of a wrong type", "bm must be of type int, not 'wide'"),
-        ("entry of a wrong type", "it must be an object, not str"),
+        ("unknown field", "wings"),
+        ("field of a wrong type", "bm Input should be a valid integer, not 'wide'"),
+        ("entry of a wrong type", "should be a valid dictionary"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
@@ -203,9 +205,9 @@ def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
 ) -> None:
     path = damage(what, tmp_path, world2.run(key_of_the_call)[0])
     before = path.read_text() if path.is_file() else None
-    (answer, said, y), (other, silent, z) = world2.run(tune_once, path, {}, timeout=30)
-    assert answer == other
-    assert (answer["backend"], answer["plan"]) == ("fused", asdict(PLANS[1]))
+    (entry, said, y), (other, silent, z) = world2.run(tune_once, path, {}, timeout=30)
+    assert entry == other
+    assert (entry.backend, entry.plan) == ("fused", PLANS[1])
     assert y == z == [float(2 * SHAPE[2])] * (SHAPE[0] // 2 * SHAPE[1])
     assert silent == []
     told = [line for line in said if words in line]
@@ -213,7 +215,7 @@ def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
     assert str(path) in told[0]
     if "of a wrong type" in what or "field" in what:
         ((_, kept),) = json.loads(path.read_text()).items()
-        assert kept == answer, "an entry that cannot be used makes way for one that can"
+        assert kept == entry.to_json(), "an entry that cannot be used makes way for one that can"
     else:
         assert (path.read_text() if path.is_file() else None) == before, "what is damaged is left to its owner"
 
@@ -230,25 +232,25 @@ def tune_with_a_broken_reader(cache: Path) -> None:
         raise KeyError("lost")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning_cache, "find", broken)
+        patch.setattr(tuner_cache, "find", broken)
         tune_once(cache, {})
 
 
 def tune_with_own_wishes(cache: Path) -> list[str]:
     """The fused plans that are tried where the first rank wants the short list, the second one the full one."""
     tried: list[str] = []
-    original = TunedBackend._tried
+    original = measure._can_run
 
-    def recorded(self: TunedBackend, call: OperatorCall, name: str, way: Any) -> Any:
+    def recorded(call: OperatorCall, name: str, *more: Any) -> bool:
         tried.append(name)
-        return original(self, call, name, way)
+        return original(call, name, *more)
 
-    found = (Entry(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
+    found = (Shipped(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE", ("short", "full")[dist.get_rank()])
-        patch.setattr(tuner_calls, "gpu_of", lambda call: "NVIDIA H200")
+        patch.setattr(measure, "_gpu", lambda call: "NVIDIA H200")
         patch.setattr(shipped_plans, "entries", lambda: found)
-        patch.setattr(TunedBackend, "_tried", recorded)
+        patch.setattr(measure, "_can_run", recorded)
         tune_once(cache, {})
     return tried
 
@@ -260,10 +262,10 @@ def test_the_first_ranks_list_holds_for_all(world2: WorkerPool, tmp_path: Path) 
 
 def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_path: Path) -> None:
     failing = {0: (PLANS[1],), 1: (PLANS[1],)}
-    (answer, said, _), (other, silent, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
-    assert answer == other
-    assert (answer["backend"], answer["plan"]) == ("fused", asdict(PLANS[0]))
-    assert set(answer["ms"]) == {"reference", "fused default"}
+    (entry, said, _), (other, silent, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
+    assert entry == other
+    assert (entry.backend, entry.plan) == ("fused", PLANS[0])
+    assert set(entry.ms) == {"reference", "fused default"}
     assert silent == []
     (line,) = said
     for part in ("gemm_reduce_scatter m=8 n=6 k=4", "fused reducers=7", "MemoryError: no room for the tiles"):
@@ -272,9 +274,9 @@ def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_pa
 
 def test_all_candidates_fail_everywhere(world2: WorkerPool, tmp_path: Path) -> None:
     failing = {0: PLANS, 1: PLANS}
-    (answer, said, _), (other, _, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
-    assert answer == other
-    assert (answer["backend"], set(answer["ms"])) == ("reference", {"reference"})
+    (entry, said, _), (other, _, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)
+    assert entry == other
+    assert (entry.backend, set(entry.ms)) == ("reference", {"reference"})
     assert len(said) == 2
 
 

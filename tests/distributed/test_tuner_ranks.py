@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.backends.tuning_cache import describe
+from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner import cache
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.keys import key_of
+from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import WorkerPool
 
 pytestmark = [
@@ -37,9 +38,7 @@ class Recorder:
 
 
 def rank_answers(folder: Path) -> list[Any]:
-    """What runs: the first rank's file says ``pipelined`` and a plan, the second's ``reference``, or there is none."""
-    from megatron_flux.ops.backends import tuned as tuner
-
+    """What runs: the first rank's file says a plan, the second's ``reference``, or there is none."""
     log: list[Any] = []
     rank, group = dist.get_rank(), dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
@@ -47,23 +46,20 @@ def rank_answers(folder: Path) -> list[Any]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / f"{rank}.json"))
         # Of the first: nothing kept, so reference. The other would measure, and wait for it.
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", ("0", "30")[rank])
-        made = tuner.TunedBackend(*(Recorder(name, log) for name in ("reference", "pipelined", "fused")))
-        link, kept = links.probe(group, torch.device("cpu")).kind, {}
-        for m, first, second in (
-            (8, {"backend": "pipelined", "plan": None}, {"backend": "reference", "plan": None}),
-            (16, {"backend": "fused", "plan": asdict(KernelConfig(reducers=7))}, None),
-            (24, None, {"backend": "pipelined", "plan": None}),
-        ):
-            x, weight, mine = torch.zeros(m, 4), torch.zeros(6, 4), (first, second)[rank]
+        backends: Any = [Recorder(name, log) for name in ("reference", "fused")]
+        made = TunedBackend(Backends(*backends))
+        fused = Entry(backend="fused", plan=KernelConfig(reducers=7), ms={"fused": 1.0})
+        stock = Entry(backend="reference", ms={"reference": 1.0})
+        for m, *kept in ((8, fused, stock), (16, fused, None), (24, None, fused)):
+            call = OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), torch.zeros(6, 4), group)
+            key, mine = key_of(call, captured=False), kept[rank]
             if mine is not None:
-                key = describe("gemm_reduce_scatter", m, 6, 4, x, False, group.size(), link)
-                kept[key] = {**mine, "ms": {mine["backend"]: 1.0}}
-                (folder / f"{rank}.json").write_text(json.dumps(kept))
+                cache.store(folder / f"{rank}.json", key, mine)
             dist.barrier()
-            OperatorCall("gemm_reduce_scatter", x, weight, group).run(made).wait()
+            call.run(made).wait()
     return log
 
 
 def test_the_first_ranks_answer_holds_for_all(world2: WorkerPool, tmp_path: Path) -> None:
-    expected = [("pipelined", None), ("fused", KernelConfig(reducers=7)), ("reference", None)]
+    expected = [*2 * [("fused", KernelConfig(reducers=7))], ("reference", None)]
     assert world2.run(rank_answers, tmp_path) == [expected] * 2

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from megatron_flux.comm import links
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends import tuner_calls, tuner_measurement, tuning_cache
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.tuner import keys, measure
+from megatron_flux.ops.tuner.cache import load
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
@@ -49,8 +50,8 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
             counted(operator)
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner_calls, "by_chunks", lambda *_: True)
-        patch.setattr(tuner_measurement, "gemm_only", lambda *_: None)
+        patch.setattr(keys, "by_chunks", lambda *_: True)
+        patch.setattr(measure, "gemm_only", lambda *_: None)
         patch.setattr(timing, "all_agree", lambda yes, *_: False)
         patch.setattr(timing, "interleaved", lambda ways, *_: {n: [1.0 / i] for i, n in enumerate(ways, 1)})
         try:
@@ -96,7 +97,7 @@ def rank_wires(cache: Path) -> None:
             _, seen = results(backend="tuned", grad_wire="exact")
             assert {name.split()[0] for name in seen if "dgrad" not in name} == {"chunked_int8"}
             assert [name for name in seen if "dgrad" in name] == ["chunked dgrad"]
-        kept = tuning_cache.load(cache)
+        kept = load(cache)
         for wire, answers in {"": "chunked", " wire=int8": "chunked_int8", " wire=fp8": "chunked_fp8"}.items():
             ours = {answer["backend"] for key, answer in kept.items() if f" host{wire} | " in key}
             assert ours == {answers}

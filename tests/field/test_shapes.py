@@ -14,11 +14,12 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops import stats, timing
-from megatron_flux.ops.backends import tuned as tuner
-from megatron_flux.ops.backends import tuning_cache
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.tuner import cache as cache_module
+from megatron_flux.ops.tuner import tuner
+from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.megatron_world import gpt_model
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_tuner import PLANS, Fused, without_gpus
@@ -79,16 +80,16 @@ def tuned_calls(cache: Path, seconds: str, rows: list[int]) -> tuple[list[str], 
     group, ran, measured = dist.group.WORLD, [], []
     weight = torch.ones(6, 4)
     stats.reset()
-    tuning_cache.say_once.cache_clear()
+    cache_module.log_once.cache_clear()
     with without_gpus(cache) as said, mock.patch.dict("os.environ", MEGATRON_FLUX_TUNE_SECONDS=seconds):
-        tuned = TunedBackend(ReferenceBackend(), None, Fused({}))  # type: ignore[arg-type]
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
         for m in rows:
             x = torch.full((m, 4), float(m + group.rank()))
             y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
             assert torch.equal(y, torch.full((m // 2, 6), 4.0 * (2 * m + 1)))
-        for key, answer in tuned.decisions(group).answers.items():
-            ran.append(answer["backend"])
-            measured += [key] if answer["ms"] else []
+        for key, entry in tuned.tuner.decisions(group).entries.items():
+            ran.append(entry.backend)
+            measured += [key] if entry.ms else []
         state_of(group).tuned.clear()
     return ran, measured, said, dict(stats.degraded)
 
@@ -105,13 +106,13 @@ def tuned_by_size(cache: Path) -> tuple[list[str], dict[str, int]]:
     group, weight, now = dist.group.WORLD, torch.ones(6, 4), [0.0]
     stats.reset()
     with without_gpus(cache), mock.patch.object(timing, "interleaved", timed):
-        tuned = TunedBackend(ReferenceBackend(), None, Fused({}))  # type: ignore[arg-type]
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
         for m, ms in ((2, 1.3), (4, 0.995), (64, 0.8)):  # the second is about as fast, which is no reason
             now[0] = ms
             x = torch.full((m, 4), float(m + group.rank()))
             y = OperatorCall("gemm_reduce_scatter", x, weight, group).run(tuned).wait()
             assert torch.equal(y, torch.full((m // 2, 6), 4.0 * (2 * m + 1)))
-        ran = [answer["backend"] for answer in tuned.decisions(group).answers.values()]
+        ran = [entry.backend for entry in tuned.tuner.decisions(group).entries.values()]
         state_of(group).tuned.clear()
     return ran, dict(stats.degraded)
 
@@ -148,6 +149,4 @@ def test_a_shape_that_may_not_be_measured_runs_stock_by_name(world2: WorkerPool,
     for rank, (ran, measured, said, degraded) in enumerate(found):
         assert (ran, measured) == (["reference"] * 2, [])
         assert degraded == {"reference instead of tuned: the call was not measured": 3}
-        assert sum("MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept choice" in line for line in said) == (
-            rank == 0
-        )
+        assert sum("MEGATRON_FLUX_TUNE_SECONDS is 0: calls without a kept plan" in line for line in said) == (rank == 0)

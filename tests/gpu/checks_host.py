@@ -339,10 +339,10 @@ def by_auto(group):
     y = ops.all_gather_gemm(x, w, group)
     assert error(y, gather(x, group).float() @ w.t().float()) < 0.01
     ops.all_gather(x, group).wait()
-    answers = [answer for _, answer in get_backend("tuned").all_answers()]
-    assert len(answers) == 2, "operator and gather"
-    assert all({"reference", "chunked x2"} <= set(answer["ms"]) for answer in answers), answers
-    return json.dumps([{"choice": answer["backend"], "ms": answer["ms"]} for answer in answers])
+    entries = [entry for _, entry in get_backend("tuned").tuner.entries()]
+    assert len(entries) == 2, "operator and gather"
+    assert all({"reference", "chunked x2"} <= set(entry.ms) for entry in entries), entries
+    return json.dumps([{"choice": entry.backend, "ms": entry.ms} for entry in entries])
 
 
 CHECKS = {

@@ -25,6 +25,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner.measure import Backends
 from tests.gpu.emulated_group import EmulatedGroup
 
 
@@ -70,11 +71,8 @@ class EmulatedFused(FusedBackend):
         return self._slabs[key]
 
 
-class EmulatedTuned(TunedBackend):
-    """``tuned`` on a :class:`EmulatedGroup`."""
-
-    def _processes(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return group.pair if isinstance(group, EmulatedGroup) else group
+def _processes(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group.pair if isinstance(group, EmulatedGroup) else group
 
 
 def _gather_flags(plan: KernelConfig, k: int) -> int:
@@ -108,5 +106,5 @@ fused = EmulatedFused()
 
 def register() -> None:
     """Let ``fused`` and ``tuned``, and with it ``auto``, run on emulated groups in this process, and on no others."""
-    tuned = EmulatedTuned(ReferenceBackend(), None, fused)  # pipelined takes groups that torch knows
+    tuned = TunedBackend(Backends(ReferenceBackend(), fused, processes=_processes))
     registry._backends |= {fused.name: fused, tuned.name: tuned}

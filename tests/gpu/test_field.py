@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.ops.backends import tuned as tuned_module
 from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.tuner import tuner as tuner_module
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool
 
@@ -31,13 +31,13 @@ def new_and_small(cache: Path) -> list[dict[str, Any]]:
     variables = {"MEGATRON_FLUX_TUNE_CACHE": str(cache), "MEGATRON_FLUX_TUNE_SECONDS": "10"}
     tuned: Any = get_backend("tuned")
     weight = torch.randn(1024, 512, device=device, dtype=torch.bfloat16)
-    with mock.patch.dict("os.environ", variables), mock.patch.object(tuned_module, "MOST_M", MOST):
+    with mock.patch.dict("os.environ", variables), mock.patch.object(tuner_module, "MOST_M", MOST):
         state_of(group).tuned.clear()
         for m in ROWS:
             x = torch.randn(m // group.size(), 512, device=device, dtype=torch.bfloat16)
             ours, stock = (ops.all_gather_gemm(x, weight, group, backend=name) for name in ("tuned", "reference"))
             assert relative_error(ours, stock) < 2**-6, m
-        answers = list(tuned.decisions(group).answers.values())
+        answers = [entry.to_json() for entry in tuned.tuner.decisions(group).entries.values()]
         state_of(group).tuned.clear()
     return answers
 

@@ -122,7 +122,7 @@ class FusedBackend(Backend):
         """As :meth:`all_gather_gemm`; finished, but for an all_gather behind a reduce-scatter, with ``async_op``."""
         config = config or _all_reduce_config(call)
         if config.shots == 0:
-            return scatter_and_gather(call, self, self, nccl=config.nccl)
+            return scatter_and_gather(call, self)
         from megatron_flux.ops.launch import all_reduce as launch
 
         call = call._replace(x=aligned(call.x), weight=aligned(call.weight))

@@ -21,6 +21,7 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall, matrix
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.cuda_graphs import capturing_on_gpu
+from megatron_flux.ops.tuner.measure import Backends
 from megatron_flux.settings import NO_GPU, WIRES
 
 logger = logging.getLogger("megatron_flux")
@@ -138,6 +139,6 @@ def _warn_once(name: str, reason: str) -> None:
 
 _reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
 _chunked = {wire: ChunkedBackend("chunked" if wire == "exact" else f"chunked_{wire}", wire) for wire in WIRES}
-_tuned = TunedBackend(_reference, _pipelined, _fused, _chunked)
+_tuned = TunedBackend(Backends(_reference, _fused, {backend.name: backend for backend in _chunked.values()}))
 for _backend in (_reference, _pipelined, *_chunked.values(), _fused, _tuned):
     register_backend(_backend)

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_flux.bench import tables
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends.tuning_cache import describe
 
 ROW = {
     "op": "gemm_reduce_scatter", "model": "gpt3-175b", "layer": "fc2", "direction": "forward", "m": 8192, "n": 12288,
@@ -66,9 +65,7 @@ def answer(backend: str, **ms: float) -> dict[str, Any]:
 
 
 def key(m: int = 8) -> str:
-    import torch
-
-    return describe("all_gather_gemm", m, 6, 4, torch.zeros(1), True, 2, "p2p")
+    return f"all_gather_gemm m={m} n=6 k=4 float32 [k,n] tp=2 p2p | cpu | flux 0.2.0"
 
 
 def test_plans_by_key_and_by_call() -> None:
@@ -76,12 +73,12 @@ def test_plans_by_key_and_by_call() -> None:
         "my favourite": answer("reference", reference=1.0),
         key(16): answer("reference", reference=2.0),
         # The fastest time is not always the plan: it may have won by less than the margin.
-        key(8): answer("reference", reference=2.0, pipelined=1.99),
+        key(8): answer("reference", reference=2.0, fused=1.99),
     }
     lines = printed(tables.show_plans, plans)
     assert [row.split()[5] for row in lines if "all_gather_gemm" in row] == ["8", "16"]
     assert line(lines, "1.990") == (
-        "all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.990 - 2.000 1.00x reference"
+        "all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.990 2.000 1.00x reference"
     )
     assert line(lines, "favourite").startswith("my favourite - -")
     calls = [("model fc1 forward", key(16)), ("model fc2 dgrad", key(8))]

@@ -14,11 +14,12 @@ from megatron_flux.comm import links as topology
 from megatron_flux.comm import transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backend import Backend
-from megatron_flux.ops.backends import chunked, reference, registry, tuner_calls
+from megatron_flux.ops.backends import chunked, reference, registry
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.call_events import OpStats
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.tuner import keys
 from tests.unit.groups import group_of
 
 
@@ -176,7 +177,7 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     """The tuner asks chunked, so that auto says why stock runs in graphs."""
     x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuner_calls, "by_chunks", lambda *_: True)
+    monkeypatch.setattr(keys, "by_chunks", lambda *_: True)
     transport = SimpleNamespace(captures=captures, kind="pigeon")
     for module in (chunked, transports):
         monkeypatch.setattr(module, "transport_of", lambda *_: transport)

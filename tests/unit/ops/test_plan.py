@@ -1,26 +1,14 @@
-"""The choice of a plan, the shapes of the benchmark, and the tuning cache: no GPU, no triton."""
+"""The choice of a plan by rule, and the candidates of the tuner: no GPU, no triton."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
-import json
-import os
-from dataclasses import asdict, fields
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_flux.bench.cases import Case
-from megatron_flux.bench.options import OpsRun
-from megatron_flux.errors import UserError
-from megatron_flux.ops import all_reduce_config, launch, shipped_plans
-from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.backends import tuning_cache
+from megatron_flux.ops import launch
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import (
@@ -65,196 +53,9 @@ def test_partials_of_fp8_take_the_link_twice_as_much() -> None:
     assert fp8_config("gemm_reduce_scatter", 1024, 12288, 3072, 8, 132, True, promoted=False).spread == 0
 
 
-def test_answers_of_fp8_are_kept_by_all_that_they_depend_on() -> None:
-    numbers = torch.randn(256, 256)
-    by_tensor = Fp8Pair(quantized(numbers, "tensor"), quantized(numbers, "tensor"))
-    pairs = [
-        by_tensor,
-        by_tensor._replace(split=True),
-        by_tensor._replace(out=torch.float32),
-        by_tensor._replace(x=quantized(numbers, "tensor", torch.float8_e5m2)),
-        Fp8Pair(quantized(numbers, "1x128"), quantized(numbers, "128x128")),
-    ]
-    operands = ("all_gather_gemm", 256, 256, 256)
-    keys = {tuning_cache.describe(*operands, p.x.numbers, False, 2, "nvlink", fp8=p.kind) for p in pairs}
-    assert len(keys) == len({p.kind for p in pairs}) == len(pairs)
-    assert any(" e4m3fn x e4m3fn by tensor, split, to bfloat16 " in key for key in keys)
-
-
 def test_label_names_what_differs() -> None:
     assert KernelConfig().label() == "default"
     assert KernelConfig(ws=True, bn=128).label() == "bn=128 ws=True"
-
-
-def cases_of(preset: str, tokens: str, **more: str) -> list[Case]:
-    return OpsRun(tp=8, preset=preset, tokens=tokens, **more).cases()
-
-
-def test_shapes_of_gpt3() -> None:
-    cases = cases_of("gpt3-175b", "8192")
-    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
-    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
-    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
-    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
-    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
-    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
-    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)
-
-
-def test_shapes_of_llama_70b() -> None:
-    found = {c.layer: (c.n, c.k) for c in cases_of("llama2-70b", "2048", directions="forward")}
-    assert found == {"qkv": (1280, 8192), "proj": (8192, 1024), "fc1": (7168, 8192), "fc2": (8192, 3584)}
-
-
-def test_cache_is_merged_and_readable(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "tuned.json"
-    tuning_cache.store(path, "a", {"backend": "reference", "plan": None, "ms": {}})
-    tuning_cache.store(path, "b", {"backend": "fused", "plan": {"bm": 128}, "ms": {"reference": 2.0}})
-    assert set(tuning_cache.load(path)) == {"a", "b"}
-    assert len(path.read_text().splitlines()) > 5
-    assert {p.name for p in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
-
-
-def test_broken_cache_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text("{")
-    with pytest.raises(UserError, match="delete it"):
-        tuning_cache.load(path)
-    path.write_text(json.dumps([1]))
-    with pytest.raises(UserError, match="delete it"):
-        tuning_cache.load(path)
-    path.write_text('{"a":' + "[" * 100_000)
-    with pytest.raises(UserError, match="delete it"):
-        tuning_cache.load(path)
-
-
-def test_other_users_may_read_what_was_tuned(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        tuning_cache.store(tmp_path / "tuned.json", "a", {"backend": "reference", "plan": None, "ms": {}})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "tuned.json").stat().st_mode & 0o777 == 0o640
-
-
-FUSED = {"backend": "fused", "plan": asdict(KernelConfig()), "ms": {"reference": 1.0}}
-REDUCED = {**FUSED, "plan": asdict(AllReduceConfig())}
-CHUNKED = {"backend": "chunked_fp8", "plan": None, "pieces": 2, "ms": {}}
-
-
-@pytest.mark.parametrize(
-    ("key", "answer"),
-    [
-        *(("all_gather_gemm m=8 host wire=int8 |", CHUNKED), ("all_gather_gemm m=8 host |", CHUNKED)),
-        *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
-        *(
-            ("all_gather_gemm", {**FUSED, "plan": {**FUSED["plan"], name: value}})
-            for name, value in [
-                ("bm", 0),
-                ("bk", 96),
-                ("stages", -1),
-                ("warps", 3),
-                ("reducers", 10**9),
-                ("spread", 101),
-            ]
-        ),
-        *(
-            ("gemm_all_reduce", {**REDUCED, "plan": {**REDUCED["plan"], name: value}})
-            for name, value in [("shots", 3), ("ctas", 0), ("block", 1000)]
-        ),
-        *(("all_gather_gemm", {**FUSED, "ms": {"reference": ms}}) for ms in (10**400, float("nan"), -1.0)),
-        ("all_gather_gemm", {**FUSED, "gemm_ms": float("inf")}),
-    ],
-)
-def test_an_answer_that_no_tuner_wrote_is_refused(key: str, answer: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"sends fp8|other operator|must be"):
-        tuning_cache.usable(answer, key)
-
-
-def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
-    plans = [entry.plan for entry in shipped_plans.entries()]
-    for op, mp, ws in itertools.product(("all_gather_gemm", "gemm_reduce_scatter"), (16, 1024, 65536), (False, True)):
-        plans += candidates(op, mp, 12288, 8192, 8, 132, ws)
-        plans += [plan for p in (False, True) for plan in fp8_candidates(op, mp, 12288, 8192, 8, 132, ws, promoted=p)]
-    for plan in plans:
-        tuning_cache.usable({**FUSED, "plan": asdict(plan)}, "all_gather_gemm")
-    for m in (1, 64, 8192):
-        for plan in all_reduce_config.candidates(m, 8192, 1024, 8, 2):
-            tuning_cache.usable({**FUSED, "plan": asdict(plan)}, "gemm_all_reduce")
-    tuning_cache.usable(CHUNKED, "all_gather_gemm m=8 host wire=fp8 | GPU")
-
-
-BASE = {"op": "all_gather_gemm", "m": 8, "n": 6, "k": 4, "dtype": torch.bfloat16, "transposed": False, "tp": 2}
-BASE |= {"link": "nvlink", "captured": False}
-IN_KEY: dict[str, dict[str, Any]] = {
-    "op": {"op": "gemm_reduce_scatter"},
-    **{name: {name: 16} for name in ("m", "n", "k", "tp")},
-    "dtype": {"dtype": torch.float16},
-    "form": {"transposed": True},
-    "link": {"link": "p2p"},
-    "captured": {"captured": True},
-    "gpu": {"gpu": "another"},
-    **{name: {name: "9.9"} for name in ("flux", "plan", "torch", "triton")},
-    "nccl": {"nccl": (9, 9)},
-    "nvls": {"NCCL_NVLS_ENABLE": "0"},
-    "margin": {"MEGATRON_FLUX_SM_MARGIN": "8"},
-    "connections": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-}
-"""One change by part of a key."""
-WORDS = {"|", "flux", "plan", "torch", "triton", "nccl"}  # of a key, which say what the next one is
-
-
-def key_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
-    """The words of a key on a machine of which all is known, but for ``changes``."""
-    machine = {"gpu": "GPU", "flux": "1.1", "plan": "abc", "torch": "2.2", "triton": "3.3", "nccl": (4, 4)}
-    machine |= {"NCCL_NVLS_ENABLE": "1", "MEGATRON_FLUX_SM_MARGIN": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    now = {**BASE, **machine, **changes}
-    with monkeypatch.context() as patch:
-        for name in ("NCCL_NVLS_ENABLE", "MEGATRON_FLUX_SM_MARGIN", "CUDA_DEVICE_MAX_CONNECTIONS"):
-            patch.setenv(name, now[name])
-        patch.setattr(torch.cuda, "get_device_name", lambda device: now["gpu"])
-        patch.setattr(torch.cuda.nccl, "version", lambda: now["nccl"])
-        patch.setattr(torch, "__version__", now["torch"])
-        patch.setattr(tuning_cache, "__version__", now["flux"])
-        patch.setattr(tuning_cache, "plan_schema", lambda kind: now["plan"])
-        patch.setattr(tuning_cache.metadata, "version", lambda package: now["triton"])
-        patch.setattr(tuning_cache, "_machine", tuning_cache._machine.__wrapped__)
-        x = SimpleNamespace(dtype=now["dtype"], device=torch.device("cuda", 0))
-        call = (now[name] for name in ("op", "m", "n", "k"))
-        more = (now[name] for name in ("transposed", "tp", "link"))
-        return tuning_cache.describe(*call, x, *more, captured=now["captured"]).split(" ")  # type: ignore[arg-type]
-
-
-def test_every_part_of_a_key_changes_with_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = key_with(monkeypatch)
-    assert key_with(monkeypatch) == base
-    tested: set[str] = set()
-    for part, change in IN_KEY.items():
-        gone = set(base) - set(key_with(monkeypatch, **change))
-        assert gone or part == "captured", f"{part} is not in the key"
-        assert part != "captured" or key_with(monkeypatch, **change) != base
-        tested |= gone
-    assert set(base) - tested == WORDS, "a part of the key that nothing here changes"
-
-
-def test_a_field_more_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tuning_cache.plan_schema.__wrapped__()
-    monkeypatch.setattr(tuning_cache, "fields", lambda plan: fields(plan)[:-1])
-    assert tuning_cache.plan_schema.__wrapped__() != before
-
-
-def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(os, "replace", full)
-    tuning_cache.keep("a", {"backend": "reference", "plan": None, "ms": {}})
-    assert "No space left on device" in caplog.text
-    assert str(tmp_path / "tuned.json") in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == [".tuned.json.lock"]
 
 
 def test_warp_specialised_plans_for_hopper() -> None:

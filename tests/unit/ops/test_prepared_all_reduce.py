@@ -19,13 +19,15 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.ops import call_events, fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Backend
-from megatron_flux.ops.backends import fused, registry, tuner_calls
+from megatron_flux.ops.backends import fused, registry
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.tuner_measurement import Choice
-from megatron_flux.ops.backends.wrapped_calls import Planned
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fast_path import PreparedGemmAllReduce, PreparedStock
+from megatron_flux.ops.tuner import keys
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.measure import UNMEASURED
+from megatron_flux.ops.tuner.ways import Planned
 from tests.unit.groups import group_of
 from tests.unit.ops.test_prepared_calls import STREAM, Work, done, kernel, no_launch
 
@@ -275,20 +277,20 @@ def test_what_the_tuner_chose_is_prepared(
     async_op: bool, launched: list[tuple[Any, ...]], one_way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shots, stock's way, and not what was never measured, which is counted at every call."""
-    monkeypatch.setattr(tuner_calls, "by_chunks", lambda x, group: False)
+    monkeypatch.setattr(keys, "by_chunks", lambda x, group: False)
     backend, group, _ = one_way(SUMS["one shot"])
     tuned = registry.get_backend("tuned")
     call = OperatorCall("gemm_all_reduce", on_gpu(16, 64), on_gpu(32, 64), group, async_op=async_op)
-    choices = tuned.decisions(group).choices
-    for choice, made in {
-        Choice("fused", backend.config): PreparedGemmAllReduce,
-        Choice("fused", AllReduceConfig(shots=0)): type(None),
-        Choice("reference"): PreparedStock,
-        Choice("unmeasured"): type(None),
-    }.items():
-        choices[tuner_calls.kind_of(call)] = choice
+    known = tuned.tuner.decisions(group).by_spec
+    for entry, made in (
+        (Entry(backend="fused", plan=backend.config), PreparedGemmAllReduce),
+        (Entry(backend="fused", plan=AllReduceConfig(shots=0)), type(None)),
+        (Entry(backend="reference"), PreparedStock),
+        (UNMEASURED, type(None)),
+    ):
+        known[call.spec] = entry
         assert type(tuned.prepare(call, (16, 32))) is made
         with captured_calls():
-            choices[tuner_calls.kind_of(call)] = choice
+            known[call.spec] = entry
             assert tuned.prepare(call, (16, 32)) is None
     assert tuned.prepare(call._replace(async_op=not async_op), (16, 32)) is None

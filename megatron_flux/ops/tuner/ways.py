@@ -32,8 +32,9 @@ Way = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """A backend, as far as it prepares calls, with ``config`` for all of them. Calls so prepared are kept in the
-    group's table until :meth:`forget`, or until a slab is replaced.
+    """A backend, as far as it prepares calls, with ``config`` for all of them.
+
+    Calls so prepared stay in the group's table until :meth:`forget`, or until a slab is replaced.
     """
 
     backend: Any
@@ -45,7 +46,7 @@ class Planned:
         return self.backend.prepare(call, shape, self.config)
 
     def way(self, call: OperatorCall, first: Way) -> Way:
-        """``first``, which makes ``call``, and prepared as soon as that can be."""
+        """Return ``first``, which makes ``call``, as a way that is prepared as soon as that can be."""
         state = state_of(call.group)
 
         def again() -> Any:
@@ -59,12 +60,12 @@ class Planned:
         return again
 
     def forget(self, call: OperatorCall) -> None:
-        """Calls like ``call`` are measured."""
+        """Drop the prepared calls: ``call`` is measured."""
         state_of(call.group).prepared.pop(self, None)
 
 
 def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:
-    """The same ways, each with the wgrad of its layer: ``dy.T @ x`` with dy ``[m, k]`` of the call and x ``[m, n]``."""
+    """Add to each way the wgrad of its layer: ``dy.T @ x`` with dy ``[m, k]`` of the call and x ``[m, n]``."""
     generator = torch.Generator(device=call.x.device).manual_seed(0)  # training's numbers stay what they were
     if call.fp8 is None:
         dy, x = call.x, call.x.new_empty(call.m, call.n).normal_(generator=generator)
@@ -87,7 +88,7 @@ def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:
 
 
 def in_graphs(ways: Mapping[str, Way]) -> dict[str, Way]:
-    """Replays of graphs with :data:`CALLS` calls of each way, which have all been made before in captured mode."""
+    """Return replays of graphs with :data:`CALLS` calls of each way, which have all been made in captured mode."""
 
     def captured(way: Way) -> Way:
         graph = torch.cuda.CUDAGraph()

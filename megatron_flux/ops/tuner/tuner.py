@@ -1,0 +1,176 @@
+"""Decide what runs a call: looked up, taken from another m, or measured. Contract: :mod:`megatron_flux.ops.tuner`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import agreement
+from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.slab import Cache
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.call import CallSpec, OperatorCall
+from megatron_flux.ops.kernel_config import KernelConfig, fits
+from megatron_flux.ops.tuner import cache
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
+from megatron_flux.ops.tuner.measure import UNMEASURED, Backends, measure
+from megatron_flux.settings import tunes_fully
+
+logger = logging.getLogger("megatron_flux")
+
+MOST_M = 8
+"""Values of m that are measured of a GEMM whose m changes from call to call."""
+
+
+@dataclass
+class Decisions:
+    """What the tuner has decided for a group."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """By key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
+    by_spec: Cache[CallSpec, Entry] = field(default_factory=Cache)
+    """The same, for a look-up without a key in words."""
+    measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
+    """What this process has measured, by the call without its m, and by m."""
+    kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
+    """Entries of decode steps that the file had when such a call first came, by the same."""
+
+
+class Tuner:
+    """See :mod:`megatron_flux.ops.tuner`."""
+
+    def __init__(self, backends: Backends) -> None:
+        """Choose from ``backends``."""
+        self.backends = backends
+
+    def decisions(self, group: dist.ProcessGroup) -> Decisions:
+        """Return what was decided so far for ``group``; filled as calls come."""
+        tuned = state_of(group).tuned
+        found = tuned.get(self)
+        return tuned.setdefault(self, Decisions()) if found is None else found
+
+    def entries(self) -> list[tuple[str, Entry]]:
+        """Return keys and entries of all groups."""
+        found = [state.tuned[self] for state in all_states() if self in state.tuned]
+        return [item for decisions in found for item in decisions.entries.items()]
+
+    def known(self, call: OperatorCall) -> Entry | None:
+        """Return what was decided in this process for ``call``, None if nothing was. Not collective."""
+        return self.decisions(call.group).by_spec.get(call.matrix().spec)
+
+    def choose(self, call: OperatorCall) -> Entry:
+        """Return what runs ``call``; collective where that is new."""
+        decisions, spec = self.decisions(call.group), call.matrix().spec
+        entry = decisions.by_spec.get(spec)
+        if entry is None:
+            entry = self._decide(call, exact_m=False)
+            if not _is_captured():
+                decisions.by_spec[spec] = entry
+        return entry
+
+    def decide(self, call: OperatorCall) -> Entry:
+        """Return the entry of this very call, measured unless it is known; another m's will not do. Collective."""
+        entry = self.decisions(call.group).by_spec[call.matrix().spec] = self._decide(call, exact_m=True)
+        return entry
+
+    def _decide(self, call: OperatorCall, *, exact_m: bool) -> Entry:
+        group, entries, captured = call.group, self.decisions(call.group).entries, call.spec.captured
+        # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
+        modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
+        keys = [key_of(call, captured=mode) for mode in modes]
+        entry = next((entries[key] for key in keys if key in entries), None)
+        if entry is None and _is_captured():
+            if group.rank() == 0:
+                logger.warning(
+                    "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
+                    "collective become part of it; run it once inside ops.cuda_graphs.captured_calls() before",
+                    words_of(call),
+                )
+            return UNMEASURED
+        if entry is None:
+            full, about = tunes_fully(), f"plans kept for {words_of(call)}"
+            entry = agreement.first_rank(group, about, lambda: cache.find(keys, full=full))
+            if entry is not None and not _runs(call, entry):
+                entry = None
+        if entry is None and not exact_m:
+            entry = self._of_other_m(call, keys[0])
+        if entry is None:
+            entry = measure(call, self.backends)
+            if entry.ms:
+                self._measured(call)[call.m] = measured = entry
+                agreement.first_rank(group, "keeping a plan", lambda: cache.keep(keys[0], measured))
+        entries[keys[0]] = entry
+        return entry
+
+    def _of_other_m(self, call: OperatorCall, key: str) -> Entry | None:
+        """Return the entry, without times, of another m whose plan ``call`` can run; None while one may be measured."""
+        measured = self._measured(call)
+        if call.operator == "gemm_all_reduce" and not call.async_op and call.m <= LONG_M:  # a decode step
+            kept = self._kept(call, key) | measured
+            if (entry := _first_that_runs(call, [kept[m] for m in _between(kept, call.m)])) is not None:
+                return entry
+        if len(measured) < MOST_M:
+            return None
+        if call.group.rank() == 0:
+            cache.log_once(
+                f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(measured)} were measured, others "
+                "run as the nearest of these"
+            )
+        return _first_that_runs(call, [measured[m] for m in _by_distance(measured, call.m)]) or UNMEASURED
+
+    def _measured(self, call: OperatorCall) -> dict[int, Entry]:
+        return self.decisions(call.group).measured.setdefault(_without_m(call), {})
+
+    def _kept(self, call: OperatorCall, key: str) -> dict[int, Entry]:
+        """Return the file's entries of other rows, read once. Collective that time."""
+        kept, kind = self.decisions(call.group).kept, _without_m(call)
+        if kind not in kept:
+            full = tunes_fully()
+            kept[kind] = agreement.first_rank(
+                call.group, "plans kept for other rows", lambda: cache.of_other_rows(key, call.m, full=full)
+            )
+        return kept[kind]
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _without_m(call: OperatorCall) -> tuple[object, ...]:
+    spec = call.spec
+    return operator_of(call), call.n, call.k, call.kind, spec.device, spec.transposed, spec.wire, spec.captured
+
+
+def _runs(call: OperatorCall, entry: Entry) -> bool:
+    """Return True if ``call`` can run the entry's plan."""
+    tp, plan = call.group.size(), entry.plan
+    if isinstance(plan, AllReduceConfig):  # the default one runs all
+        return plan == AllReduceConfig() or plan.fits(call.m, call.n, tp, call.out.itemsize)
+    return not isinstance(plan, KernelConfig) or fits(call.operator, plan, call.m // tp, call.n, call.k, tp)
+
+
+def _first_that_runs(call: OperatorCall, entries: Iterable[Entry]) -> Entry | None:
+    """Return the first of other m's ``entries`` that ``call`` can run, without times."""
+    found = next((entry for entry in entries if _runs(call, entry)), None)
+    return found and Entry(backend=found.backend, plan=found.plan, pieces=found.pieces)
+
+
+def _by_distance(known: Iterable[int], m: int) -> list[int]:
+    return sorted(known, key=lambda other: (abs(math.log(other / m)), other))
+
+
+def _between(known: Mapping[int, Entry], m: int) -> list[int]:
+    """Return the m with ``known`` entries that tell of ``m``, nearest first: the next below and the next above, within
+    a factor of two. Stock alone where it is one's entry: it may be ``m``'s.
+    """
+    below = [other for other in known if other <= m <= 2 * other]
+    above = [other for other in known if m <= other <= 2 * m]
+    near = {*([max(below)] if below else []), *([min(above)] if above else [])}
+    stock = {other for other in near if known[other].backend == "reference"}
+    return _by_distance(stock or near, m)

@@ -1,0 +1,226 @@
+"""The tuner's file: what an entry may be, what a key names, several writers, a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.comm import links
+from megatron_flux.comm.links import Link
+from megatron_flux.errors import UserError
+from megatron_flux.ops import all_reduce_config, shipped_plans
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, candidates, fp8_candidates
+from megatron_flux.ops.tuner import cache, keys
+from megatron_flux.ops.tuner.cache import Entry
+from tests.unit.groups import group_of
+
+STOCK = Entry(backend="reference", ms={"reference": 1.0})
+
+
+# Entries
+
+
+def test_entries_are_merged_and_readable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tuned.json"
+    before = os.umask(0o027)
+    try:
+        cache.store(path, "a", STOCK)
+        cache.store(path, "b", Entry(backend="fused", plan=KernelConfig(bn=128), ms={"reference": 2.0}, gemm_ms=1.5))
+    finally:
+        os.umask(before)
+    assert set(cache.load(path)) == {"a", "b"}
+    assert len(path.read_text().splitlines()) > 5
+    assert {p.name for p in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
+    assert path.stat().st_mode & 0o777 == 0o640, "others may read it"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a":' + "[" * 100_000])
+def test_a_broken_file_is_an_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(UserError, match="delete it"):
+        cache.load(tmp_path / "tuned.json")
+
+
+FUSED = Entry(backend="fused", plan=KernelConfig(), ms={"reference": 1.0}).to_json()
+REDUCED = FUSED | {"plan": Entry(backend="fused", plan=AllReduceConfig()).to_json()["plan"]}
+CHUNKED = {"backend": "chunked_fp8", "plan": None, "pieces": 2, "ms": {}}
+
+
+def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return entry | {"plan": entry["plan"] | values}
+
+
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        *(("all_gather_gemm m=8 host wire=int8 |", CHUNKED), ("all_gather_gemm m=8 host |", CHUNKED)),
+        *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
+        *(
+            ("all_gather_gemm", with_plan(FUSED, **{name: value}))
+            for name, value in {"bm": 0, "bk": 96, "stages": -1, "warps": 3, "reducers": 10**9, "spread": 101}.items()
+        ),
+        *(("all_gather_gemm", with_plan(FUSED, **{name: 1})) for name in ("wings", "ws")),
+        *(
+            ("gemm_all_reduce", with_plan(REDUCED, **{name: value}))
+            for name, value in {"shots": 3, "ctas": 0, "block": 1000, "bm": True}.items()
+        ),
+        *(("all_gather_gemm", FUSED | {"ms": {"reference": ms}}) for ms in (10**400, float("nan"), -1.0, "1")),
+        ("all_gather_gemm", FUSED | {"gemm_ms": float("inf")}),
+        ("all_gather_gemm", FUSED | {"list": "long"}),
+        ("all_gather_gemm", FUSED | {"plan": None}),
+        *(("all_gather_gemm m=8 host wire=fp8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
+        ("all_gather_gemm", {"backend": "reference", "pieces": 4}),
+        ("all_gather_gemm", {"backend": "pipelined", "ms": {}}),
+        ("all_gather_gemm", "fused"),
+    ],
+)
+def test_an_entry_that_no_tuner_wrote_is_refused_in_a_line(key: str, data: Any) -> None:
+    with pytest.raises(ValueError, match=r"sends fp8|should be|must be|not permitted|Unexpected|pieces goes") as error:
+        cache.parse(key, data)
+    assert "\n" not in str(error.value)
+
+
+def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
+    plans = [entry.plan for entry in shipped_plans.entries()]
+    for op, mp, ws in itertools.product(("all_gather_gemm", "gemm_reduce_scatter"), (16, 1024, 65536), (False, True)):
+        plans += candidates(op, mp, 12288, 8192, 8, 132, ws)
+        plans += [plan for p in (False, True) for plan in fp8_candidates(op, mp, 12288, 8192, 8, 132, ws, promoted=p)]
+    made = [("all_gather_gemm", Entry(backend="fused", plan=plan)) for plan in plans]
+    for m in (1, 64, 8192):
+        sums = all_reduce_config.candidates(m, 8192, 1024, 8, 2)
+        made += [("gemm_all_reduce", Entry(backend="fused", plan=plan)) for plan in sums]
+    for key, entry in made:
+        assert cache.parse(key, entry.to_json()) == entry
+    cache.parse("all_gather_gemm m=8 host wire=fp8 | GPU", CHUNKED)
+
+
+def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
+    monkeypatch.setattr(os, "replace", full)
+    cache.keep("a", STOCK)
+    assert "No space left on device" in caplog.text
+    assert str(tmp_path / "tuned.json") in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [".tuned.json.lock"]
+
+
+def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
+    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))
+    assert cache.cache_path() == tmp_path / "tuned.json"
+
+
+STORE = """
+import fcntl, os, sys, time
+from pathlib import Path
+from megatron_flux.ops.tuner.cache import Entry, store
+path, name = Path(sys.argv[1]), sys.argv[2]
+flock = fcntl.flock
+def as_over_nfs(file, how):  # which makes a byte-range lock of it, and that takes a file that is open for writing
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(9, "Bad file descriptor")
+    flock(file, how)
+fcntl.flock = as_over_nfs
+path.with_name(name).touch()
+while not all(path.with_name(other).exists() for other in "ab"):
+    time.sleep(0.01)
+for i in range(40):
+    store(path, f"{name} {i}", Entry(backend="reference"))
+"""
+
+
+def test_writers_at_the_same_time_lose_no_entry(warm_python: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    (tmp_path / "writer.py").write_text(STORE)
+    writers = [subprocess.Popen([warm_python, "-m", "writer", str(path), name], cwd=tmp_path) for name in "ab"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert len(cache.load(path)) == 80
+    assert not list(path.parent.glob(".tuned.json.?????*"))
+
+
+# Keys
+
+BASE = {"operator": "all_gather_gemm", "m": 8, "n": 6, "k": 4, "numbers": "bfloat16", "transposed": False}
+BASE |= {"wire": "exact", "captured": False, "tp": 2, "link": "nvlink", "gpu": "GPU"}
+BASE |= {"flux": "1.1", "sources": "abc", "torch": "2.2", "triton": "3.3", "nccl": (4, 4)}
+BASE |= {"NCCL_NVLS_ENABLE": "1", "MEGATRON_FLUX_SM_MARGIN": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+CHANGES: dict[str, Any] = {name: "another" for name, value in BASE.items() if isinstance(value, str)}
+CHANGES |= {"m": 16, "n": 16, "k": 16, "tp": 8, "transposed": True, "captured": True, "nccl": (9, 9)}
+CHANGES |= {"MEGATRON_FLUX_SM_MARGIN": "8"}
+WORDS = {"|", "flux", "torch", "triton", "nccl"}  # of a key, which say what the next one is
+
+
+def key_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
+    """The words of a key on a machine of which all is known, but for ``changes``."""
+    now = SimpleNamespace(**BASE, **{}) if not changes else SimpleNamespace(**(BASE | changes))
+    with monkeypatch.context() as patch:
+        for name in ("NCCL_NVLS_ENABLE", "MEGATRON_FLUX_SM_MARGIN", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            patch.setenv(name, getattr(now, name))
+        patch.setattr(links, "probe", lambda *_: Link(now.link, ""))
+        patch.setattr(links, "name", lambda link: link.kind)
+        patch.setattr(links, "by_chunks", lambda link: True)
+        patch.setattr(torch.cuda, "get_device_name", lambda device: now.gpu)
+        patch.setattr(torch.cuda.nccl, "version", lambda: now.nccl)
+        patch.setattr(torch, "__version__", now.torch)
+        patch.setattr(keys, "__version__", f"{now.flux}.dev7+g1234567")
+        patch.setattr(keys, "_hash_of_sources", lambda package: now.sources)
+        patch.setattr(keys.metadata, "version", lambda package: now.triton)
+        patch.setattr(keys, "_machine", keys._machine.__wrapped__)
+        sizes = now.m, now.n, now.k, now.numbers, now.transposed
+        device = torch.device("cuda", 0)
+        key = keys.describe(now.operator, *sizes, group_of(now.tp), now.wire, device, captured=now.captured)
+        return key.split(" ")
+
+
+def test_every_part_of_a_key_changes_with_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = key_with(monkeypatch)
+    tested: set[str] = set()
+    for part, value in CHANGES.items():
+        changed = key_with(monkeypatch, **{part: value})
+        assert changed != base, f"{part} is not in the key"
+        tested |= set(base) - set(changed)
+    assert set(base) - tested == WORDS, "a part of the key that nothing here changes"
+    assert CHANGES.keys() == BASE.keys()
+
+
+def test_a_release_is_known_by_the_code_that_runs_calls(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "ops" / "gemm.py").write_text("a")
+    before = keys._hash_of_sources(tmp_path)
+    (tmp_path / "cli" / "main.py").write_text("b")
+    assert keys._hash_of_sources(tmp_path) == before
+    (tmp_path / "ops" / "gemm.py").write_text("c")
+    assert keys._hash_of_sources(tmp_path) != before
+
+
+def test_entries_of_fp8_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
+    numbers = torch.randn(256, 256)
+    by_tensor = Fp8Pair(quantized(numbers, "tensor"), quantized(numbers, "tensor"))
+    pairs = [
+        by_tensor,
+        by_tensor._replace(split=True),
+        by_tensor._replace(out=torch.float32),
+        by_tensor._replace(x=quantized(numbers, "tensor", torch.float8_e5m2)),
+        Fp8Pair(quantized(numbers, "1x128"), quantized(numbers, "128x128")),
+    ]
+    calls = [OperatorCall("all_gather_gemm", p.x.numbers, p.weight.numbers, group_of(2), fp8=p) for p in pairs]
+    found = {keys.key_of(call, captured=False) for call in calls}
+    assert len(found) == len(pairs)
+    assert any(" e4m3fn x e4m3fn by tensor, split, to bfloat16 " in key for key in found)

@@ -1,4 +1,4 @@
-"""``megatron-flux report wandb``: save a workspace and a report in wandb that compare baseline with flux.
+"""``megatron-flux report --wandb``: save a workspace and a report in wandb that compare baseline with flux.
 
 Both are made from :data:`SECTIONS`. Saving twice makes new ones: what was changed by hand since is never overwritten.
 Runs that were recorded offline are sent by ``wandb sync RUN/*/wandb/offline-run-*`` before.
@@ -58,13 +58,13 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def _logged_in() -> Any:
     """Return the module ``wandb``, logged in to a server that answers. Raises UserError: it cannot, with what to do."""
-    require("wandb", "report wandb")
+    require("wandb", "report --wandb")
     import requests
     import wandb
 
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("offline", "disabled", "dryrun"):
-        raise UserError(f"report wandb needs wandb online, and WANDB_MODE={mode} is set; unset it")
+        raise UserError(f"report --wandb needs wandb online, and WANDB_MODE={mode} is set; unset it")
     url = wandb.setup().settings.base_url
     try:
         requests.get(url, timeout=LOGIN_TIMEOUT_S)
@@ -73,24 +73,24 @@ def _logged_in() -> Any:
     except requests.RequestException as error:
         # The exception's text repeats the address and, with a proxy, its credentials.
         raise UserError(
-            f"report wandb needs {url}, which cannot be reached from here ({type(error).__name__}); "
+            f"report --wandb needs {url}, which cannot be reached from here ({type(error).__name__}); "
             "run it where there is a network"
         ) from None
     except Exception as error:
         raise UserError(
-            f"report wandb could not log in to {url}: {one_line(error)}; run `wandb login --relogin`"
+            f"report --wandb could not log in to {url}: {one_line(error)}; run `wandb login --relogin`"
         ) from None
-    raise UserError(f"report wandb needs a login to {url}, and there is none; run `wandb login`")
+    raise UserError(f"report --wandb needs a login to {url}, and there is none; run `wandb login`")
 
 
-def save(paths: Sequence[Path], *, entity: str | None = None, project: str | None = None) -> list[str]:
+def save(paths: Sequence[Path]) -> list[str]:
     """Save one workspace and one report about training runs that are in wandb, and return their addresses.
 
-    ``entity`` (team or user) is by default the login's own, ``project`` the one that the runs were recorded for.
+    They go to the project that the runs were recorded for, of WANDB_ENTITY or the login's own.
     """
     runs = load_all(paths)
-    project, groups = _where(runs, project)
-    require("wandb_workspaces", "report wandb")
+    project, groups = _where(runs)
+    require("wandb_workspaces", "report --wandb")
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 
@@ -103,8 +103,7 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
         for title, panels in SECTIONS.items()
     }
     try:
-        entity = entity or wandb.Api().default_entity
-        where: dict[str, Any] = {"entity": entity, "project": project}
+        where: dict[str, Any] = {"entity": wandb.Api().default_entity, "project": project}
         workspace = workspaces.Workspace(
             **where,
             name=name,
@@ -127,10 +126,10 @@ def save(paths: Sequence[Path], *, entity: str | None = None, project: str | Non
         report.save()
         return [saved, report.url]
     except Exception as error:
-        raise FluxError(f"wandb refused to save in {entity}/{project}: {one_line(error)}") from error
+        raise FluxError(f"wandb refused to save in the project {project}: {one_line(error)}") from error
 
 
-def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
+def _where(runs: Sequence[Run]) -> tuple[str, list[str]]:
     """Return the project, and the group of every run: its name if its folder has none."""
     projects = set()
     for run in runs:
@@ -142,10 +141,8 @@ def _where(runs: Sequence[Run], project: str | None) -> tuple[str, list[str]]:
         if any(one.get("mode") == "offline" for one in mirrored):
             logger.warning("%s was recorded offline: its curves are empty until `wandb sync` has sent it", run.path)
         projects.add(str(mirrored[0].get("project", PROJECT)))
-    if project is None:
-        if len(projects) > 1:
-            raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; give one as --project")
-        project = projects.pop()
+    if len(projects) > 1:
+        raise UserError(f"the runs were recorded for {' and '.join(sorted(projects))}; report one project at a time")
     named = [(run.config.get("wandb"), run.name) for run in runs]
     groups = [str(names.get("group", name)) if isinstance(names, dict) else name for names, name in named]
-    return project, list(dict.fromkeys(groups))
+    return projects.pop(), list(dict.fromkeys(groups))

@@ -1,4 +1,4 @@
-"""``report wandb``: wandb's real client with a server on this machine."""
+"""``report --wandb``: wandb's real client with a server on this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_dashboards(run: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": "/nonexistent", "NETRC": "/nonexistent", "WANDB_API_KEY": KEY}
     with serving() as server:
-        command = [sys.executable, "-m", "megatron_flux.cli", "report", "wandb", str(run)]
+        command = [sys.executable, "-m", "megatron_flux.cli", "report", str(run), "--wandb"]
         environment["WANDB_BASE_URL"] = server.url
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -89,12 +89,12 @@ def logged_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_refused_without_a_login_and_without_a_network(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        with pytest.raises(UserError, match=f"report wandb needs a login to {server.url}, .*; run `wandb login`"):
+        with pytest.raises(UserError, match=f"report --wandb needs a login to {server.url}, .*; run `wandb login`"):
             save([run])
-    with pytest.raises(UserError, match=f"report wandb needs {server.url}, which cannot be reached from here"):
+    with pytest.raises(UserError, match=f"report --wandb needs {server.url}, which cannot be reached from here"):
         save([run])
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="report wandb needs wandb online, and WANDB_MODE=offline is set"):
+    with pytest.raises(UserError, match="report --wandb needs wandb online, and WANDB_MODE=offline is set"):
         save([run])
 
 
@@ -106,17 +106,17 @@ def test_what_is_not_in_wandb(run: Path, tmp_path: Path, caplog: pytest.LogCaptu
     other = mirrored(tmp_path / "other", project="project-y", mode="offline")
     with (
         caplog.at_level(logging.WARNING, logger="megatron_flux"),
-        pytest.raises(UserError, match="the runs were recorded for project-x and project-y; give one as --project"),
+        pytest.raises(UserError, match="recorded for project-x and project-y; report one project at a time"),
     ):
         save([run, other])
     assert "other was recorded offline: its curves are empty until `wandb sync` has sent it" in caplog.text
 
 
 def test_the_group_is_the_runs_or_its_name(run: Path) -> None:
-    assert _where([load(run)], None) == ("project-x", ["group-x"])
+    assert _where([load(run)]) == ("project-x", ["group-x"])
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"wandb": None}))
-    assert _where([load(run)], "mine") == ("mine", ["run"])
+    assert _where([load(run)]) == ("project-x", ["run"])
 
 
 def test_without_wandb_workspaces(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

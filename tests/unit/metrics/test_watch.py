@@ -149,7 +149,7 @@ def test_a_benchmark_is_refused() -> None:
 def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"  # not there yet
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(run), "--interval", "0.1"]
+    command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(run)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -61,50 +60,6 @@ def rank_launches() -> int:
     for member in (tl.load, tl.tensor.to, tl.tensor.__add__, tl.math.exp):
         assert tl.core.is_builtin(member)
     return listed.call_count
-
-
-def rank_types() -> int:
-    """Every pair of types, and what a block of each is, by the interpreter's own functions and by ours."""
-    import itertools
-
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    semantic, core = interpreter.interpreter_semantic, tl.core
-    work_out, compared = type(semantic).computation_type_impl, 0
-    dtypes = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float8e5, tl.float8e4nv, tl.float16]
-    dtypes += [tl.bfloat16, tl.float32, tl.float64]
-    for kind in itertools.product(dtypes, (False, True), dtypes, (False, True), (False, True)):
-        results = []
-        for function in (work_out, work_out, work_out.__wrapped__):
-            try:
-                results.append(str(function(semantic, *kind)))
-            except TypeError as error:
-                results.append(f"refused: {error}")
-        assert len(set(results)) == 1, (kind, results)
-        compared += 1
-
-    def made(kind: Any, *given: Any) -> Any:
-        one = kind.__new__(kind)
-        kind.__init__.__wrapped__(one, *given)
-        return one
-
-    for dtype, shape in itertools.product((*dtypes, tl.pointer_type(tl.int8)), ([4], [4, 2], core.tuple([1, 8]))):
-        ours, stock = core.block_type(dtype, shape), made(core.block_type, dtype, shape)
-        assert (str(ours), ours.numel, ours.mangle()) == (str(stock), stock.numel, stock.mangle())
-        for kind in ((ours, stock), (dtype, dtype)):
-            tensors = core.tensor(None, kind[0]), made(core.tensor, None, kind[1])
-            about = [(str(t.shape), str(t.numel), t.dtype, str(t.type), t.handle) for t in tensors]
-            assert about[0] == about[1]
-    for wrong in ([3], [], [4, 2.0]):
-        for _ in range(2):
-            with pytest.raises((TypeError, ValueError)):
-                core.block_type(tl.int32, wrong)
-    return compared
-
-
-def test_types_and_shapes(world2: WorkerPool) -> None:
-    assert world2.run(rank_types) == [1152, 1152]
 
 
 def test_narrow_floats_and_dtypes(world2: WorkerPool) -> None:

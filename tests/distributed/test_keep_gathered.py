@@ -19,7 +19,7 @@ from megatron_flux.layers import column_parallel_linear, keep, row_parallel_line
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from tests.distributed.data import normals
-from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -324,31 +324,3 @@ def rank_by_layer() -> None:
 
 def test_a_layer_with_a_backend_of_its_own(world2: WorkerPool) -> None:
     world2.run(rank_by_layer)
-
-
-def rank_unpatched() -> None:
-    """Two models in flight, whose backwards come after unpatch()."""
-
-    def train(config: FluxConfig) -> list[torch.Tensor]:
-        models, losses = [gpt_model("gpt3"), gpt_model("llama")], []
-        with flux(config):
-            for model in models:
-                losses.append(model(**batch(1)).float().mean())
-            kept.append(held()[0])
-        for loss in losses:
-            loss.backward()
-        return [p.grad for model in models for p in model.parameters()]
-
-    kept: list[int] = []
-    with megatron(tp=dist.get_world_size()):
-        torch.manual_seed(7)
-        plain = train(FluxConfig(strict=True, backend="reference"))
-        torch.manual_seed(7)
-        found = train(FluxConfig(strict=True, backend="reference", keep_gathered=True))
-    assert kept == [0, 2 * (2 * 2 + 1)]
-    assert held() == (0, 0)
-    require_equal(found, plain)
-
-
-def test_two_models_and_backward_after_unpatch(world2: WorkerPool) -> None:
-    world2.run(rank_unpatched)

@@ -38,7 +38,6 @@ def rank_registration(kind: str, chosen: bool) -> None:
         assert list(seen.fallbacks.values()) == [1]
 
 
-@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "not supported"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize(("kind", "chosen"), [("column", True), ("row", False)], ids=["chosen", "not supported"])
 def test_a_stock_layer_ends_a_prefetch(world2: WorkerPool, kind: str, chosen: bool) -> None:
     world2.run(rank_registration, kind, chosen)

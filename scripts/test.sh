@@ -80,11 +80,10 @@ if ((${#ARGUMENTS[@]})); then
     exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
 fi
 
-# All of them, in two sessions of about the same length side by side. Jobs on Slurm's daemons wait a good deal, and unit
-# tests keep one core busy; those of the second session start several processes each. What the first one printed is shown
-# when both have ended.
-FIRST=(tests/slurm tests/distributed/test_te_*.py tests/distributed/test_bench_*.py tests/unit tests/browser tests/field)
-SECOND=(tests "${FIRST[@]/#/--ignore=}")
+# All of them, in two sessions of about the same length side by side: the second one has these, the first one the rest.
+# Jobs on Slurm's daemons wait a good deal, and unit tests keep one core busy. The first one's output comes at the end.
+SECOND=(tests/distributed/test_[a-s]*.py tests/train tests/megatron_lm tests/gpu)
+FIRST=(tests "${SECOND[@]/#/--ignore=}")
 log=$(mktemp)
 "$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
 beside=$!

@@ -1,9 +1,10 @@
-"""For all tests: nothing that they start may be there when they have ended; one warm Python serves them all."""
+"""Markers by folder; one warm Python for all tests; no process may be left behind when they have ended."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,37 @@ from tests.warm import Warm
 
 __all__ = ["pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summary"]
 
+TESTS = Path(__file__).parent
+RANKS = ("distributed", "field", "megatron_lm", "slurm", "train")
+"""Folders whose tests start processes that communicate."""
+WITHOUT_MEGATRON = ("bench", "comm", "kernels", "layers", "metrics", "ops", "quant", "telemetry")
+"""Folders of tests/unit that import no megatron-core."""
+LONGER = ("test_checkpoint.py", "test_compiled", "test_report.py", "test_signals.py", "test_wandb_", "test_watch.py")
+"""Beginnings of names of files there that compile kernels, start processes or draw pages."""
+
 gc.disable()  # until all has been imported, of which nothing is garbage
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m fast``, do not import what has no fast test: megatron-core may not even be importable."""
+    if config.option.markexpr != "fast" or not collection_path.is_relative_to(TESTS):
+        return None
+    folder, *below = (*collection_path.relative_to(TESTS).parts, "unit")[:2]
+    return folder != "unit" or below[0] not in (*WITHOUT_MEGATRON, "unit") or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder; docs/testing.md says what the markers mean."""
+    for item in items:
+        folder, *below = item.path.relative_to(TESTS).parts
+        if folder in RANKS:
+            item.add_marker("ranks")
+        elif (
+            folder == "unit"
+            and below[0] in WITHOUT_MEGATRON
+            and not (item.get_closest_marker("slow") or item.path.name.startswith(LONGER))
+        ):
+            item.add_marker("fast")
 
 
 def pytest_collection_finish() -> None:

@@ -80,7 +80,7 @@ stage tests 1500 "MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} py
 stage ops 590 "$flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048 --out @"
 stage decode_ops 300 "$flux bench ops --tp $GPUS --preset llama2-70b --directions decode --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
-stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --cuda-graphs --set=trace=false --out @"
+stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_graphs=true --set=trace=false --out @"
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done

@@ -138,7 +138,7 @@ class LayerOptions(Options):
         None, "Strongest link to use. Default: MEGATRON_FLUX_LINK, else the strongest there is."
     )
     backend: str = option("auto", "Operator backend of the flux variants: auto, or one by name.")
-    cuda_graphs: bool | None = option(None, "Capture steps in CUDA graphs. Default: in decode.")
+    cuda_graphs: bool | None = option(None, "Capture steps in CUDA graphs. Default: in decode.", file_only=True)
     rounds: int = option(9, "Rounds; each times every variant once, in random order.", ge=1)
     burst: int | None = option(
         None, "Steps of a variant in a round, back to back. Default: 3; decode 30.", ge=1, file_only=True
@@ -192,7 +192,7 @@ class LayerRun(Options):
 def check_graphs(cuda_graphs: bool, link: str | None) -> None:
     """Raise UserError for CUDA graphs of what cannot be captured: transfers between hosts, or by chunks over p2p."""
     if cuda_graphs and link in ("p2p", "none"):
-        raise UserError(f"CUDA graphs cannot capture what goes over the link {link}; give --no-cuda-graphs")
+        raise UserError(f"CUDA graphs cannot capture what goes over the link {link}; set cuda_graphs=false")
 
 
 def flux_config(name: str, **settings: Any) -> FluxConfig:
@@ -236,7 +236,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     if graphs and "unsynchronised" in bases:
         raise UserError("CUDA graphs cannot hold the copies of unsynchronised, for which nothing waits; leave it out")
     if graphs and options.fp8 is not None:
-        raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave --cuda-graphs or --fp8-recipe out")
+        raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave cuda_graphs or --fp8-recipe out")
     if not trained and (options.frozen or options.fp8 is not None):
         raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave frozen and --fp8-recipe out")
     workloads = []

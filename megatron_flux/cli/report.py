@@ -15,7 +15,7 @@ class ReportOptions(Options):
     runs: list[Path] = argument(..., "Run folders, or folders that hold run folders.")
     out: Path | None = option(None, "Folder for the report. Default: the run folder; of several runs one under runs/.")
     against: Path | None = option(
-        None, "Earlier results (a run folder): exit code 1 when the run left a band around them."
+        None, "Earlier results (a run folder): exit code 1 if the run is outside a band around them."
     )
     band: list[str] = option(
         ["step-time=5", "loss=1", "memory=5"],

@@ -268,7 +268,7 @@ def _check_fp8(options: TrainOptions | CompareOptions, device: str, precision: s
         raise UserError(f"{given} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
     _check_transformer_engine(device, given, "leave it out")
     if precision != "bf16":
-        raise UserError(f"{given} needs bf16 around the linears, this run is {precision}; leave --precision out")
+        raise UserError(f"{given} needs bf16 around the linears, this run is {precision}; leave precision out")
     if torch.cuda.is_available():  # else this is where jobs are written
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 
@@ -277,7 +277,7 @@ def _check_cuda_graphs(
     options: TrainOptions | CompareOptions, device: str, precision: str, *, beside: int
 ) -> None:
     """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
-    given = f"--cuda-graph-impl {options.cuda_graph_impl}"
+    given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
     if options.eval_interval is not None:
@@ -289,9 +289,9 @@ def _check_cuda_graphs(
             "megatron-flux train with and without --no-flux, and megatron-flux report RUN OTHER --out FOLDER for both"
         )
     if options.cuda_graph_impl == "transformer_engine":
-        _check_transformer_engine(device, given, "use --cuda-graph-impl local")
+        _check_transformer_engine(device, given, "use cuda_graph_impl local")
         if precision != "bf16":
-            raise UserError(f"{given} needs bf16, this run is {precision}; use --cuda-graph-impl local")
+            raise UserError(f"{given} needs bf16, this run is {precision}; use cuda_graph_impl local")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)

@@ -100,7 +100,9 @@ class ModelOptions(Options):
         long="fp8-recipe",
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = option(
-        "none", "CUDA graphs of layers: megatron-core's own or TransformerEngine's (bf16). GPUs, train only."
+        "none",
+        "CUDA graphs of layers: megatron-core's own or TransformerEngine's (bf16). GPUs, train only.",
+        file_only=True,
     )
 
 
@@ -146,7 +148,9 @@ class LearningOptions(Options):
     clip_grad: float = option(1.0, "Gradient norm to clip at; 0 is off.", ge=0, file_only=True)
     dropout: float = option(0.0, "Dropout of attention and hidden states.", ge=0, lt=1, file_only=True)
     seed: int = option(1234, "Seed of weights, data order and dropout.", ge=1)
-    precision: Literal["fp32", "bf16"] | None = option(None, "Default: bf16 on GPUs, fp32 on a CPU.")
+    precision: Literal["fp32", "bf16"] | None = option(
+        None, "Of parameters and activations. Default: bf16 on GPUs, fp32 on a CPU.", file_only=True
+    )
     recompute: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation.", long="recompute-granularity"
     )

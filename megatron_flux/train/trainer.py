@@ -191,7 +191,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
     if generators and generators.keys() != values.keys():
         of = f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}"
-        raise UserError(f"{of}; resume with the parallelism and --cuda-graph-impl it was saved with")
+        raise UserError(f"{of}; resume with the parallelism and cuda_graph_impl it was saved with")
     for name, generator in generators.items():
         generator.set_state(values.pop(name))  # itself: graphs know it
     if not generators:

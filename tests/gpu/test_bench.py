@@ -156,7 +156,7 @@ def test_fp8(tmp_path: Path, recipe: str) -> None:
 
 def test_cuda_graphs_or_the_reason(tmp_path: Path) -> None:
     names = ("--variants", "te,local,flux_local,no_communication")
-    summary = layers(tmp_path / "run", *names, "--cuda-graphs", "--set=trace=false")
+    summary = layers(tmp_path / "run", *names, "--set=cuda_graphs=true", "--set=trace=false")
     for row in summary["rows"]:
         assert row["cuda_graph"] is (row["cuda_graph_reason"] is None)
         assert row["cuda_graph"] or row["cuda_graph_reason"]

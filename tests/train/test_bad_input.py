@@ -79,7 +79,7 @@ def refused(
         (["--set", "layer_backend=*.mlp.*=fused"], ["'fused'", "needs GPUs", "fp32 on cpu"]),
         (["--strict", "--tp", "1"], ["--strict", "tp 1"]),
         (["--transformer-impl", "transformer_engine"], ["needs GPUs", "on cpu", "--transformer-impl local"]),
-        (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "needs GPUs", "on cpu"]),
+        (["--set", "cuda_graph_impl=local"], ["cuda_graph_impl local", "needs GPUs", "on cpu"]),
     ],
     ids=lambda value: "_".join(value).replace("-", "") if isinstance(value, list) and value[0][0] == "-" else "",
 )

@@ -112,7 +112,7 @@ def test_a_long_name_is_the_short_one(told: Told) -> None:
     ("command", "words"),
     [
         ("compare", "--nproc 4 --pp 2 --num-layers 4 --profile-steps 3-4 --steps 40 --set hidden_size=64,wandb_tags=a"),
-        ("train", "--nproc 4 --no-flux --precision bf16 --set data_cache=x --save s --save-interval 3"),
+        ("train", "--nproc 4 --no-flux --set=precision=bf16 --set data_cache=x --save s --save-interval 3"),
     ],
 )
 def test_a_runs_config_repeats_the_run_in_another_folder(told: Told, tmp_path: Path, command: str, words: str) -> None:

@@ -43,19 +43,19 @@ def resolve(
         ("cpu", {"wire": "int8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
         ("cpu", {"grad_wire": "int8"}, "grad_wire int8 is for the backends auto and tuned, on GPUs"),
         ("cpu", {"nvtx": True}, "nvtx names what runs on GPUs, this run is on cpu"),
-        ("cpu", GRAPHS, "--cuda-graph-impl local needs GPUs, this run is on cpu"),
+        ("cpu", GRAPHS, "cuda_graph_impl local needs GPUs, this run is on cpu"),
         ("cuda", {"wire": "fp8", "backend": "chunked"}, "--wire fp8 is for the backends auto and tuned, on GPUs"),
         ("cuda", {"eval_iters": 5}, "eval_iters 5 without --eval-interval"),
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
-        ("cuda", {**GRAPHS, "eval_interval": 5}, "--cuda-graph-impl local with --eval-interval"),
+        ("cuda", {**GRAPHS, "eval_interval": 5}, "cuda_graph_impl local with --eval-interval"),
         ("cuda", {**GRAPHS, "wgrad_backend": "pipelined"}, "'pipelined', which cannot be captured"),
         ("cuda", {**GRAPHS, "layer_backend": ["*.mlp.*=pipelined"]}, "'pipelined', which cannot be captured"),
         ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         (
             "cuda",
             {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
-            "--cuda-graph-impl transformer_engine needs bf16, this run is fp32",
+            "cuda_graph_impl transformer_engine needs bf16, this run is fp32",
         ),
         ("cuda", {**FP8, "transformer_impl": "local"}, "is of TransformerEngine's layers; give --transformer-impl"),
         ("cuda", {**FP8, "precision": "fp32"}, "needs bf16 around the linears, this run is fp32"),
@@ -135,7 +135,7 @@ def test_graphs_beside_other_groups_need_an_sm_margin(pp: int, monkeypatch: pyte
         return resolve(world_size=4, **GRAPHS, tp=2, pp=pp, num_layers=2, **more)
 
     monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
-    with pytest.raises(UserError, match=r"--cuda-graph-impl local with PP x DP 2: .* set MEGATRON_FLUX_SM_MARGIN"):
+    with pytest.raises(UserError, match=r"cuda_graph_impl local with PP x DP 2: .* set MEGATRON_FLUX_SM_MARGIN"):
         graphs()
     graphs(backend="reference")
     graphs(flux=False)

@@ -1,4 +1,4 @@
-"""The chapters of ``bench ops``, ``bench layer`` and ``bench inference`` folders: a figure and a table per group."""
+"""The chapters of ``bench ops`` and ``bench layer`` folders: a figure and a table per group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ METHODS = {"async_tp_ms": "torch async-TP", "fused_ms": "fused", "tuned_ms": "tu
 LOOKS = {  # colour and marker; any other variant has those of the last
     "tuned": ("flux", "diamond"),
     "fused": ("baseline", "square-open"),
-    "flux_te": ("flux", "diamond"),
-    "flux_local": ("flux", "diamond-open"),
-    "flux": ("flux", "diamond"),
-    "te": ("baseline", "square"),
-    "local": ("baseline", "square-open"),
-    "stock": ("baseline", "square"),
     "": ("other", "circle-open"),
 }
 MEDIANS = "Median over rounds of the slowest rank (quartiles), all variants interleaved in one run."
@@ -36,14 +30,13 @@ def chapter(run: Run, id_: str) -> Chapter:
     environment = summary.get("environment")
     environment = environment if isinstance(environment, Mapping) else None
     group, columns, draw, caption = _KINDS[run.kind]
-    caption = f"{summary['note']}. {caption}" if summary.get("note") else caption  # of CPUs
     parts: list[Part] = []
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(group(row), []).append(row)
     for number, (title, of) in enumerate(groups.items(), 1):
         figure, about = draw(of)
-        if figure is not None and not summary.get("note"):
+        if figure is not None:
             parts.append(Part(f"figure-{number}", title, figure, about))
         table = Table([[form(row) for form in columns.values()] for row in of], list(columns))
         parts.append(Part(f"table-{number}", f"{title}: times", table=table, caption=caption))
@@ -51,7 +44,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         parts.append(Part("empty", "Rows", caption="Nothing has been measured."))
     skipped = [one for one in summary.get("skipped") or [] if isinstance(one, Mapping) and "reason" in one]
     if skipped:
-        names = ("kind", "model", "seq", "arm")
+        names = ("mode", "model", "seq", "micro_batch", "arm")
         pairs = [(" ".join(str(one[n]) for n in names if n in one), str(one["reason"])) for one in skipped]
         parts.append(Part("skipped", "Not measured", table=Table(list(dict.fromkeys(pairs)))))
     if run.problems:
@@ -87,13 +80,9 @@ def _call(row: Row) -> str:
 
 def _workload(row: Row) -> str:
     how = f", FP8 {row['fp8']}" if row.get("fp8") else ""
+    how += "" if row.get("mode", "training") == "training" else f", {row['mode']}"
     how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
     return f"{row['model']}, {row['seq']} {CROSS} {row['micro_batch']}{how}{', frozen' if row.get('frozen') else ''}"
-
-
-def _case(row: Row) -> str:
-    what = f"{row['layers']} layer(s), " if "layers" in row else f"{row['layer']}, " if "layer" in row else ""
-    return f"{row['model']}, {what}m {row['m']}"
 
 
 def _parts(row: Row) -> dict[str, float]:
@@ -118,14 +107,6 @@ def _layer_times(rows: Sequence[Row]) -> Drawn:
     return figure, f"One traced step of rank 0. {FUSED_WAITS}"
 
 
-def _speedups(rows: Sequence[Row]) -> Drawn:
-    cases = list(dict.fromkeys(map(_case, rows)))
-    by_case = {(row["arm"], _case(row)): row.get("speedup_vs_stock") for row in rows}
-    values = {arm: [by_case.get((arm, case)) for case in cases] for arm in dict.fromkeys(row["arm"] for row in rows)}
-    figure = points_by_row(list(map(label, cases)), _points(values), "times as fast as stock", (1,))
-    return figure, "Against the fastest stock form."
-
-
 _TIMES = ("gemm_ms", "serial_ms", "async_tp_ms", "fused_ms", "tuned_ms")
 _KINDS: dict[Kind, tuple[Callable[[Row], str], Columns, Callable[[Sequence[Row]], Drawn], str]] = {
     "operators": (
@@ -148,17 +129,6 @@ _KINDS: dict[Kind, tuple[Callable[[Row], str], Columns, Callable[[Sequence[Row]]
         },
         _layer_times,
         f"{MEDIANS} Hidden: share of what no communication would save. {FUSED_WAITS}",
-    ),
-    "inference": (
-        lambda row: row["kind"],
-        {
-            "case": _case,
-            "variant": lambda row: row["arm"],
-            "ms": _quartiles("ms", "{:.4f} ({:.4f}…{:.4f})"),
-            "against stock": _number("speedup_vs_stock", f"{{:.3f}}{CROSS}"),
-        },
-        _speedups,
-        MEDIANS,
     ),
 }
 """By kind: the group of a row, the columns of the table, the figure of a group, the caption of the table."""

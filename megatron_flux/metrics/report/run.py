@@ -1,7 +1,7 @@
 """Read a run folder for a report: what is there, what is damaged, and how it differs from another.
 
 Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``),
-``layers`` (``bench layer``) or ``inference`` (``bench inference``). Damage is no reason to show nothing: it is listed
+or ``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed
 in :attr:`Run.problems`.
 """
 
@@ -19,7 +19,7 @@ from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
 from megatron_flux.metrics.table import UNKNOWN, finite
 
-Kind = Literal["training", "operators", "layers", "inference"]
+Kind = Literal["training", "operators", "layers"]
 
 TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
@@ -71,7 +71,7 @@ class Run:
     def verdict(self) -> str:
         """The finding in one line."""
         if self.kind != "training":
-            noun = {"operators": "operator calls", "inference": "inference timings"}.get(self.kind, "layer timings")
+            noun = "operator calls" if self.kind == "operators" else "layer timings"
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
             return f"{len(self.summary['rows'])} {noun}, {device}, tp {tp}"
         if not any(self.arms.values()):
@@ -149,12 +149,10 @@ def _load(path: Path) -> Run:
 _TEXT: dict[Kind, tuple[str, ...]] = {
     "operators": ("op",),
     "layers": ("arm", "model"),
-    "inference": ("kind", "model", "arm"),
 }
 _NUMBERS: dict[Kind, tuple[str, ...]] = {
     "operators": ("m", "n", "k", "gemm_ms", "serial_ms"),
     "layers": ("seq", "micro_batch", "ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"),
-    "inference": ("m", "ms", "ms_low", "ms_high"),
 }
 """What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
 
@@ -165,7 +163,7 @@ def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
     if not isinstance(rows, list):
         return None
     columns = {name for row in rows if isinstance(row, dict) for name in row}
-    kind: Kind = "inference" if "kind" in columns else "layers" if "ms_per_layer" in columns else "operators"
+    kind: Kind = "layers" if "ms_per_layer" in columns else "operators"
     for number, row in enumerate(rows, 1):
         known = row if isinstance(row, dict) else {}
         missing = [name for name in _TEXT[kind] if not isinstance(known.get(name), str)]

@@ -345,32 +345,22 @@ def test_layer_benchmarks() -> None:
     assert FUSED_WAITS in shown["table-1"].caption
 
 
-INFERENCE = [
-    {"kind": "decode", "model": "gpt3-175b", "layers": 1, "m": m, "arm": arm, "ms": ms, "ms_low": ms, "ms_high": 2 * ms,
-     "speedup_vs_stock": 0.5 / ms}
-    for m in (1, 8)
-    for arm, ms in {"te": 0.5, "flux_te": 0.4}.items()
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("note", [None, "no measure of speed"])
-def test_inference_benchmarks(tmp_path: Path, note: str | None) -> None:
-    skipped = [{"kind": "decode", "model": "gpt3-175b", "arm": "local", "reason": "it <fell> over"}] * 2
-    summary = {"device": "H200", "tp": 2, "link": "nvlink", "note": note, "rows": INFERENCE, "skipped": skipped}
+def test_layers_that_were_skipped_or_are_damaged(tmp_path: Path) -> None:
+    row = {
+        "mode": "decode", "model": "gpt3-175b", "seq": 1, "micro_batch": 8, "arm": "te", "ms_per_layer": 0.5,
+        "ms_per_layer_low": 0.4, "ms_per_layer_high": 0.6, "speedup_vs_te": 1.0,
+    }  # fmt: skip
+    skipped = [{**row, "arm": "local", "reason": "it <fell> over"}] * 2
+    summary = {"device": "H200", "tp": 2, "link": "nvlink", "rows": [row], "skipped": skipped}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     run = load(tmp_path)
-    assert (run.kind, run.verdict) == ("inference", "4 inference timings, H200, tp 2")
+    assert run.verdict == "1 layer timings, H200, tp 2"
     shown = parts(benchmark(run, "run1"))
-    assert [name for name, part in shown.items() if part.figure] == ([] if note else ["figure-1"])
-    row = ["gpt3-175b, 1 layer(s), m 1", "flux_te", "0.4000 (0.4000\u20260.8000)", "1.250\u00d7"]
-    assert shown["table-1"].table.rows[1] == row
-    assert shown["table-1"].caption.startswith(note or "Median")
-    assert shown["skipped"].table.rows == [("decode gpt3-175b local", "it <fell> over")]
-    summary["rows"][0] = {**INFERENCE[0], "ms": "fast"}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(UserError, match="row 1 has no usable 'ms'"):
+    assert shown["table-1"].title == "gpt3-175b, 1 \u00d7 8, decode: times"
+    assert shown["skipped"].table.rows == [("decode gpt3-175b 1 8 local", "it <fell> over")]
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "rows": [{**row, "ms_per_layer": "fast"}]}))
+    with pytest.raises(UserError, match="row 1 has no usable 'ms_per_layer'"):
         load(tmp_path)
-    summary["rows"][0] = {**INFERENCE[0], "ms": 0.5}
 
 
 # Several runs.

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
     run("git", "clone", "--quiet", "--no-checkout", ROOT, source, cwd=tmp_path)
     head = run("git", "rev-parse", "HEAD", cwd=source)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, copied(source), cwd=empty)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        assert not [name for name in packed.namelist() if name.endswith((".so", ".cu", ".cpp", ".c", ".h"))]
     pip = ("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
     run(sys.executable, "-m", *pip, cwd=empty)
     asked = "import megatron_flux as f, megatron_flux.version as v; print(f.__file__, v.__version__, v.COMMIT)"

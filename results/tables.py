@@ -62,8 +62,9 @@ def _rows(path: Path, where: Mapping[str, Any]) -> list[Values]:
 
 
 def read_variants(path: Path, **where: Any) -> Values:
-    """Return the rows of a benchmark by variant (``arm``)."""
-    return {row["arm"]: row for row in _rows(path, where)}
+    """Return the rows of a benchmark by variant (``arm``), earlier names of variants under today's."""
+    earlier = {"floor": "no_communication", "busy_floor": "unsynchronised"}
+    return {earlier.get(row["arm"], row["arm"]): row for row in _rows(path, where)}
 
 
 def read_call(path: Path, **where: Any) -> Values:

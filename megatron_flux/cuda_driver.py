@@ -1,7 +1,7 @@
-"""The calls of CUDA's driver that operators make, through ctypes: a copy costs a fifth of the host time of ``copy_``.
+"""CUDA driver calls of the operators, through ctypes: a copy costs a fifth of the host time of ``copy_``.
 
-What the callers pass are addresses and handles that torch and Triton made; nothing here allocates on the device. A call
-that CUDA refuses raises :class:`OperatorError`, which says what CUDA said.
+Callers pass addresses and handles that torch and Triton made; nothing here allocates on the device. A call that CUDA
+refuses raises :class:`OperatorError` with CUDA's message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ANYWHERE = 4  # ``CU_MEMORYTYPE_UNIFIED``
 _CAPTURING = 1  # ``CU_STREAM_CAPTURE_STATUS_ACTIVE``
 
 _P, _I, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "cuLaunchKernel": [_P, *[_U32] * 7, _P, _P, _P],
     "cuMemcpyDtoDAsync_v2": [_U64, _U64, _SIZE, _P],
     "cuMemcpy2DAsync_v2": [_P, _P],
@@ -41,8 +41,8 @@ _ARGUMENTS = {
 
 
 def library(arguments: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
-    """The driver's library, with the types of ``arguments`` by function; OSError where there is none, AttributeError
-    where it is too old to have one of these.
+    """Load the driver's library, with the types of ``arguments`` by function. Raises OSError: there is none;
+    AttributeError: it is too old for one of these.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     for name, types in arguments.items():
@@ -57,7 +57,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> bool:
-    """Whether this machine has CUDA's driver."""
+    """Return True if this machine has CUDA's driver."""
     try:
         _driver()
     except OSError:
@@ -66,14 +66,14 @@ def available() -> bool:
 
 
 def refused(what: str, status: int) -> OperatorError:
-    """The error of a call that returned ``status``; ``what`` it was to do."""
+    """Return the error of a call that returned ``status``; ``what`` it should have done."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
 
 
 def attribute(device: torch.device, number: int) -> int:
-    """What CUDA says of a GPU; ``number``: a ``CUdevice_attribute``."""
+    """Return an attribute of a GPU; ``number``: a ``CUdevice_attribute``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu, value = _I(), _I()
     status = _driver().cuDeviceGet(ctypes.byref(gpu), index)
@@ -117,13 +117,13 @@ class _Copy2D(ctypes.Structure):
 
 
 def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, stream: int) -> None:
-    """As :func:`copy`, of ``rows`` of ``width`` bytes that begin ``pitch`` bytes apart on both sides."""
-    wanted = _Copy2D(
+    """Copy ``rows`` of ``width`` bytes that begin ``pitch`` bytes apart on both sides; else like :func:`copy`."""
+    arguments = _Copy2D(
         src_type=_ANYWHERE, src_device=source, src_pitch=pitch,
         dst_type=_ANYWHERE, dst_device=target, dst_pitch=pitch,
         width=width, height=rows,
     )  # fmt: skip
-    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(wanted), stream)
+    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(arguments), stream)
     if status:
         raise refused(f"a copy of {rows} x {width} bytes between GPUs", status)
 
@@ -136,14 +136,16 @@ def record(event: int, stream: int) -> None:
 
 
 def wait(stream: int, event: int) -> None:
-    """Make ``stream`` wait for what ``event`` was last recorded behind."""
+    """Make ``stream`` wait for ``event``."""
     status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
         raise refused("to put a stream behind an event", status)
 
 
 def capture_id(stream: int) -> int:
-    """The number, unique in this process, of the capture that ``stream`` is part of; an error where it is in none."""
+    """Return the number, unique in this process, of the capture that ``stream`` is part of. Raises OperatorError if it
+    is in none.
+    """
     state, number = _I(), _U64()
     status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
     if status:
@@ -159,19 +161,19 @@ def capture_id(stream: int) -> int:
 def tensor_map(
     address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> ctypes.Array:
-    """A ``CUtensorMap`` for TMA's tiled copies, as Triton makes them: out of bounds is zero.
+    """Make a ``CUtensorMap`` for TMA's tiled copies like Triton's: out of bounds is zero.
 
-    ``address`` is that of the first element on the device, a multiple of 16; ``dtype`` bf16, fp16, fp32 or FP8.
+    ``address`` is the first element's on the device, a multiple of 16; ``dtype`` bf16, fp16, fp32 or FP8.
     ``shape``, ``strides`` (the last is 1) and ``box`` (of a copy) are in elements, the contiguous dimension last.
     ``swizzle`` is a ``CUtensorMapSwizzle``.
     """
     rank = len(shape)
     numbers, words = _U64 * rank, ctypes.c_uint32 * rank
-    held = (ctypes.c_char * (2 * MAP_BYTES))()
-    at = -ctypes.addressof(held) % 64  # CUDA wants 64-byte alignment
-    made = (ctypes.c_char * MAP_BYTES).from_buffer(held, at)
+    memory = (ctypes.c_char * (2 * MAP_BYTES))()
+    offset = -ctypes.addressof(memory) % 64  # CUDA wants 64-byte alignment
+    tensor_map = (ctypes.c_char * MAP_BYTES).from_buffer(memory, offset)
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(made),
+        ctypes.addressof(tensor_map),
         _MAP_TYPES[dtype],
         rank,
         address,
@@ -186,4 +188,4 @@ def tensor_map(
     )
     if status:
         raise refused(f"a tensor map of {list(shape)} by {list(box)}", status)
-    return made
+    return tensor_map

@@ -1,4 +1,4 @@
-"""Words in host memory that streams wait for and write, copies beside them, and pinning that memory, through ctypes.
+"""CUDA driver calls for words in host memory that streams wait for and write, for copies and pinning, through ctypes.
 
 A *memory operation* waits until a 32-bit word has a value, or writes one, in the order of a stream and by the GPU's
 front end: no SM, no kernel. A write comes after everything that the stream was given before it has reached memory. Many
@@ -13,14 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_flux.cuda_driver import library, refused
 
 _P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "cuMemcpyAsync": [_U64, _U64, _SIZE, _P],
     "cuStreamBatchMemOp_v2": [_P, _U32, _P, _U32],
     "cuMemHostRegister_v2": [_P, _SIZE, _U32],
@@ -51,8 +51,8 @@ class WordOp(NamedTuple):
 
 
 def table(operations: Sequence[WordOp]) -> np.ndarray:
-    """Memory operations as the driver takes them, one a row: a ``uint64`` array ``[count, 6]``. Its column
-    :data:`VALUE` may be written to before each use: the driver reads it when it is called.
+    """Lay memory operations out for the driver, one a row: a ``uint64`` array ``[count, 6]``. Its column :data:`VALUE`
+    may be written before each use: the driver reads it when it is called.
     """
     if len(operations) > MOST:
         raise ValueError(f"{len(operations)} memory operations for one call of the driver, which takes {MOST}")
@@ -67,7 +67,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def enqueue(operations: int, count: int, stream: int) -> None:
-    """Put ``count`` memory operations of a :func:`table` at address ``operations`` into ``stream`` (a handle)."""
+    """Enqueue ``count`` memory operations of a :func:`table` at address ``operations`` in ``stream`` (a handle)."""
     status = _driver().cuStreamBatchMemOp_v2(stream, count, operations, 0)
     if status:
         raise refused(f"{count} memory operations in a stream", status)
@@ -85,11 +85,11 @@ def register(address: int, nbytes: int) -> int:
     status = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE_AND_MAPPED)
     if status:
         raise refused(f"to pin {nbytes} bytes of shared memory", status)
-    found = _U64()
-    status = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
+    device_address = _U64()
+    status = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(device_address), address, 0)
     if status:
         raise refused("a device address of pinned memory", status)
-    return found.value
+    return device_address.value
 
 
 def unregister(address: int) -> None:

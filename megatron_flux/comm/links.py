@@ -1,6 +1,6 @@
-"""What surrounds a group: how its ranks reach each other's memory, and which other groups' kernels run beside its own.
+"""Topology of a group: how its ranks reach each other's memory, and which other groups' kernels run beside its own.
 
-Each is one collective per group, remembered in its state.
+Each is one collective per group, cached in its state.
 
 =========  ==================================================================================================
 link       meaning
@@ -11,14 +11,14 @@ host       one host, at least one pair without peer access: through host memory
 none       anything else: several hosts, no GPU
 =========  ==================================================================================================
 
-A weaker one than there is can be asked for (``MEGATRON_FLUX_LINK``, ``FluxConfig(link=...)``): what is above it is not
+A user may ask for a weaker one than there is (``MEGATRON_FLUX_LINK``, ``FluxConfig(link=...)``); stronger ones are not
 used then. On CPUs ``host`` can be asked for, too: the same protocol over the same shared memory.
 
-Why it matters what runs beside: a fused kernel holds every SM and waits for its peers. An NCCL kernel of another group
-that is started in the other order on two ranks waits there for SMs, and for each other, without end. torch.distributed
-cannot be asked whether a group's collectives are waited for by the stream of the layers, so whatever is not known to be
-counts. Known are the default group's, and those over the very ranks of tensor parallelism in :data:`WAITED_FOR` (norms,
-losses, gradients of norms, and what only says who is who). Groups made after the first question are not seen.
+Why other groups matter: a fused kernel holds every SM and waits for its peers. NCCL kernels of another group that start
+in the other order on two ranks wait there for SMs, and for each other, without end. torch.distributed does not tell
+whether the stream of the layers waits for a group's collectives, so all groups count but those known to be waited for:
+the default group, and groups over the very ranks of tensor parallelism in :data:`WAITED_FOR` (norms, losses, gradients
+of norms, and identification of ranks). Groups made after the first question are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = settings.LINKS
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The weakest link that any rank of ``group`` sees; collective on first use, at the same point on all ranks."""
+    """Return the weakest link that any rank of ``group`` sees; collective on first use."""
     state = state_of(group)
     if state.link is None and device.type != "cuda":
         state.link = _weakened(Link("none", f"{device.type} tensors have no peer access"), group, device)
@@ -54,41 +54,41 @@ def probe(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user has asked for, of all groups."""
+    """User-requested link, for all groups."""
 
     link: str | None = None
-    """The strongest link to use; None leaves it to ``MEGATRON_FLUX_LINK``."""
+    """Strongest link to use; None leaves it to ``MEGATRON_FLUX_LINK``."""
     strict: bool = False
-    """An error where a link cannot be used, instead of a slower one."""
+    """Raise where a link cannot be used, instead of using a slower one."""
 
 
 _wanted = Wanted()
 
 
 def wanted() -> Wanted:
-    """What holds now."""
+    """Return the current request."""
     return _wanted
 
 
 def asked() -> str | None:
-    """The strongest link to use, as the user has said; None where nothing was said."""
+    """Return the strongest link that the user allows; None if nothing was asked for."""
     return _wanted.link or settings.link()
 
 
 def by_chunks(link: Link | None) -> bool:
-    """Whether what crosses ``link`` of a group goes by chunks where flux chooses: through host memory, and through
-    peers' memory where that was asked for. Else stock and fused kernels are all there is to choose from.
+    """Return True if flux chooses chunked backends over ``link``: over host memory, and over peers' memory if that was
+    asked for. Otherwise it chooses between stock and fused kernels.
     """
     return link is not None and (link.kind == "host" or (link.kind == "p2p" and asked() == "p2p"))
 
 
 def name(link: Link) -> str:
-    """What it is called where answers are kept: those of fused kernels are none to who asks for chunks."""
+    """Return the cache-key prefix. Fused and chunked plans use different prefixes, so neither reads the other's."""
     return f"{link.kind} in chunks" if link.kind != "host" and by_chunks(link) else link.kind
 
 
 def want(what: Wanted) -> None:
-    """Let ``what`` hold from here on, on all ranks; what was decided for groups is forgotten if it differs."""
+    """Set the request on all ranks; a change drops the plans of all groups."""
     global _wanted
     if what == _wanted:
         return
@@ -102,7 +102,7 @@ def want(what: Wanted) -> None:
 
 
 def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Link:
-    """``there``, or the weaker link that was asked for; collective. Raises UserError: it would be a stronger one."""
+    """Return ``there``, or the weaker link that was asked for; collective. Raises UserError for a stronger one."""
     link = asked()
     if link is None or link == there.kind:
         return there
@@ -131,7 +131,7 @@ def _gpu(device: torch.device) -> tuple[str, str]:
 
 
 def _link(group: dist.ProcessGroup, device: torch.device, gpus: list[tuple[str, str]]) -> Link:
-    """Return what this rank sees of the ``gpus`` of all ranks (:func:`_gpu`)."""
+    """Return the link that this rank sees between the ``gpus`` of all ranks (:func:`_gpu`)."""
     index = _index(device)
     hosts, uuids = zip(*gpus, strict=True)
     if len(set(hosts)) > 1:
@@ -149,19 +149,19 @@ def _link(group: dist.ProcessGroup, device: torch.device, gpus: list[tuple[str, 
 
 
 def _unseen(uuids: list[str]) -> Link:
-    """``nvlink`` or ``p2p``, for GPUs of this machine that this process cannot all see."""
+    """Return ``nvlink`` or ``p2p``, for GPUs of this machine that this process cannot all see."""
     linked = nvml.linked(uuids)
     if linked:
         return Link("nvlink", "")
-    found = "cannot tell" if linked is None else "finds no NVLink between some"
-    return Link("p2p", f"peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES), and NVML {found}")
+    answer = "cannot tell" if linked is None else "finds no NVLink between some"
+    return Link("p2p", f"peers' GPUs are not visible to this process (CUDA_VISIBLE_DEVICES), and NVML {answer}")
 
 
 def between(devices: list[int]) -> Link:
-    """``nvlink`` or ``p2p``, for GPUs of this machine (by index) that all have peer access to each other."""
+    """Return ``nvlink`` or ``p2p``, for GPUs of this machine (by index) that all have peer access to each other."""
     try:
         from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
         matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
     except (ImportError, RuntimeError) as error:
@@ -183,20 +183,16 @@ ALONE = Beside(others=False, high_priority=False)
 
 
 def beside(group: dist.ProcessGroup) -> Beside:
-    """The same on all ranks of ``group``; collective on first use, so call it on all of them at the same point."""
+    """Return what runs beside ``group`` on any of its ranks; collective on first use."""
     state = state_of(group)
     if state.beside is None:
-        state.beside = Beside(
-            *(
-                any(column)
-                for column in zip(*of_all_ranks(seen(group), group, "what runs beside the group"), strict=True)
-            )
-        )
+        by_rank = of_all_ranks(seen(group), group, "what runs beside the group")
+        state.beside = Beside(*(any(column) for column in zip(*by_rank, strict=True)))
     return state.beside
 
 
 def seen(group: dist.ProcessGroup) -> Beside:
-    """What this rank sees."""
+    """Return what this rank sees beside ``group``."""
     groups = [other for other in dist.distributed_c10d._world.pg_map if other.size() > 1 and _on_nccl(other)]
     mine = set(dist.get_process_group_ranks(group))
     others = any(
@@ -216,6 +212,6 @@ def _on_nccl(group: dist.ProcessGroup) -> bool:
 def _has_high_priority(group: dist.ProcessGroup) -> bool:
     try:
         backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # a group of another kind, which nothing is known of
+    except RuntimeError:  # a group of another kind
         return False
     return bool(getattr(getattr(backend, "options", None), "is_high_priority_stream", False))

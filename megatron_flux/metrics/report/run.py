@@ -1,8 +1,7 @@
 """Read a run folder for a report: what is there, what is damaged, and how it differs from another.
 
-Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``),
-or ``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed
-in :attr:`Run.problems`.
+Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``) or
+``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
 """
 
 from __future__ import annotations
@@ -146,10 +145,7 @@ def _load(path: Path) -> Run:
     return Run(path, name, "training", summary, config, arms, breakdowns, problems)
 
 
-_TEXT: dict[Kind, tuple[str, ...]] = {
-    "operators": ("op",),
-    "layers": ("arm", "model"),
-}
+_TEXT: dict[Kind, tuple[str, ...]] = {"operators": ("op",), "layers": ("arm", "model")}
 _NUMBERS: dict[Kind, tuple[str, ...]] = {
     "operators": ("m", "n", "k", "gemm_ms", "serial_ms"),
     "layers": ("seq", "micro_batch", "ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"),

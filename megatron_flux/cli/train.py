@@ -51,7 +51,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     from megatron_flux.metrics.summary import parity
     from megatron_flux.metrics.table import counted
     from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
+    from megatron_flux.train import checkpoint_access, data, description, fp8, worker
 
     run = resolved(command, options)
     checkpoint_access.check_resume(run)
@@ -70,16 +70,10 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
     found = data.prepared(run)
-    text = config.Text(
-        name=data.name_of(run.data),
-        length=found.tokens,
-        sha256=data.fingerprint(found),
-        split=run.split,
-        tokenizer=data.tokenizer_of(found, run),
-    )
+    text = data.text_of(run, found)
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    other_data = checkpoint_access.check_data(run)
+    other_data = checkpoint_access.other_data(run)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
     for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)

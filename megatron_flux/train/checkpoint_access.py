@@ -19,7 +19,7 @@ from megatron_flux.files import locked
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.run import folder as run_folder
 from megatron_flux.train import checkpoint_folder as files
-from megatron_flux.train.config import RunConfig, Text
+from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters
 
 MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
@@ -85,36 +85,14 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     return int(saved["iteration"])
 
 
-def check_data(config: RunConfig) -> str | None:
-    """Compare the text of ``config`` with the checkpoint's. Returns a line for the user if ``--data`` names another.
-
-    Raises UserError: another tokenizer or split, or another text though no ``--data`` was given.
-    """
+def other_data(config: RunConfig) -> str | None:
+    """Return a line for the user if the checkpoint was trained on another text than ``config.text``."""
     if config.load is None or config.text is None:
         return None
-    checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
-    if (saved := files.description(checkpoint).get("data")) is None:
-        return None
-    theirs, ours = Text(**saved), config.text
-    if theirs.tokenizer and ours.tokenizer and theirs.tokenizer != ours.tokenizer:
-        raise UserError(
-            f"checkpoint {checkpoint} was trained with another tokenizer ({theirs.tokenizer[:40]}) than this run's "
-            f"({ours.tokenizer[:40]}), to which its vocabulary means nothing; give the one it was trained with"
-        )
-    if theirs.split != ours.split:
-        raise UserError(
-            f"checkpoint {checkpoint} was trained {'with' if theirs.split != '1,0,0' else 'without'} --eval-interval, "
-            "which leaves documents out of training; resume as it was"
-        )
-    if theirs.sha256 == ours.sha256:
-        return None
-    then, now = f"{theirs.name} ({theirs.length} tokens)", f"{ours.name} ({ours.length} tokens)"
-    if config.data:
-        return f"resumes on other data: checkpoint {checkpoint} was trained on {then}, this run trains on {now}"
-    raise UserError(
-        f"checkpoint {checkpoint} was trained on {then}, and this run, without --data, would train on {now}; give the "
-        "--data to go on with"
-    )
+    saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step)).get("data") or {}
+    now = config.text.model_dump()
+    different = [f"{name} {now[name]}, not {then}" for name, then in saved.items() if then != now.get(name)]
+    return f"resumes on other data than the checkpoint's: {'; '.join(different)}" if different else None
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:

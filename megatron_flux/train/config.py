@@ -33,13 +33,13 @@ _VOCAB_MULTIPLE = 128
 
 
 class Text(BaseModel):
-    """The text of a training, so that a resume can tell it from another: its paths, tokens and fingerprint."""
+    """The text of a training, by which a resume tells it from another."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     length: int
-    sha256: str
+    """Tokens."""
     split: str = "1,0,0"
     tokenizer: str = ""
     """By :func:`megatron_flux.train.tokenizer.fingerprint`, or bytes; empty where that is not known."""

@@ -30,12 +30,11 @@ from megatron_flux.files import locked
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import cache_folder
 from megatron_flux.train import tokenizer
-from megatron_flux.train.config import RunConfig
+from megatron_flux.train.config import RunConfig, Text
 
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
-_FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
@@ -133,24 +132,17 @@ def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
             )
 
 
-def tokenizer_of(corpus: Corpus, config: RunConfig) -> str:
-    """Return what identifies the tokenizer: its fingerprint, ``bytes``, or nothing for a pair of files."""
+def text_of(config: RunConfig, corpus: Corpus) -> Text:
+    """Return what identifies the text of a run."""
+    by = "bytes" if corpus.is_bytes else ""
     if config.text_tokenizer is not None:
-        return tokenizer.fingerprint(*config.text_tokenizer)
-    return "bytes" if corpus.is_bytes else ""
+        by = tokenizer.fingerprint(*config.text_tokenizer)
+    return Text(name=name_of(config.data), length=corpus.tokens, split=config.split, tokenizer=by)
 
 
 def name_of(data: list[Path]) -> str:
     """Return ``data`` in words: the paths, or the default text."""
     return " ".join(str(path.absolute()) for path in data) or "the source files of Python's standard library"
-
-
-def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of the number of tokens and the first 64 MiB of them: tells texts apart, wherever they lie."""
-    digest = hashlib.sha256(f"{corpus.tokens}\n".encode())
-    with Path(f"{corpus.prefix}.bin").open("rb") as file:
-        digest.update(file.read(_FINGERPRINT_BYTES))
-    return digest.hexdigest()
 
 
 def _pair_prefix(path: Path) -> Path | None:

@@ -14,7 +14,6 @@ import pytest
 from megatron_flux.cli import main as cli
 from megatron_flux.patch import megatron_core
 from megatron_flux.run import launcher
-from megatron_flux.train import data as data_module
 
 Refused = Callable[..., str]
 
@@ -234,15 +233,3 @@ def test_saving_where_it_cannot_be(refused: Refused, tmp_path: Path, command: st
     said = refused(command, "--save", tmp_path / "checkpoints")
     assert f"--save {tmp_path / 'checkpoints'} holds checkpoints of another run (iteration 3)" in said
     assert (folder / "iter_0000003" / "megatron_flux.json").is_file()
-
-
-def test_resuming_on_other_text_without_a_word(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "os.py").write_text("import sys\n" * 1000)
-    monkeypatch.setattr(data_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "library")})
-    data = {"name": "/home/me/texts", "length": 100_000, "sha256": "0" * 64}
-    line = refused("train", "--load", _checkpoint(tmp_path / "checkpoints", data=data), data=False)
-    assert "was trained on /home/me/texts (100000 tokens)" in line
-    assert "without --data, would train on the source files of Python's standard library (11001 tokens)" in line

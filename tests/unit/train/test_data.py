@@ -84,16 +84,6 @@ def test_what_a_killed_build_left_is_removed(folder: Path, tmp_path: Path) -> No
     assert not left.exists()
 
 
-def test_texts_have_fingerprints(tmp_path: Path) -> None:
-    def of(name: str, content: bytes) -> str:
-        (tmp_path / f"{name}.bin").write_bytes(content)
-        return data.fingerprint(data.Corpus(tmp_path / name, len(content), 1, is_bytes=True))
-
-    text = bytes(range(256))
-    assert of("here", text) == of("elsewhere", text)
-    assert len({of("one", text), of("two", text[:-2]), of("three", text[:100] + b"x" + text[101:])}) == 3
-
-
 def test_a_file_system_without_locks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

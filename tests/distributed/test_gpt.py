@@ -36,9 +36,6 @@ LAYERS = 2
 STRICT = FluxConfig(strict=True)
 
 
-WHOLE = {"sequence_parallel": False}
-
-
 def expected_calls(layers: int, recomputed: int = 0, output: int = 1, sequence_parallel: bool = True) -> dict[str, int]:
     """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round. Without
     sequence parallelism proj and fc2 are summed in forward, the others in backward.
@@ -81,44 +78,34 @@ def rank_model(family: str, tied: bool, options: dict[str, Any], tolerance: floa
         return seen.as_dict()
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
 @pytest.mark.parametrize("tied", [False, True], ids=["own output weight", "tied"])
-def test_loss_and_gradients(world: WorkerPool, family: str, tied: bool) -> None:
-    skip_what_megatron_refuses(world, family)
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
-    assert world.run(rank_model, family, tied, {}, TOLERANCE) == [expected] * world.size
-
-
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("tied", [False, True], ids=["own output weight", "tied"])
-def test_without_sequence_parallelism(world: WorkerPool, family: str, tied: bool) -> None:
+def test_loss_and_gradients(world: WorkerPool, family: str, tied: bool, sequence_parallel: bool) -> None:
     skip_what_megatron_refuses(world, family)
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=False)).as_dict()
-    assert world.run(rank_model, family, tied, WHOLE, TOLERANCE) == [expected] * world.size
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=sequence_parallel)).as_dict()
+    options = {"sequence_parallel": sequence_parallel}
+    assert world.run(rank_model, family, tied, options, TOLERANCE) == [expected] * world.size
 
 
-def test_recompute_without_sequence_parallelism(world2: WorkerPool) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, **WHOLE}
-    calls = expected_calls(LAYERS, recomputed=LAYERS, sequence_parallel=False)
-    assert world2.run(rank_model, "gpt3", False, options, TOLERANCE) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_full_recompute(world2: WorkerPool, family: str) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, recomputed=LAYERS)).as_dict()
-    assert world2.run(rank_model, family, False, options, TOLERANCE) == [expected] * 2
-
-
-def test_selective_recompute(world2: WorkerPool) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
-    assert world2.run(rank_model, "llama", False, {"recompute_granularity": "selective"}, TOLERANCE) == [expected] * 2
-
-
-def test_bf16(world2: WorkerPool) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
-    options = {"params_dtype": torch.bfloat16, "bf16": True}
-    assert world2.run(rank_model, "llama", False, options, 2**-8) == [expected] * 2
+@pytest.mark.parametrize(
+    ("family", "options", "recomputed", "tolerance"),
+    [
+        *((family, FULL, LAYERS, TOLERANCE) for family in FAMILIES),
+        ("gpt3", {**FULL, "sequence_parallel": False}, LAYERS, TOLERANCE),
+        ("llama", {"recompute_granularity": "selective"}, 0, TOLERANCE),
+        ("llama", {"params_dtype": torch.bfloat16, "bf16": True}, 0, 2**-8),
+    ],
+)
+def test_recompute_and_bf16(
+    world2: WorkerPool, family: str, options: dict[str, Any], recomputed: int, tolerance: float
+) -> None:
+    calls = expected_calls(LAYERS, recomputed, sequence_parallel=options.get("sequence_parallel", True))
+    expected = Seen(4 * LAYERS + 1, {}, calls).as_dict()
+    assert world2.run(rank_model, family, False, options, tolerance) == [expected] * 2
 
 
 def rank_graphs() -> tuple[list[bool], dict[str, Any]]:

@@ -119,46 +119,22 @@ def _pair(prefix: Path, tokens: list[int]) -> Path:
     return prefix
 
 
-def test_pair_with_tokens_outside_the_vocabulary(refused: Refused, tmp_path: Path) -> None:
-    prefix = _pair(tmp_path / "tokens", [5] * 500 + [1000])
-    line = refused("train", "--data", prefix, data=False)
+def test_pairs_that_do_not_fit(refused: Refused, tmp_path: Path, corpus: Path) -> None:
+    foreign, cut, wrapped = _pair(tmp_path / "foreign", [5] * 500 + [1000]), tmp_path / "cut", tmp_path / "wrapped"
+    line = refused("train", "--data", foreign, data=False)
     assert "token 1000" in line
     assert "vocabulary of 258" in line
-
-
-def test_cut_pair(refused: Refused, tmp_path: Path) -> None:
-    prefix = _pair(tmp_path / "tokens", [5] * 500)
-    with open(f"{prefix}.bin", "r+b") as file:
+    assert "one .bin/.idx pair" in refused("train", "--data", foreign, "--data", corpus, data=False)
+    with open(f"{_pair(cut, [5] * 500)}.bin", "r+b") as file:
         file.truncate(100)
-    assert "has 100 bytes" in refused("train", "--data", prefix, data=False)
-
-
-def test_index_that_lies(refused: Refused, tmp_path: Path) -> None:
-    """An offset that wrapped at a width that is too small: the second half of the pair is the first one again."""
-    np.arange(800, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    assert "has 100 bytes" in refused("train", "--data", cut, data=False)
+    # An offset that wrapped at a width that is too small: the second half of the pair is the first one again.
+    np.zeros(800, dtype=np.uint16).tofile(f"{wrapped}.bin")
     parts = np.int32([100] * 8), np.int64([0, 200, 400, 600] * 2), np.int64([0, 8])
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 8, 2)  # 8: uint16
-    (tmp_path / "tokens.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    line = refused("train", "--data", tmp_path / "tokens", "--vocab-size", "1000", data=False)
-    assert "tokens.idx is damaged: its last sequence ends elsewhere than behind its 800 tokens" in line
-
-
-def test_pair_of_no_numbers(refused: Refused, tmp_path: Path) -> None:
-    prefix = _pair(tmp_path / "tokens", [5] * 500)
-    np.full(500, np.nan, np.float32).tofile(f"{prefix}.bin")
-    with open(f"{prefix}.idx", "r+b") as file:
-        file.seek(17)
-        file.write(b"\7")  # float32
-    assert "token nan, outside the vocabulary" in refused("train", "--data", prefix, data=False)
-
-
-def test_pair_among_text(refused: Refused, tmp_path: Path, corpus: Path) -> None:
-    prefix = _pair(tmp_path / "tokens", [5] * 500)
-    assert "one .bin/.idx pair" in refused("train", "--data", prefix, "--data", corpus, data=False)
-
-
-def test_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
-    assert "latest_checkpointed_iteration.txt" in refused("train", "--load", tmp_path / "absent")
+    Path(f"{wrapped}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    line = refused("train", "--data", wrapped, data=False)
+    assert "wrapped.idx is damaged: its last sequence ends elsewhere than behind its 800 tokens" in line
 
 
 def _checkpoint(folder: Path, **changed: object) -> Path:
@@ -182,14 +158,9 @@ def _checkpoint(folder: Path, **changed: object) -> Path:
         ({}, ["--num-layers", "4"], ["num_layers 2", "num_layers 4"]),
         ({"precision": "bf16"}, [], ["precision bf16", "precision fp32"]),
         ({}, ["--set", "distributed_optimizer=false"], ["distributed_optimizer True", "distributed_optimizer False"]),
-        (
-            {"transformer_impl": "transformer_engine"},
-            [],
-            ["transformer_impl transformer_engine", "transformer_impl local"],
-        ),
         ({}, ["--steps", "3"], ["step 3", "--steps is 3", "more"]),
     ],
-    ids=["hidden", "layers", "precision", "optimizer", "transformer_impl", "past"],
+    ids=["hidden", "layers", "precision", "optimizer", "past"],
 )
 def test_checkpoint_of_another_run(
     refused: Refused, tmp_path: Path, changed: dict[str, object], arguments: list[str], said: list[str]
@@ -200,17 +171,12 @@ def test_checkpoint_of_another_run(
 
 
 def test_damaged_checkpoint_description(refused: Refused, tmp_path: Path) -> None:
+    assert "latest_checkpointed_iteration.txt" in refused("train", "--load", tmp_path / "absent")
     folder = _checkpoint(tmp_path / "checkpoints")
     (folder / "iter_0000003" / "megatron_flux.json").write_text("{")
     assert "cannot be read" in refused("train", "--load", folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("seven")
     assert "iteration number" in refused("train", "--load", folder)
-
-
-def test_out_that_holds_a_run(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
-    assert "--overwrite" in refused("compare", "--out", tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -121,43 +121,9 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-<<<<<<< HEAD
-        pytest.param(
-            [
-                "--tp",
-                "2",
-                "--pp",
-                "2",
-                "--set=distributed_optimizer=false",
-                "--set",
-                "lr_warmup_steps=2",
-                "--eval-interval",
-                "2",
-            ],
-            id="tp2-pp2-plain-adam-validation",
-        ),
-        pytest.param(
-            [*LLAMA, "--num-query-groups", "4", "--recompute", "full", "--set", "dropout=0.1", FUSION],
-            id="tp4-llama-recompute-full",
-        ),
-        pytest.param(
-            [
-                "--tp",
-                "2",
-                *LLAMA,
-                "--set=overlap_grad_reduce=true",
-                "--recompute",
-                "selective",
-                "--set=precision=bf16",
-                FUSION,
-            ],
-            id="tp2-dp2-overlap-gqa-bf16",
-        ),
-=======
         ["--tp", "2", "--pp", "2", "--set=distributed_optimizer=false", "--set=lr_warmup_steps=2", "--eval-interval=2"],
         [*LLAMA, "--num-query-groups", "4", "--recompute", "full", DROPOUT, FUSION],
         ["--tp", "2", *LLAMA, "--set=overlap_grad_reduce=true", "--recompute=selective", "--precision=bf16", FUSION],
->>>>>>> 77d05250 (A resume names what differs in its text; trainings' tests in plainer words)
     ],
     ids=["tp2-pp2-plain-adam-validation", "tp4-llama-recompute-full", "tp2-dp2-overlap-gqa-bf16"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron_flux.cli import start
@@ -87,7 +88,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",
-            here=lambda run=run: worker.run(run),
+            here=partial(worker.run, run),
             pass_on=run.stop_signal,
         )
         if asked is not None and folder.has_stopped(run.out):

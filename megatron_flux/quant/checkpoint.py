@@ -179,7 +179,7 @@ def _check(before: MLP, after: MLP, at: str) -> float:
     expected = forward(before, x)
     results = [forward(after, x)]
     if (tp := next((size for size in CHECK_TP if divides(after, size)), None)) is not None:
-        results.append(sum(forward(shard(after, rank, tp), x) for rank in range(tp)))
+        results.append(torch.stack([forward(shard(after, rank, tp), x) for rank in range(tp)]).sum(0))
     norm = float(expected.norm()) or 1.0  # an MLP that was added to a model computes zeros
     error = max(float((result - expected).norm()) / norm for result in results)
     if not error <= CHECK_ERROR:
@@ -222,8 +222,8 @@ def _quantization(folder: Path) -> tuple[int, int]:
     said: dict[str, dict[str, Any]] = {}
     for name in CONFIGS:
         if (folder / name).is_file():
-            config = _json(folder / name)
-            config = config.get("quantization_config") if name == "config.json" else config
+            whole = _json(folder / name)
+            config = whole.get("quantization_config") if name == "config.json" else whole
             if isinstance(config, dict):
                 said[name] = config
     if not said:
@@ -297,7 +297,7 @@ def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str
     for name in tensors:
         if (matched := NAMES.match(name)) is not None:
             linears.setdefault(matched["at"], {}).setdefault(matched["linear"], set()).add(matched["of"])
-    found = {}
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
     for at in sorted(linears, key=_natural):
         there = linears[at]
         if not any("qweight" in parts for parts in there.values()):
@@ -390,4 +390,4 @@ def _write(found: Found, part: Path, at: str, mlp: MLP) -> None:
                 raise AssertionError(f"{at}.{name}.{of}: {data.nbytes} bytes instead of {stored.nbytes}")
             with (part / stored.file).open("r+b") as file:
                 file.seek(stored.start)
-                file.write(data)
+                file.write(data.tobytes())

@@ -1,4 +1,4 @@
-"""From options to a complete, checked configuration. Everything that can be refused is refused here, before any
+"""Options become a complete, checked configuration. Everything that can be refused is refused here, before any
 process group starts, with what was given, what is allowed and what to do.
 """
 
@@ -71,31 +71,31 @@ class RunConfig(RunOptions):
     precision: Literal["fp32", "bf16"]
     gradient_accumulation_fusion: bool
     text: Text | None = None
-    """What ``data`` was found to hold; None before it has been looked at."""
+    """The text that ``data`` holds; None before it has been read."""
     out: Path
-    profile_steps: tuple[int, int] | None = None
+    profile_steps: tuple[int, int] | None = None  # type: ignore[assignment]
     block_steps: int = 0
     warmup_steps: int = 0
     loss_tolerance: float | None = None
 
     @property
     def micro_batches(self) -> int:
-        """Per step, on each data-parallel rank."""
+        """Micro-batches per step on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def stop_signal(self) -> str | None:
-        """What makes the ranks save and end in order; the command hands it to them on Ctrl-C and SIGTERM, too."""
+        """The signal on which ranks save and end in order; the command sends it on Ctrl-C and SIGTERM, too."""
         return self.exit_signal or ("USR1" if self.save is not None else None)
 
     @property
     def split(self) -> str:
-        """The shares of the documents that are for training, validation and test, as megatron-core takes them."""
+        """Shares of the documents for training, validation and test, in megatron-core's form."""
         return "1,0,0" if self.eval_interval is None else "97,3,0"
 
     @property
     def text_tokenizer(self) -> tuple[tokenizer.Kind, Path] | None:
-        """Of text; None where it is read as bytes."""
+        """The text's tokenizer; None for bytes."""
         kind, model = self.tokenizer_type, self.tokenizer_model
         return None if kind is None or model is None else (kind, model)
 
@@ -106,7 +106,7 @@ class RunConfig(RunOptions):
 
     @property
     def flux_config(self) -> FluxConfig:
-        """How the layers of a flux arm run."""
+        """How flux layers run."""
         # Those of directions are options of another name.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
         names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
@@ -199,7 +199,7 @@ def resolve(
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
-    """First and last step of ``--profile-steps``: of ``5-7``, or ``5`` alone, within ``steps``.
+    """Parse ``--profile-steps``: first and last step of ``5-7``, or ``5`` alone, within ``steps``.
 
     In a comparison they must lie within one block of ``block_steps``: one profiler cannot run over both sides.
     """
@@ -222,7 +222,7 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
 
 
 def _check_backends(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
-    """Every backend that is named exists and can run here."""
+    """Check that every backend named exists and can run here."""
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
             raise UserError(f"layer_backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
@@ -234,7 +234,7 @@ def _check_backends(options: TrainOptions | CompareOptions, device: str, precisi
 
 
 def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires:
-    """What may be sent: the link can be had on this device, and something heeds the wires."""
+    """Return the wire formats; refuse links and formats that this run could not use."""
     check_keep(options)
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
@@ -247,7 +247,7 @@ def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires
 
 
 def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
-    """Of forward, dgrad and wgrad, and of layers by name but for those that run stock."""
+    """Backends of forward, dgrad and wgrad, and those of layers by name but for stock."""
     directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
     layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
     return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
@@ -306,7 +306,7 @@ def _check_cuda_graphs(
 
 
 def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelShape:
-    """The preset's shape with what the options say instead."""
+    """Return the preset's shape with the options' sizes."""
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     heads = options.num_attention_heads
     if heads and not options.num_query_groups:
@@ -317,7 +317,7 @@ def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelS
 
 
 def _with_vocabulary(shape: ModelShape, options: TrainOptions | CompareOptions) -> ModelShape:
-    """``shape`` with the tokenizer's vocabulary, if there is one and no larger one was asked for."""
+    """Return ``shape`` with the tokenizer's vocabulary, or a larger one that was given."""
     kind, model = options.tokenizer_type, options.tokenizer_model
     if kind is None and model is None:
         return shape

@@ -34,7 +34,7 @@ class ModelShape(BaseModel):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies its activation by a gate, which FC1 computes as well."""
+        """True if the MLP multiplies its activation by a gate, which FC1 computes too."""
         return self.activation == "swiglu"
 
     @property
@@ -59,7 +59,7 @@ class ModelShape(BaseModel):
 
     @property
     def layer(self) -> tuple[int | str, ...]:
-        """The same for shapes whose layers have linears of the same sizes."""
+        """Key that is equal for shapes whose layers have linears of the same sizes."""
         heads = (self.num_attention_heads, self.num_query_groups)
         return self.hidden_size, *heads, self.ffn_hidden_size, self.activation
 

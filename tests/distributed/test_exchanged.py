@@ -227,8 +227,7 @@ def test_only_while_a_layer_runs(world2: WorkerPool) -> None:
     world2.run(rank_only_while_a_layer_runs)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("how", ["with wraps", "without", "wrapt"])
+@pytest.mark.parametrize(("kind", "how"), [("column", "with wraps"), ("row", "without"), ("row", "wrapt")])
 def test_a_method_that_was_wrapped_before(world2: WorkerPool, kind: str, how: str) -> None:
     world2.run(rank_wrapped_method, kind, how)
 

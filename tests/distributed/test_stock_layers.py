@@ -1,10 +1,7 @@
 """Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises.
 
-Covered: expert layers, a dgrad that is summed outside of the layer or not at all, an input that is not split, tp = 1,
-deferred embedding weight gradient, a trainable bias on a frozen weight, autocast, a subclass with its own
-``_forward_impl``, an unknown keyword, trainings without sequence parallelism; and layers whose sequence parallelism is
-toggled, which are stock's in part. What needs hardware or packages that are absent here is decided in
-tests/unit/patch/test_linears.py.
+Also layers whose sequence parallelism is toggled, which are stock's in part, and trainings without it. All reasons are
+decided in tests/unit/patch/test_reasons.py.
 """
 
 from __future__ import annotations
@@ -73,15 +70,6 @@ def width_of(kind: str) -> int:
     return IN if kind == "column" else IN // dist.get_world_size()
 
 
-def rank_expert(kind: str, late: bool, sequence_parallel: bool) -> None:
-    with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config(sequence_parallel=sequence_parallel), is_expert=not late)
-        assert layer.explicit_expert_comm is not late
-        if late:  # shared experts with overlap set it on built layers
-            layer.explicit_expert_comm = True
-        stock_either_way(kind, layer, width_of(kind), "expert layer with explicit communication")
-
-
 NOT_SUMMED = "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
 
 
@@ -112,49 +100,6 @@ def rank_toggled(kind: str) -> None:
         assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
         if kind == "column":
             stock_either_way(kind, layer, width_of(kind), NOT_SUMMED)
-
-
-def rank_disable_grad_reduce() -> None:
-    """As LoRA's adapters ask for: dgrad stays the rank's own."""
-    with megatron(tp=dist.get_world_size()):
-        layer = make("column", model_config(sequence_parallel=False), disable_grad_reduce=True)
-        stock_either_way("column", layer, IN, NOT_SUMMED)
-
-
-def rank_whole_input() -> None:
-    with megatron(tp=dist.get_world_size()):
-        layer = make("row", model_config(sequence_parallel=False), input_is_parallel=False)
-        stock_either_way("row", layer, IN, "input_is_parallel=False")
-
-
-def rank_tp1(kind: str) -> None:
-    with megatron(tp=1):
-        stock_either_way(kind, make(kind, model_config()), IN, "tp = 1")
-
-
-def rank_trainable_bias_on_a_frozen_weight() -> None:
-    with megatron(tp=dist.get_world_size()):
-        layer = make("column", model_config(), bias=True, skip_bias_add=False)
-        layer.weight.requires_grad_(False)
-        assert layer.bias.requires_grad
-        stock_either_way("column", layer, IN, "trainable bias on a frozen weight")
-
-
-def rank_deferred_embedding_wgrad() -> None:
-    """The output layer of a last pipeline stage, its weight gradient left for later."""
-    with megatron(tp=dist.get_world_size()):
-        config = model_config()
-        # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
-        config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
-        inputs: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        layer = make("column", config, embedding_activation_buffer=inputs, grad_output_buffer=gradients)
-        layer.gradient_accumulation_fusion = True
-        layer.weight.main_grad = torch.zeros(layer.weight.shape)
-        stock_either_way("column", layer, IN, "deferred embedding wgrad (defer_embedding_wgrad_compute)")
-        assert len(inputs) == 3  # stock, patched, strict
-        assert len(gradients) == 2
-        assert torch.equal(gradients[0], gradients[1])
 
 
 NO_GAIN = (
@@ -190,26 +135,6 @@ def rank_many_rows(kind: str) -> None:
         assert runs_flux(128, strict, without_gradients)
 
 
-def rank_autocast(kind: str) -> None:
-    with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            # Forward only: megatron-core's own backward under autocast works on CUDA alone.
-            stock_either_way(kind, layer, width_of(kind), "autocast", backward=False)
-
-
-def rank_own_forward_impl() -> None:
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    class Doubled(RowParallelLinear):
-        def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return 2 * super()._forward_impl(input, weight, *args, **kwargs)
-
-    with megatron(tp=dist.get_world_size()):
-        layer = make("row", model_config(), cls=Doubled)
-        stock_either_way("row", layer, width_of("row"), "Doubled overrides _forward_impl")
-
-
 def rank_unknown_keyword(value: Any) -> None:
     """A later release, or a subclass, passes a keyword that flux does not know."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -232,19 +157,83 @@ def rank_unknown_keyword(value: Any) -> None:
         assert seen.calls == {}
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("late", [False, True], ids=["is_expert", "set on a built layer"])
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole sequence"])
-def test_expert_layers(world: WorkerPool, kind: str, late: bool, sequence_parallel: bool) -> None:
-    world.run(rank_expert, kind, late, sequence_parallel)
+def doubled() -> type:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class Doubled(RowParallelLinear):
+        def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super()._forward_impl(input, weight, *args, **kwargs)
+
+    return Doubled
 
 
-def test_a_dgrad_that_nobody_sums(world2: WorkerPool) -> None:
-    world2.run(rank_disable_grad_reduce)
+def expert_on_a_built_layer(kind: str) -> torch.nn.Module:
+    """As shared experts with overlap have it."""
+    layer = make(kind, model_config())
+    layer.explicit_expert_comm = True
+    return layer
 
 
-def test_an_input_that_every_rank_has(world2: WorkerPool) -> None:
-    world2.run(rank_whole_input)
+def frozen_with_a_bias() -> torch.nn.Module:
+    layer = make("column", model_config(), bias=True, skip_bias_add=False)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def deferred_embedding_wgrad() -> torch.nn.Module:
+    """The output layer of a last pipeline stage, its weight gradient left for later."""
+    config = model_config()
+    # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
+    layer = make("column", config, embedding_activation_buffer=[], grad_output_buffer=[])
+    layer.gradient_accumulation_fusion = True
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    return layer
+
+
+WHOLE = {"sequence_parallel": False}
+EXPERT = "expert layer with explicit communication"
+STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
+    "expert column": ("column", EXPERT, lambda: make("column", model_config(), is_expert=True)),
+    "expert row": ("row", EXPERT, lambda: make("row", model_config(**WHOLE), is_expert=True)),
+    "set on a column": ("column", EXPERT, lambda: expert_on_a_built_layer("column")),
+    "set on a row": ("row", EXPERT, lambda: expert_on_a_built_layer("row")),
+    # As LoRA's adapters ask for: dgrad stays the rank's own.
+    "no dgrad sum": ("column", NOT_SUMMED, lambda: make("column", model_config(**WHOLE), disable_grad_reduce=True)),
+    "whole input": (
+        "row",
+        "input_is_parallel=False",
+        lambda: make("row", model_config(**WHOLE), input_is_parallel=False),
+    ),
+    "frozen weight": ("column", "trainable bias on a frozen weight", frozen_with_a_bias),
+    "deferred": (
+        "column",
+        "deferred embedding wgrad (defer_embedding_wgrad_compute)",
+        deferred_embedding_wgrad,
+    ),
+    "subclass": ("row", "Doubled overrides _forward_impl", lambda: make("row", model_config(), cls=doubled())),
+}
+
+
+def rank_stock(name: str) -> None:
+    kind, reason, made = STOCK[name]
+    with megatron(tp=dist.get_world_size()):
+        stock_either_way(kind, made(), IN if name == "whole input" else width_of(kind), reason)
+
+
+def rank_autocast_and_tp1() -> None:
+    with megatron(tp=2):
+        layer = make("row", model_config())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            # Forward only: megatron-core's own backward under autocast works on CUDA alone.
+            stock_either_way("row", layer, width_of("row"), "autocast", backward=False)
+    with megatron(tp=1):
+        stock_either_way("column", make("column", model_config()), IN, "tp = 1")
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_a_layer_runs_stock(world2: WorkerPool, name: str) -> None:
+    world2.run(rank_stock, name)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -257,29 +246,11 @@ def test_many_rows_without_sequence_parallelism(world2: WorkerPool, kind: str) -
     world2.run(rank_many_rows, kind)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_autocast(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_autocast, kind)
-
-
-def test_trainable_bias_on_a_frozen_weight(world2: WorkerPool) -> None:
-    world2.run(rank_trainable_bias_on_a_frozen_weight)
-
-
-def test_deferred_embedding_wgrad(world2: WorkerPool) -> None:
-    world2.run(rank_deferred_embedding_wgrad)
-
-
-def test_a_subclass_with_its_own_forward_impl(world2: WorkerPool) -> None:
-    world2.run(rank_own_forward_impl)
-
-
 @pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
 def test_an_unknown_keyword(world2: WorkerPool, value: Any) -> None:
     world2.run(rank_unknown_keyword, value)
 
 
 # Last: another parallel layout, made once.
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_tp_1(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_tp1, kind)
+def test_autocast_and_tp_1(world2: WorkerPool) -> None:
+    world2.run(rank_autocast_and_tp1)

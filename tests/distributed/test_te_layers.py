@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -57,27 +58,27 @@ def expected_calls(case: Case) -> dict[str, int]:
     return calls if case.kind == "row" else {**calls, "all_gather/reference": n}
 
 
-@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_patched_equals_stock(te_world: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool) -> None:
-    case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion)
-    assert te_world.run(rank_case, case) == [expected_calls(case)] * te_world.size
-
-
+BIASES = {"no bias": (False, True), "returned": (True, True), "added": (True, False)}
 WHOLE = {"sequence_parallel": False}
+SETTINGS = [
+    (kind, bias, bool((i + j) % 2)) for i, kind in enumerate(CLASSES) for j, bias in enumerate(BIASES)
+]  # with wgrad into main_grad in every second
+settings = pytest.mark.parametrize(("kind", "bias", "fusion"), SETTINGS)
 
 
-@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_without_sequence_parallelism(te_world: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool) -> None:
-    case = Case(kind, bias=bias, skip_bias_add=skip, fusion=fusion, options=WHOLE)
+@settings
+def test_patched_equals_stock(te_world: WorkerPool, kind: str, bias: str, fusion: bool) -> None:
+    case = Case(kind, *BIASES[bias], fusion=fusion)
     assert te_world.run(rank_case, case) == [expected_calls(case)] * te_world.size
 
 
-@pytest.mark.parametrize("norm", list(NORMS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings
+def test_without_sequence_parallelism(te_world2: WorkerPool, kind: str, bias: str, fusion: bool) -> None:
+    case = Case(kind, *BIASES[bias], fusion=not fusion, options=WHOLE)
+    assert te_world2.run(rank_case, case) == [expected_calls(case)] * 2
+
+
+@pytest.mark.parametrize(("norm", "dtype"), zip(NORMS, cycle((torch.float32, torch.bfloat16))))
 def test_norms(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
     te_world2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
 
@@ -142,13 +143,12 @@ def rank_main_grad(kind: str, cached: bool, overwrite: bool) -> list[bool]:
     return kept
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
 @pytest.mark.parametrize(
-    ("cached", "overwrite", "kept"),
+    ("kind", "cached", "overwrite", "kept"),
     [
-        pytest.param(True, False, False, id="first micro-batch"),
-        pytest.param(False, False, True, id="no first micro-batch"),
-        pytest.param(False, True, False, id="overwrite_main_grad"),
+        *((kind, True, False, False) for kind in CLASSES),  # the first micro-batch
+        ("norm column", False, False, True),  # there is none
+        ("row", False, True, False),
     ],
 )
 def test_what_was_in_main_grad(te_world2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
@@ -224,9 +224,13 @@ def rank_no_grad(kind: str, options: dict[str, Any], mode: Callable[[], Any]) ->
         require_close("y", ours, stock, tolerance(case.dtype))
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize("options", [{}, WHOLE], ids=["", "whole sequence"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("kind", "options", "mode"),
+    [
+        *zip(CLASSES, ({}, WHOLE, {}), cycle((torch.no_grad,))),
+        *zip(CLASSES, (WHOLE, {}, WHOLE), cycle((torch.inference_mode,))),
+    ],
+)
 def test_no_grad(te_world2: WorkerPool, kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
     te_world2.run(rank_no_grad, kind, options, mode)
 
@@ -354,11 +358,7 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "return_layernorm_output": _set(return_layernorm_output=True),
     "trainable bias on a frozen weight": _frozen,
 }
-ONLY = {
-    "torch's symmetric all-reduce": ("row",),
-    "return_layernorm_output": ("norm column",),
-    "trainable bias on a frozen weight": ("norm column", "column"),
-}
+ONLY = {"torch's symmetric all-reduce": "row", "return_layernorm_output": "norm column"}
 
 
 def rank_reason(kind: str, reason: str) -> None:
@@ -377,11 +377,9 @@ def rank_reason(kind: str, reason: str) -> None:
         assert (seen.active_layers, seen.calls) == (0, {})
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [(kind, reason) for reason in REASONS for kind in ONLY.get(reason, tuple(CLASSES))]
-)
-def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
-    te_world2.run(rank_reason, kind, reason)
+@pytest.mark.parametrize("reason", list(REASONS))
+def test_reasons(te_world2: WorkerPool, reason: str) -> None:
+    te_world2.run(rank_reason, ONLY.get(reason, "column"), reason)
 
 
 def rank_runs_stock(kind: str) -> None:
@@ -400,9 +398,8 @@ def rank_runs_stock(kind: str) -> None:
         assert (seen.active_layers, seen.calls) == (0, {})
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_a_stock_layer_is_stock(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_runs_stock, kind)
+def test_a_stock_layer_is_stock(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_runs_stock, "norm column")
 
 
 def rank_expert() -> None:
@@ -429,30 +426,6 @@ def rank_expert() -> None:
 
 def test_experts(te_world2: WorkerPool) -> None:
     te_world2.run(rank_expert)
-
-
-def rank_unsupported() -> None:
-    import transformer_engine
-
-    from megatron_flux.patch import te_seam
-
-    case, installed = Case("norm column"), transformer_engine.__version__
-    supported = te_seam.SUPPORTED_TE
-    with te_megatron(dist.get_world_size()):
-        layer = build(case)
-        x = input_of(case, 7)
-        stock = layer(x)[0]
-        te_seam.SUPPORTED_TE = type(supported)(">=99")
-        try:
-            with flux() as seen:
-                assert torch.equal(layer(x)[0], stock)
-        finally:
-            te_seam.SUPPORTED_TE = supported
-        assert seen.fallbacks == {f"TE norm column: TransformerEngine {installed}, supported is >=99": 1}
-
-
-def test_an_unsupported_release_runs_stock(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_unsupported)
 
 
 # patch() and unpatch()
@@ -509,6 +482,5 @@ def rank_tp1(kind: str) -> None:
         assert seen.fallbacks == {f"TE {kind}: tp = 1": 1}
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_tp_1(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_tp1, kind)
+def test_tp_1(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_tp1, "column")

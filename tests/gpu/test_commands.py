@@ -67,9 +67,9 @@ def test_compare_keeps_the_loss_curve(tmp_path: Path, layers: tuple[str, ...], s
     assert summary["flux_fallbacks"] == {}
     assert summary["baseline_is_stock"]
     assert summary["max_relative_loss_difference"] < (CLOSE if layers else 5e-3)
-    for arm in ("baseline", "flux"):
-        assert summary["arms"][arm]["final_loss"] < summary["arms"][arm]["first_loss"] - 1
-        assert summary["arms"][arm]["peak_memory_bytes"] > 0
+    for side in ("baseline", "flux"):
+        assert summary["arms"][side]["final_loss"] < summary["arms"][side]["first_loss"] - 1
+        assert summary["arms"][side]["peak_memory_bytes"] > 0
 
 
 @pytest.mark.parametrize("layers", [TE])
@@ -88,10 +88,10 @@ def test_saved_patched_resumes_stock_and_back(tmp_path: Path, layers: tuple[str,
     common = ["--nproc", "2", *SMALL, *layers]
     run("train", *common, "--steps", "8", "--no-flux", "--out", tmp_path / "whole")
     run("train", *common, "--steps", "4", "--out", tmp_path / "first", "--save", tmp_path / "checkpoints")
-    for mode, arm in (("--no-flux", "baseline"), ("--flux", "flux")):
-        out = tmp_path / arm
+    for mode, side in (("--no-flux", "baseline"), ("--flux", "flux")):
+        out = tmp_path / side
         run("train", *common, "--steps", "8", mode, "--out", out, "--load", tmp_path / "checkpoints")
-        assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / arm)) < CLOSE
+        assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / side)) < CLOSE
 
 
 @LAYERS

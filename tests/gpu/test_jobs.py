@@ -116,11 +116,11 @@ def test_a_stopped_comparison_resumes_both_arms(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     reached = json.loads((out / "ended.json").read_text())["iterations"]
-    before = {arm: losses(out / arm) for arm in reached}
+    before = {side: losses(out / side) for side in reached}
     steps = max(reached.values()) + 4
     run(*common, "--steps", str(steps), "--load", saved, "--out", out)
-    for arm, first in before.items():
-        assert len(first) == reached[arm]
-        assert losses(out / arm)[: len(first)] == first
-        assert len(losses(out / arm)) == steps
+    for side, first in before.items():
+        assert len(first) == reached[side]
+        assert losses(out / side)[: len(first)] == first
+        assert len(losses(out / side)) == steps
     assert losses(out / "baseline") == pytest.approx(losses(out / "flux"), rel=5e-3)

@@ -46,8 +46,8 @@ def test_samples_and_traces(tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = ["--set", "sample_interval=2", "--set", "block_steps=8", "--profile-steps", "11-12"]
     run("compare", "--nproc", "2", "--steps", "16", "--out", out, *SMALL, *more)
-    for arm in ("baseline", "flux"):
-        rows = read_records(out / arm / "metrics.jsonl")
+    for side in ("baseline", "flux"):
+        rows = read_records(out / side / "metrics.jsonl")
         assert rows[0]["flux/run"]["gpu_source"].startswith("NVML, driver ")
         sampled = [row for row in rows if row["flux/sampled"] and not row["profiled"]][1:]
         glances = [row["flux/gpu"] for row in sampled if row["flux/gpu"] is not None]
@@ -59,7 +59,7 @@ def test_samples_and_traces(tmp_path: Path) -> None:
         for row in sampled:
             assert all(memory > 0 for memory in row["flux/ranks"]["peak_memory_bytes"])
             times = row["flux/operator_time_ms"]
-            if arm == "baseline":
+            if side == "baseline":
                 assert times == {}
                 continue
             assert sum(times.values()) < 1e3 * row["iteration-time"]
@@ -72,13 +72,13 @@ def test_samples_and_traces(tmp_path: Path) -> None:
                 if not call["withheld"]:
                     assert call["exposed_ms"] >= 0, call
                     assert call["e_overlap"] is None or call["e_overlap"] <= 1, call
-        if arm == "flux":  # by now of several rounds
+        if side == "flux":  # by now of several rounds
             for call in sampled[-1]["flux/calls"]:
                 assert call["gemm_ms"] <= call["serial_ms"] * 1.1, call
-        check_trace(out / arm, arm)
+        check_trace(out / side, side)
 
 
-def check_trace(folder: Path, arm: str) -> None:
+def check_trace(folder: Path, side: str) -> None:
     found = json.loads((folder / "breakdown.json").read_text())
     assert (found["source"], found["steps"]) == ("gpu", [11, 12])
     parts = found["parts"]
@@ -90,7 +90,7 @@ def check_trace(folder: Path, arm: str) -> None:
         trace = json.loads(gzip.decompress((folder / "trace" / f"rank{rank:05d}.json.gz").read_bytes()))
         named = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("flux::all_gather_gemm")]
         # On the host's timeline and, through the profiler, on the GPU's.
-        assert {e["cat"] for e in named} == ({"user_annotation", "gpu_user_annotation"} if arm == "flux" else set())
+        assert {e["cat"] for e in named} == ({"user_annotation", "gpu_user_annotation"} if side == "flux" else set())
 
 
 def test_names_for_nsys(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def why_not(name: str, workload: Workload, device: torch.device, link: str) -> s
             return "in FP8 the bytes themselves are sent"
     if kind == "te_ub" and (workload.mode != "training" or not workload.sequence_parallel):
         return "TransformerEngine's userbuffers are measured in trainings with sequence parallelism"
+    if base == "unsynchronised" and not workload.sequence_parallel:
+        return "its copies are those of gathers and reduce-scatters, which there are none of"
     if kind != "local" and (reason := why_no_te(device)) is not None:
         return reason
     if base in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):

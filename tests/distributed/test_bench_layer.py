@@ -262,7 +262,7 @@ def rank_unsynchronised() -> None:
     # Of its partial product a source sends this rank's rows.
     assert mine[source].eq((2 - me) * (me + 1)).all()
     dist.barrier()
-    busy.clear()
+    busy.close()
 
 
 def test_unsynchronised_sends_what_a_collective_would(world2: WorkerPool) -> None:

@@ -51,6 +51,7 @@ def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variants.why_not("te_ub", fp8, GPU, "nvlink") == "TransformerEngine's userbuffers take no FP8 in blocks"
     assert variants.why_not(eight_bit, fp8, GPU, "host") == "in FP8 the bytes themselves are sent"
     decode = TRAINED.model_copy(update={"mode": "decode", "sequence_parallel": False})
+    assert "copies are those of gathers" in str(variants.why_not("unsynchronised", decode, GPU, "nvlink"))
     assert "trainings with sequence parallelism" in str(variants.why_not("te_ub", decode, GPU, "nvlink"))
 
 

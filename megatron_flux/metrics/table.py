@@ -177,6 +177,26 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     print_table("", HEAD, rows(summary), *notes, Text(verdict(summary), "bold"))
 
 
+def grid(head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, unicode: bool = True) -> Table:
+    """Return a table whose rows are never folded. Columns whose heading begins with ``<`` are aligned left.
+
+    So is the first column; others are aligned right.
+    """
+    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, name in enumerate(head):
+        left = not index or name.startswith("<")
+        table.add_column(_text(name.removeprefix("<"), unicode), no_wrap=True, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(*(_text(cell, unicode) for cell in row))
+    return table
+
+
+def _text(content: str | Text, unicode: bool) -> Text:
+    # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
+    plain, style = (content.plain, content.style) if isinstance(content, Text) else (content, "")
+    return Text(plain if unicode else plain.translate(_ASCII).encode("ascii", "replace").decode(), style)
+
+
 def print_table(
     title: str,
     head: Sequence[str],
@@ -184,30 +204,19 @@ def print_table(
     *notes: str | Text,
     file: IO[str] | None = None,
 ) -> None:
-    """Print a table below ``title`` and above ``notes``, the only one the package has for terminals, pipes and files.
+    """Print a :func:`grid` below ``title`` and above ``notes``, the only printer for terminals, pipes and files.
 
-    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. The first column is
-    aligned left, as is every one whose heading begins with ``<``; others right. ASCII where the encoding has no more.
+    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. ASCII where the
+    encoding has no more.
     """
     console = Console(file=file, highlight=False, emoji=False, markup=False)
     unicode = console.encoding.lower().startswith("utf")
-
-    def text(content: str | Text) -> Text:
-        # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
-        plain, style = (content.plain, content.style) if isinstance(content, Text) else (content, "")
-        return Text(plain if unicode else plain.translate(_ASCII).encode("ascii", "replace").decode(), style)
-
-    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
-    for index, name in enumerate(head):
-        left = not index or name.startswith("<")
-        table.add_column(text(name.removeprefix("<")), no_wrap=True, justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*map(text, row))
+    table = grid(head, rows, unicode=unicode)
     console.width = max(
         console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     )
     if title:
-        console.print(text(title), style="bold", soft_wrap=True)
+        console.print(_text(title, unicode), style="bold", soft_wrap=True)
     console.print(table)
     for note in notes:
-        console.print(text(note), soft_wrap=True)
+        console.print(_text(note, unicode), soft_wrap=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report.run import json_or_problem, load
-from megatron_flux.metrics.summary import ARMS, Record, fallbacks_of, median_of, timed
-from megatron_flux.metrics.table import Form, memory, milliseconds, percent, rate
+from megatron_flux.metrics.report.run import json_or_problem
+from megatron_flux.metrics.summary import ARMS, Record, median_of, summarize, timed
+from megatron_flux.metrics.table import HEAD, findings, grid, milliseconds, rows
 
 RECENT = 20
 """Steps whose median is the recent step time."""
@@ -32,6 +30,9 @@ START_S = 900.0
 
 WAIT_S = 60.0
 """How long a pipe waits for a run to appear."""
+
+SUMMARY_S = 5.0
+"""Seconds between summaries of a running job: the interval of the speed-up takes longer the longer a run is."""
 
 
 def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float | None = None) -> None:
@@ -85,6 +86,7 @@ class Watched:
         """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
         self.end: tuple[str, str] | None = None
         """How the run ended, in words and their colour; None while it runs, as far as its files say."""
+        self._summary: tuple[float, int, dict[str, Any]] | None = None
 
     def look(self) -> bool:
         """Read what is new; return False while there is no run yet."""
@@ -95,7 +97,12 @@ class Watched:
         for tail in self.tails.values():
             tail.poll()
         self.end = self._end()
-        return self.begun > 0 or any(tail.records for tail in self.tails.values())
+        return self.begun > 0 or any(self.records.values())
+
+    @property
+    def records(self) -> dict[str, list[Record]]:
+        """The records of baseline and flux so far."""
+        return {arm: tail.records for arm, tail in self.tails.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,24 +111,17 @@ class Watched:
         return settings if isinstance(settings, dict) else {}
 
     @property
-    def steps(self) -> int | None:
-        """Steps that each side will do."""
-        steps = self.settings.get("steps")
-        return steps if isinstance(steps, int) and steps > 0 else None
-
-    @property
     def arms(self) -> list[str]:
         """The sides that there are or will be."""
         if self.settings.get("command") == "compare":
             return list(ARMS)
-        known = [arm for arm, tail in self.tails.items() if tail.records]
+        known = [arm for arm, records in self.records.items() if records]
         return known or ["flux" if self.settings.get("flux", True) else "baseline"]
 
     @property
     def last(self) -> dict[str, int]:
         """Iteration of each side's last record; 0 before the first."""
-        every = {arm: self.tails[arm].records for arm in self.arms}
-        return {arm: records[-1]["iteration"] if records else 0 for arm, records in every.items()}
+        return {arm: self.records[arm][-1]["iteration"] if self.records[arm] else 0 for arm in self.arms}
 
     def _end(self) -> tuple[str, str] | None:
         if (file := self.path / "ended.json").exists():
@@ -137,66 +137,60 @@ class Watched:
             return f"ended by an error, {where}", "red"
         return None
 
-    def verdict(self) -> str:
-        """Return the report's verdict at the end; before, the ratio so far, once both sides have timed a step."""
-        if self.end is not None and self.end[1] == "green":
-            return load(self.path).verdict
-        medians = {arm: median_of(timed(tail.records), "iteration-time") for arm, tail in self.tails.items()}
-        baseline, flux = medians["baseline"], medians["flux"]
-        return f"so far: flux {baseline / flux:.3g}x" if baseline and flux else ""
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of the records; while the run goes on at most :data:`SUMMARY_S` old."""
+        now, known = time.monotonic(), sum(map(len, self.records.values()))
+        made, of, summary = self._summary or (-math.inf, -1, {})
+        if known != of and (self.end is not None or now - made >= SUMMARY_S):
+            summary = summarize(self.records["baseline"], self.records["flux"], self.config)
+            self._summary = now, known, summary
+        return summary
 
 
 def view(watched: Watched, now: float) -> Group:
-    """Return title, progress, the table as it is now, and remarks below it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for arm in watched.arms:
-        table.add_column(arm, justify="right", style="cyan" if arm == "baseline" else "yellow")
-    for label, cell in _ROWS.items():
-        cells = [cell(watched.tails[arm].records) for arm in watched.arms]
-        if any(cells):
-            table.add_row(label, *(Text(text or "-") for text in cells))
-    lines = (Text(line, style=style) for line, style in _remarks(watched, now))
-    return Group(Text(_title(watched)), Text(_progress(watched), style="bold"), table, *lines)
-
-
-def _title(watched: Watched) -> str:
-    device, layout = watched.config.get("device"), watched.config.get("layout")
+    """Return title, progress, the table of the summary so far, and lines below it."""
+    summary = watched.summary()
+    device = watched.config.get("device")
     words = [str(watched.path), str(watched.settings.get("preset", ""))]
-    if isinstance(device, dict):
-        words.append(f"{device.get('count', '?')} x {device.get('name', '?')}")
-    if isinstance(layout, dict):
-        words.append(" ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "dp") if name in layout))
-    return ", ".join(filter(None, words))
+    words += [f"{device.get('count', '?')} x {device.get('name', '?')}"] if isinstance(device, dict) else []
+    lines = [Text(line, style=style) for line, style in _lines(watched, summary, now)]
+    title = Text(", ".join(filter(None, words)))
+    shown = [0, *(1 + ARMS.index(arm) for arm in watched.arms), *([3] if len(watched.arms) > 1 else [])]
+    table = grid([HEAD[i] for i in shown], [[row[i] for i in shown] for row in rows(summary)])
+    return Group(title, Text(_progress(watched), style="bold"), table, *lines)
 
 
 def _progress(watched: Watched) -> str:
-    steps, last = watched.steps, watched.last
-    if not steps:
-        return ", ".join(f"{arm} {iteration}" for arm, iteration in last.items())
-    parts = [f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %)" for arm, iteration in last.items()]
-    paces = {arm: median_of(watched.tails[arm].records[-RECENT:], "iteration-time") for arm in last}
+    steps, last = watched.settings.get("steps"), watched.last
+    paces = {arm: median_of(watched.records[arm][-RECENT:], "iteration-time") for arm in last}
+    at = [f", {milliseconds(1000 * pace)} ms a step" if pace else "" for pace in paces.values()]
+    if not isinstance(steps, int) or steps < 1:
+        return "; ".join(f"{arm} {iteration}{pace}" for (arm, iteration), pace in zip(last.items(), at, strict=True))
+    parts = [
+        f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %){pace}"
+        for (arm, iteration), pace in zip(last.items(), at, strict=True)
+    ]
     if watched.end is None and None not in paces.values():
         parts.append(f"{duration(sum((paces[arm] or 0.0) * max(0, steps - last[arm]) for arm in last))} left")
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
-def _remarks(watched: Watched, now: float) -> list[tuple[str, str]]:
-    """Return lines with their style: the state, the verdict, calls left to stock, damage."""
+def _lines(watched: Watched, summary: dict[str, Any], now: float) -> Iterator[tuple[str, str]]:
+    """Yield lines with their style: findings, the state, the verdict, damage."""
+    for label, text in findings(summary):
+        if len(watched.arms) > 1 or label == "fallback to stock":
+            yield f"{label}: {text}", "yellow" if label == "note" else ""
     written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
-    usual = max(median_of(timed(watched.tails[arm].records), "iteration-time") or 0.0 for arm in watched.arms)
+    usual = max(median_of(timed(watched.records[arm]), "iteration-time") or 0.0 for arm in watched.arms)
     # Without a configuration, the first record is the only sign of a start.
     state, stalled = activity(now, watched.begun or written, written if any(watched.last.values()) else None, usual)
-    lines = [watched.end or (state, "red" if stalled else "")]
-    if verdict := watched.verdict():
-        lines.append((verdict, "bold"))
-    for reason, calls in fallbacks_of(watched.tails["flux"].records).items():
-        lines.append((f"{calls} calls left to stock: {reason}", "yellow"))
-    lines += [(problem, "red") for problem in dict.fromkeys(watched.problems)]
+    yield watched.end or (state, "red" if stalled else "")
+    if len(watched.arms) > 1:
+        yield f"{'' if watched.end else 'so far: '}{summary['verdict']}", "bold"
+    yield from ((problem, "red") for problem in dict.fromkeys(watched.problems))
     # The last line of a running job may be half written: only whole lines can be damaged.
     for arm in watched.arms:
-        lines += [(f"{arm}/metrics.jsonl: {found}", "red") for found in watched.tails[arm].problems(ended=False)]
-    return lines
+        yield from ((f"{arm}/metrics.jsonl: {found}", "red") for found in watched.tails[arm].problems(ended=False))
 
 
 def ended(state: str) -> str:
@@ -226,43 +220,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == int(seconds) else f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _last(name: str, form: Form) -> Callable[[list[Record]], str]:
-    """Format the last known value of a field; of an object one entry a line."""
-
-    def cell(records: list[Record]) -> str:
-        value: Any = next((r[name] for r in reversed(records) if r.get(name) not in (None, {})), {})
-        if isinstance(value, dict):
-            return "\n".join(f"{key} {form(item)}" for key, item in value.items() if item is not None)
-        return form(value) if math.isfinite(value) else str(value)
-
-    return cell
-
-
-def _step_time(records: list[Record]) -> str:
-    if not records:
-        return ""
-    recent = median_of(records[-RECENT:], "iteration-time") or 0.0
-    return f"{milliseconds(1000 * records[-1]['iteration-time'])} ({milliseconds(1000 * recent)})"
-
-
-_ROWS: dict[str, Callable[[list[Record]], str]] = {
-    f"step time, last (median of {RECENT}), ms": _step_time,
-    "loss": _last("lm loss", "{:.4f}".format),
-    "gradient norm": _last("grad-norm", "{:.3f}".format),
-    "learning rate": _last("learning-rate", "{:.2e}".format),
-    "tokens/s": _last("tokens-per-second", rate),
-    "TFLOP/s per GPU": _last("throughput", rate),
-    "MFU": _last("mfu", lambda value: percent(value, 1)),
-    "peak memory": _last("peak-memory-bytes", memory),
-    "active flux layers": _last("flux/active_layers", str),
-    "calls left to stock, per step": _last("flux/fallback_calls", str),
-    "overlap efficiency": _last("flux/e_overlap", lambda value: f"{100 * value:.0f} %"),
-    "exposed communication, ms": _last("flux/exposed_communication_ms", milliseconds),
-    "slowest rank": _last("flux/slowest_rank", str),
-    "spread of ranks, ms": _last("flux/rank_spread_ms", milliseconds),
-    "GPUs": _last("flux/gpu", "{:.0f}".format),
-    "throttled GPUs": _last("flux/throttle_reasons", str),
-    "waits that reached their limit": _last("flux/wait_timeouts", str),
-}

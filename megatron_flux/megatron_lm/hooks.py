@@ -8,7 +8,7 @@ Contract
       this does not fit must not train stock unnoticed.
 
 ``setup_model_and_optimizer`` is the last function before the first step that every training passes; it returns the
-model's chunks first. Behind it flux has the tuner decide about their calls, on all stages of a pipeline at once.
+model's chunks first. After it their calls are tuned, on all stages of a pipeline at once.
 
 The names are the same from core_v0.15 to core_v0.19, but not what lies between them: 0.18 moved parsing out of
 ``pretrain``, and ``iteration`` is the fifth argument of ``training_log`` in 0.15 and the fourth from 0.16 on.
@@ -58,7 +58,7 @@ _WRAPPED: dict[str, tuple[tuple[str, str | None, _Then], ...]] = {
         ("setup_model_and_optimizer", None, lambda result, _: tune(result[0])),
     ),
 }
-"""By module: its functions, a parameter that each must have, and what follows on its result and its arguments."""
+"""By module: its functions, a parameter that each must have, and the call that follows it."""
 
 
 def _followed(stock: Callable[..., Any], then: _Then) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The ``--flux`` arguments, their check, patch() before Megatron-LM builds its model, and the tuner behind it.
+"""Megatron-LM's arguments for flux, their check, patch() before the model is built, and the tuner after it.
 
 The arguments are the switch and one ``--flux-*`` for each field of FluxConfig, beside Megatron-LM's own.
 """
@@ -22,23 +22,23 @@ from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
-"""Of Megatron's, those that flux runs."""
+"""Megatron's FP8 recipes that flux runs."""
 
 _BACKENDS = ("backend", *Backends._fields)
 _CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
 _HELP = {
     "backend": "Operator backend; auto picks the best one for the tensors at hand.",
-    "forward": "Operator backend of forward, where it is another one.",
-    "dgrad": "Operator backend of dgrad, where it is another one.",
-    "wgrad": "Backend of the gather for wgrad, where it is another one.",
+    "forward": "Operator backend of forward, if another.",
+    "dgrad": "Operator backend of dgrad, if another.",
+    "wgrad": "Backend of the gather for wgrad, if another.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "keep_gathered": "Keep what a column-parallel layer has gathered for its wgrad; without it where the link is slow.",
-    "keep_gathered_bytes": "How much a process may keep so, as 8GB; without it a quarter of what one step leaves.",
-    "fp8": "Run TransformerEngine's layers under FP8 autocast, too; without it those calls run stock.",
-    "link": "Strongest link to use between a group's ranks; without it MEGATRON_FLUX_LINK, else whatever there is.",
-    "wire": "What the tuner may send over a host link: exact, or also fp8 or int8, whose results differ.",
-    "grad_wire": "The same of gradients; without it MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
-    "strict": "Stop where a layer would run stock Megatron, instead of saying so once.",
+    "keep_gathered": "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow.",
+    "keep_gathered_bytes": "How much a process may keep so, as 8GB. Default: a quarter of what one step leaves.",
+    "fp8": "Run TransformerEngine's layers under FP8 autocast, too, instead of stock.",
+    "link": "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
+    "wire": "Wire format that the tuner may use over a host link; fp8 and int8 change results.",
+    "grad_wire": "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
+    "strict": "Raise an error where a layer would run stock Megatron, instead of logging it once.",
 }
 
 
@@ -49,7 +49,7 @@ class MegatronArgumentsError(UserError, AssertionError):
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group, unless the parser has it already, and return the parser, as Megatron-LM's own functions do.
 
-    A value of ``MEGATRON_FLUX`` that is none ends the script with one line.
+    An unknown value of ``MEGATRON_FLUX`` ends the script with one line.
     """
     if parser.get_default("flux") is not None:
         return parser
@@ -74,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         elif field.name in _CHOICES:
             kind = {"choices": _CHOICES[field.name]}
         default = None if field.default is MISSING else field.default
-        about = _HELP.get(field.name, f"FluxConfig.{field.name}")
-        group.add_argument(f"--flux-{field.name.replace('_', '-')}", default=default, help=about, **kind)
+        option = f"--flux-{field.name.replace('_', '-')}"
+        group.add_argument(option, default=default, help=_HELP[field.name], **kind)
     group.add_argument(
         "--flux-sample-interval",
-        type=_interval,
+        type=int,
         default=SAMPLE_INTERVAL,
         help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
     )
@@ -92,14 +92,8 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _interval(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 0 or more")
-    return int(text)
-
-
 def config_from(args: Any) -> FluxConfig:
-    """The FluxConfig that arguments ask for; what they lack (``--yaml-cfg`` in a patched tree) has its default."""
+    """Return the FluxConfig of ``args``. Missing ones (``--yaml-cfg`` in a patched tree) have their defaults."""
     given = {field.name: getattr(args, f"flux_{field.name}", MISSING) for field in fields(FluxConfig)}
     return FluxConfig(**{name: value for name, value in given.items() if value is not MISSING})
 
@@ -114,7 +108,7 @@ def add_from_command_line(args: Any) -> Any:
 
 
 def install(args: Any) -> None:
-    """Check ``args`` and patch megatron-core where ``args.flux`` says so; a second call changes and prints nothing.
+    """Check ``args`` and patch megatron-core if ``args.flux`` is set; a second call changes and prints nothing.
 
     Rank 0 prints one summary on its standard output. Errors are those of :func:`validate` and
     :func:`megatron_flux.patch`.
@@ -136,9 +130,9 @@ def install(args: Any) -> None:
 
 
 def tune(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Have the tuner decide about the calls of ``model``, this rank's chunks, before the first step; if flux is on.
+    """Tune the calls of ``model``, this rank's chunks, before the first step, if flux is on.
 
-    Scripts that build a model for something else than training (``--skip-train``) tune nothing.
+    Scripts that build a model without training it (``--skip-train``) tune nothing.
     """
     from megatron.training.global_vars import get_args
 
@@ -181,7 +175,7 @@ def _problems(args: Any) -> Iterator[str]:
 
 
 def _fp8_problems(args: Any) -> Iterator[str]:
-    """Why no linear of an FP8 training would run flux."""
+    """Yield why no linear of an FP8 training would run flux."""
     if not getattr(args, "fp8", None):
         return
     recipe = getattr(args, "fp8_recipe", None) or "delayed"
@@ -194,7 +188,7 @@ def _fp8_problems(args: Any) -> Iterator[str]:
 
 
 def _graph_problems(args: Any) -> Iterator[str]:
-    """What cannot work inside Megatron's CUDA graphs; what Megatron itself refuses is left to it."""
+    """Yield what cannot work inside Megatron's CUDA graphs and Megatron itself does not refuse."""
     graphs = getattr(args, "cuda_graph_impl", "none")
     if graphs in (None, "none"):
         return
@@ -225,11 +219,11 @@ def _graph_problems(args: Any) -> Iterator[str]:
 
 
 def _backends(args: Any) -> set[str]:
-    """Of all directions."""
+    """Backends of all directions."""
     whole = getattr(args, "flux_backend", "auto")
     return {getattr(args, f"flux_{name}", None) or whole for name in Backends._fields}
 
 
 def _needs_all_sms(args: Any) -> bool:
-    """Whether any direction may take a backend with fused kernels, which leave no SM to others."""
+    """True if any direction may take a backend with fused kernels, which leave no SM to others."""
     return bool(_backends(args) - {"reference", "pipelined"}) and sm_margin() == 0

@@ -44,7 +44,7 @@ class Samples:
         self._running = ExitStack()
 
     def after(self, iteration: int) -> dict[str, float]:
-        """``flux/*`` of ``iteration`` if it was sampled, else nothing; begins the next one's sample if it is due.
+        """Return ``flux/*`` of ``iteration`` if it was sampled, and begin the next one's sample if it is due.
 
         Collective over tensor-parallel groups at the first samples of an operator's shape.
         """
@@ -63,7 +63,7 @@ class Samples:
 
 
 class _Log:
-    """What is kept from one logged step to the next."""
+    """State from one logged step to the next."""
 
     def __init__(self) -> None:
         self.iteration: int | None = None
@@ -72,7 +72,7 @@ class _Log:
         self.unwritten: dict[str, float] = {}
 
     def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, float]:
-        """The ``flux/*`` values of ``iteration``: what flux did since the previous one.
+        """Return the ``flux/*`` values of ``iteration``: what flux did since the previous one.
 
         ``seen``: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out:
         graphs are replayed without a call, and what is counted beside them would pass for all.
@@ -97,7 +97,7 @@ _log = _Log()
 def log(iteration: int) -> None:
     """Add ``flux/*`` to what Megatron-LM logged of ``iteration``; nothing where flux is off, or a second time.
 
-    The first call says on rank 0 how many layers run flux, and on every rank where none does.
+    The first call prints on rank 0 how many layers run flux, and warns on every rank where none does.
     """
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 

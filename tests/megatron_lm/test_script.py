@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_flux.version import __version__
 from tests.megatron_lm.conftest import LAYOUT, ROOT, SCRIPT, Result, Run
-from tests.unit.megatron_lm.test_patch_sets import git_apply, patch_set
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -80,7 +80,8 @@ def test_variable(run: Run, stock: Result, installed: Path) -> None:
 
 def test_patched_tree(run_forked: Run, stock: Result, tree: Path, tmp_path: Path) -> None:
     patched = Path(shutil.copytree(tree, tmp_path / "tree"))
-    git_apply(patched, patch_set("core_v0.16.1"))
+    patches = sorted((ROOT / "patches" / "megatron-lm" / "core_v0.16.1").glob("*.patch"))
+    subprocess.run(["git", "apply", *map(str, patches)], cwd=patched, check=True)
     require_flux(run_forked(SCRIPT, *LAYOUT, "--flux", processes=2, folder=patched), stock)
     # Wrapped as well, everything still happens once.
     words = ("-m", "megatron_flux.run", SCRIPT, *LAYOUT)

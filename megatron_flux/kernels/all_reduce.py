@@ -1,38 +1,38 @@
-"""All-reduce of a GEMM's partial results in one or two shots, by itself or behind the GEMM of the same kernel.
+"""All-reduce of a GEMM's partial results in one or two shots, alone or behind the GEMM of the same kernel.
 
 ``tp`` ranks have a partial result each, ``[m, n]`` in 16 or 32 bits; every rank ends with the sum of all.
 
 One shot
     Every rank writes its whole partial into every rank's slab, its own included, reads the ``tp`` partials there and
-    adds them in fp32. One way over the link; ``tp - 1`` times the bytes of a result.
+    adds them in fp32. One trip over the link; ``tp - 1`` times the bytes of a result.
 
 Two shots
-    Every rank owns one of ``tp`` slices of the flat result. It is sent the slice's partials, adds them in fp32, rounds
-    once and sends the sum to all. Two ways over the link; ``2 (tp - 1) / tp`` times the bytes.
+    Every rank owns one of ``tp`` slices of the flat result. It receives the slice's partials, adds them in fp32, rounds
+    once and sends the sum to all. Two trips over the link; ``2 (tp - 1) / tp`` times the bytes.
 
-No flags: a number is its own
-    A half of the slab that nobody uses holds :data:`EMPTY` everywhere: the bits of -0.0, twice in a 32-bit word. Who
-    sends turns -0.0 into 0.0 first (in 32 bits: a number of 4.6e-41). So the receiver polls the numbers themselves
-    until none is empty, and clears what it has read. That spares the sender a fence, which waits for the other end,
-    and a second message. Nothing is assumed of the order in which stores arrive, nor of their size.
+Flagless (Lamport-style): the payload doubles as its own ready flag
+    An unused half of the slab holds the sentinel :data:`EMPTY` everywhere: the bits of -0.0, twice in a 32-bit word.
+    Senders turn -0.0 into 0.0 (in 32 bits: a number of 4.6e-41). So the receiver polls the numbers themselves until
+    none is EMPTY, and clears what it has read. That saves the sender a fence, which waits for the other end, and a
+    second message. Stores may arrive in any order and size.
 
 Shapes: ``x`` and ``y`` are flat, ``count`` numbers; x is the partial. Slots of the slab: ``[tp, stride]`` from the
 half's beginning, of two shots as many again behind. With the GEMM ``a`` is ``[m, k]``, ``b`` ``[n, k]`` or ``[k, n]``,
 and a slot holds tiles ``[BM, BN]``, each contiguous.
 
-Deterministic, bit-equal on all ranks: the order of addition is the kernel's, not that of arrival, and every rank adds
-the same rounded partials (of two shots: is sent the same sum).
+Deterministic, bit-equal on all ranks: the kernel fixes the order of addition, and every rank adds the same rounded
+partials (in two shots: receives the same sum).
 
 Hazards
     * The reuse of a half relies on :mod:`megatron_flux.comm.slab`: a kernel ends after it has read numbers of every
-      peer's. With two shots every rank must therefore own something: ``count > stride * (tp - 1)``.
-    * What a call leaves must be EMPTY again: a half that holds anything else gives wrong sums, not a time-out. Only
-      these kernels may use the slab.
-    * Every CTA sends all that it will send before it waits, and waits for the same CTA of its peers alone (of two
-      shots: for what these have sent before their second wait). CTAs that start late delay, and block nobody.
+      peer. With two shots every rank must therefore own something: ``count > stride * (tp - 1)``.
+    * A call must leave its half EMPTY again: anything else there gives wrong sums, not a time-out. Only these kernels
+      may use the slab.
+    * Every CTA sends all it has before it waits, and waits for the same CTA of its peers alone (in two shots: for what
+      these have sent before their second wait). CTAs that start late delay, and block nobody.
     * NaN and infinity pass; the sign of a zero partial does not.
 
-Source: the polled-value protocol is known from low-latency all-reduces ("Lamport" in TensorRT-LLM); the code is not.
+Source: the protocol of low-latency all-reduces ("Lamport" in TensorRT-LLM); no code was taken.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_flux.kernels.device import OP_AR, cpu_now, cpu_waited, give_up, multiply, now, still
+from megatron_flux.kernels.device import OP_AR, cpu_now, cpu_waited, give_up, multiply, now, remaining_limit
 
 EMPTY = {2: -0x8000, 4: -0x7FFF8000}
-"""By bytes of a number, the integer that stands for one that has not arrived."""
+"""Sentinel for a number that has not arrived, by bytes of a number."""
 
 
 @triton.jit
@@ -60,14 +60,14 @@ def _missing(bits, there, EMPTY: tl.constexpr):
 def _receive(
     slots, there, unit, epoch, err, limit, TP: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr
 ):  # fmt: skip
-    """The numbers at ``slots`` ``[TP, BLOCK]``, row r from rank r, once all that are ``there`` have arrived; they are
-    cleared. ``unit`` is what a time-out names.
+    """Wait for the numbers at ``slots`` ``[TP, BLOCK]`` that are ``there``, row r from rank r, clear and return them.
+    ``unit`` is for a time-out's message.
     """
     bits = tl.load(slots, mask=there, other=0, volatile=True)
     if _missing(bits, there, EMPTY) > 0:
         start = cpu_now() if CPU else now()
         if CPU:
-            limit = still(err, limit)
+            limit = remaining_limit(err, limit)
         missing = tl.full((), 1, tl.int32)
         while missing > 0:
             bits = tl.load(slots, mask=there, other=0, volatile=True)
@@ -86,7 +86,7 @@ def _receive(
 
 @triton.jit
 def _begin(epochs, slot, next_slot):
-    """The call's epoch. The next call's is left at once: nobody reads it before this kernel ends."""
+    """Return the call's epoch, and write the next call's at once: nobody reads it before this kernel ends."""
     epoch = tl.load(epochs + slot)
     if tl.program_id(0) == 0:
         tl.store(epochs + next_slot, epoch + 1)
@@ -99,7 +99,7 @@ def one_shot_kernel(
     TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``d0`` … are the slabs of rank+1, rank+2, … and, ``TP`` of them, the own one; ``half``:
+    """See the module. ``d0`` … are the slabs of rank+1, rank+2, … and last, as number ``TP``, this rank's; ``half``:
     numbers in a half of it.
     """
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)

@@ -1,14 +1,14 @@
-"""What kernels share on the device: bounded waits, publication of flags, tile order, fences, the main loop.
+"""Device functions that kernels share: bounded waits, publication of flags, tile order, fences, the main loop.
 
-The Hopper kernels, in Gluon, call those functions here that name no layout: :func:`now`, :func:`give_up`,
-:func:`publish`, :func:`leave`, :func:`raster`, :func:`scatter_place`.
+The Hopper kernels, in Gluon, call those that name no layout: :func:`now`, :func:`give_up`, :func:`publish`,
+:func:`leave`, :func:`raster`, :func:`scatter_place`.
 
 Flags
-    A flag is an int32. Whoever moves data into a peer's memory then writes the *epoch* of the call into the peer's
+    A flag is an int32. A rank that has moved data into a peer's memory writes the *epoch* of the call into the peer's
     flag; the reader waits until ``flag - epoch >= 0`` (two's complement, so the epoch may wrap). Nothing is reset
-    between calls: what an older call left behind is smaller. That holds for fewer than 2^31 calls, and some flags are
-    written only by the largest shape. So slabs are replaced before (:data:`megatron_flux.comm.slab.MOST_CALLS`), and
-    those that CUDA graphs hold have all their flags written anew (:func:`enter_kernel`).
+    between calls: an older call's epoch is smaller. That holds for fewer than 2^31 calls, and some flags are written
+    only by the largest shape. So slabs are replaced before (:data:`megatron_flux.comm.slab.MOST_CALLS`), and those that
+    CUDA graphs hold have all their flags rewritten (:func:`enter_kernel`).
 
 Hazards
     * A bulk (TMA) store is ordered before a flag only after ``cp.async.bulk.wait_group 0``; the ``.read`` form that
@@ -18,8 +18,8 @@ Hazards
 
 A wait that exceeds its limit writes ``[code, op, peer, unit, epoch, seen]`` to host-visible memory and traps: the
 process ends non-zero and :mod:`megatron_flux.comm.timeouts` prints what it waited for. Under Triton's interpreter
-(``CPU``) a wait leaves the processor to whom it waits for, and the kernel goes on to its end instead of trapping: it
-waits no more.
+(``CPU``) a wait yields the processor to the peer, and the kernel goes on to its end, without further waits, instead of
+trapping.
 
 Source: PTX ISA, "Memory consistency model" and "cp.async.bulk".
 """
@@ -31,9 +31,9 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 REFRESH_BITS = tl.constexpr(30)
-"""A graph's flags are written anew when its epoch has grown by 2 to the power of this."""
+"""A graph's flags are rewritten when its epoch has grown by 2 to the power of this."""
 
-# What a wait belongs to; :mod:`megatron_flux.comm.timeouts` has the names.
+# Operator codes in alarms; :mod:`megatron_flux.comm.timeouts` has the names.
 OP_AG = tl.constexpr(1)
 OP_RS = tl.constexpr(2)
 OP_ENTER = tl.constexpr(3)
@@ -43,13 +43,13 @@ OP_AR = tl.constexpr(8)
 
 @triton.jit
 def now():
-    """Nanoseconds."""
+    """Return the GPU's clock in nanoseconds."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.constexpr_function
 def cpu_now():
-    """The same of a CPU, for Triton's interpreter."""
+    """Return the CPU's clock in nanoseconds, for Triton's interpreter."""
     import time  # here: Triton refuses kernels whose module has it, even where they do not call this
 
     return time.monotonic_ns()
@@ -57,7 +57,7 @@ def cpu_now():
 
 @triton.constexpr_function
 def cpu_waited(start):
-    """Nanoseconds since ``start``, after a pause that grows with them to 5 ms: who is waited for may need this core."""
+    """Return the nanoseconds since ``start``, after a pause that grows to 5 ms: the peer may need this core."""
     import time
 
     begun = int(start)
@@ -75,7 +75,7 @@ def _each_thread(ASM: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
-    """Order what was polled before everything after it, for both proxies: GPUs before Hopper have one."""
+    """Order polled values before everything after them, for both proxies: GPUs before Hopper have one."""
     if not CPU:
         ORDER: tl.constexpr = "fence.acq_rel.sys;" + (" fence.proxy.async;" if cuda_capability_geq(9, 0) else "")
         _each_thread(ORDER, THREADS)
@@ -83,7 +83,7 @@ def acquire_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def release_fence(CPU: tl.constexpr, THREADS: tl.constexpr):
-    """Order what this thread knows to be written before its relaxed writes that follow."""
+    """Order writes that this thread has seen before its relaxed writes that follow."""
     if not CPU:
         _each_thread("fence.acq_rel.sys;", THREADS)
 
@@ -102,7 +102,7 @@ def _trap(code):
 
 @triton.jit
 def give_up(err, op: tl.constexpr, peer, first, unit, epoch, behind, CPU: tl.constexpr):
-    """Say that ``peer`` (``first`` if negative) is ``behind`` (negative) the epoch, and trap."""
+    """Write an alarm, that ``peer`` (``first`` if negative) is ``behind`` (negative) the epoch, and trap."""
     tl.store(err + 1, op)
     tl.store(err + 2, tl.where(peer >= 0, peer, first))
     tl.store(err + 3, unit)
@@ -116,8 +116,8 @@ def give_up(err, op: tl.constexpr, peer, first, unit, epoch, behind, CPU: tl.con
 
 
 @triton.jit
-def still(err, limit):
-    """``limit``, or none once a wait of this call has exceeded it."""
+def remaining_limit(err, limit):
+    """Return 0 if an earlier wait of this launch has timed out, else ``limit``."""
     return tl.where(tl.load(err) == 0, limit, 0)
 
 
@@ -126,8 +126,8 @@ def wait_flags(
     flags, COUNT: tl.constexpr, count, epoch, err, limit, op: tl.constexpr, peer, unit,
     CPU: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``. ``peer`` names who is
-    waited for; if it is negative, the index of the first flag that is behind does.
+    """Spin until the first ``count`` (at most ``COUNT``) of ``flags`` have reached ``epoch``. ``peer`` is the rank that
+    is waited for; if it is negative, the index of the first flag that is behind.
     """
     lane = tl.arange(0, COUNT)
     ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch
@@ -135,7 +135,7 @@ def wait_flags(
     if behind < 0:
         start = cpu_now() if CPU else now()
         if CPU:
-            limit = still(err, limit)
+            limit = remaining_limit(err, limit)
         while behind < 0:
             seen = tl.load(flags + lane, mask=lane < count, other=0, volatile=True)
             ahead = tl.where(lane < count, seen - epoch, 0)
@@ -159,7 +159,7 @@ def publish(address, offset, epoch, sem: tl.constexpr):
 
 @triton.jit
 def leave(ctrl, epochs, epoch, next_slot, CTAS: tl.constexpr):
-    """The last CTA to arrive resets the call's counters and leaves the next call its epoch."""
+    """Reset the call's counters and write the next call's epoch, in the last CTA to arrive."""
     tl.debug_barrier()
     if tl.atomic_add(ctrl + 1, 1, sem="acq_rel", scope="gpu") == CTAS - 1:
         tl.store(ctrl, 0)
@@ -169,7 +169,7 @@ def leave(ctrl, epochs, epoch, next_slot, CTAS: tl.constexpr):
 
 @triton.jit
 def raster(u, rows, cols, GROUP: tl.constexpr):
-    """Tile ``u`` of ``rows`` x ``cols`` tiles, ``GROUP`` rows at a time so that both operands stay in L2."""
+    """Return tile ``u`` of ``rows`` x ``cols`` tiles, ``GROUP`` rows at a time so that both operands stay in L2."""
     width = GROUP * cols
     first = (u // width) * GROUP
     height = min(rows - first, GROUP)
@@ -191,7 +191,7 @@ def scatter_place(t, nrb, npn, BAND: tl.constexpr, STEPS: tl.constexpr):
 @triton.jit
 def _by_destination(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
     """Bands are counted from the last row block: if they do not divide the rows, the first one is short. Within a band
-    destinations take turns; in the last band the own tiles, for which no peer waits, come after all others.
+    destinations alternate; in the last band the local tiles, for which no peer waits, come after all others.
     """
     first = nrb - ((nrb - 1) // BAND) * BAND
     u = t
@@ -222,7 +222,7 @@ def _by_destination(t, nrb, npn, BAND: tl.constexpr, TP: tl.constexpr):
 
 @triton.jit
 def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile: stored one after the other they need half the shared memory."""
+    """Split a tile into its left and right half: stored one after the other they need half the shared memory."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 

@@ -6,28 +6,28 @@ All-gather + GEMM: ``c = all_gather(x) @ w``
     Shapes: ``x`` ``[mp, k]`` and ``b`` are local, ``c`` is ``[m, n]``. ``a`` is this rank's gather buffer ``[m, k]``,
     which every rank writes to. Flags: ``[tp]``, word ``r`` set once the shard of rank ``r`` has arrived.
 
-    Schedule: the own shard, which is in the buffer before the launch, comes first, then those of rank+1, rank+2, …: the
-    order in which they arrive. A tile waits for its shard; nothing waits when the kernel begins. The copy engine moves
-    the shards (:mod:`megatron_flux.comm.copy_engine`), which takes no SM from the GEMM.
+    Schedule: the local shard, which is in the buffer before the launch, comes first, then those of rank+1, rank+2, …:
+    the order in which they arrive. A tile waits for its shard; nothing waits when the kernel begins. The copy engine
+    moves the shards (:mod:`megatron_flux.comm.copy_engine`), which takes no SM from the GEMM.
 
     Bitwise deterministic, and bit-equal to the same kernel on a gathered input: the order of the k loop is fixed.
 
     Hazards
     * The copies must be enqueued before the kernel, or one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) deadlocks.
     * Another *kernel* must never publish a flag that this one waits for while it occupies every SM.
-    * Rows that do not fill a tile are computed from whatever follows them and masked at the store (MASK_ROWS).
+    * Rows that do not fill a tile are computed from the memory behind them and masked at the store (MASK_ROWS).
 
     Measured (4 x H200, results/ops-h200x4-nvlink-triton): pushes by some SMs of this kernel reached 18-26 GB/s per SM
     and lost to the copy engine in all but one of eight tuned calls (m=8192, n=2048, k=8192, which Hopper's own kernel
-    now runs faster than either); copies paced to one writer per receiver were within 3 % of unpaced ones. Neither is
-    here any more.
+    now runs faster than either); copies paced to one writer per receiver were within 3 % of unpaced ones. Both were
+    removed.
 
-GEMM + reduce-scatter, and all-reduce: ``out[own rows] = sum over ranks of x_r @ w_r``
+GEMM + reduce-scatter, and all-reduce: ``out[local rows] = sum over ranks of x_r @ w_r``
     With STEPS = TP a tile has one destination, the rank that owns its rows. With STEPS = 1 it goes to all ranks, each
     of which adds all partials: an all-reduce in one shot, with ``mp = m``.
 
     Shapes: ``a`` ``[m, k]`` and ``b`` are local, ``out`` ``[mp, n]`` too. The workspace of every rank is
-    ``[tp, tiles, BM, BN]``: slot ``r`` holds what rank ``r`` computed for this rank's own tiles, each tile contiguous.
+    ``[tp, tiles, BM, BN]``: slot ``r`` holds rank ``r``'s partials of this rank's tiles, each tile contiguous.
     Flags: ``[tiles, tp]``, word ``(t, r)`` set by rank ``r`` once it has written tile ``t``.
 
     Schedule: CTAs ``0 … gemm_ctas-1`` compute. They take BAND row blocks per destination at a time, for *all*
@@ -35,7 +35,7 @@ GEMM + reduce-scatter, and all-reduce: ``out[own rows] = sum over ranks of x_r @
     so that its reduction hides behind the row blocks that follow. In the last band remote tiles come first.
     A finished tile leaves at once by an asynchronous TMA store into the owner's workspace; its flag is written one or
     two tiles later, when the store has long arrived. No CTA waits for a store. The remaining CTAs, and every CTA that
-    has run out of tiles, reduce: they take pieces of own tiles in order from a counter, wait for the tile's ``tp``
+    has run out of tiles, reduce: they take pieces of local tiles in order from a counter, wait for the tile's ``tp``
     flags and add the partials in fp32, in rank order.
 
     Bitwise deterministic: one fixed order of summation, which depends neither on arrival nor on the schedule. Every

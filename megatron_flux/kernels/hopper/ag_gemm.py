@@ -4,8 +4,8 @@ Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.
 warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
 
 Operands
-    Own tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the own shard into the gather
-    buffer where the caller wants the gathered input (KEEP). ``mp`` is a multiple of BM.
+    Local tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the local shard into the gather
+    buffer if the caller wants the gathered input (KEEP). ``mp`` is a multiple of BM.
 
 Flags
     The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at
@@ -13,8 +13,8 @@ Flags
     were at most 0.9 % faster than the next plan and up to 10 % slower (results/layer-h200x4-nvlink, layer-h200x4-more).
 
 Schedule
-    The own shard first, then the first shard to come, then SPAN shards at a time, as they arrive: their row blocks are
-    done side by side, which reads the weight less often. *load* waits for a piece of columns when it comes to it; the
+    The local shard first, then the first shard to come, then SPAN shards at a time, as they arrive: their row blocks
+    are interleaved, which reads the weight less often. *load* waits for a piece of columns when it comes to it; the
     product goes on with what has arrived.
 
 Hazards
@@ -44,7 +44,7 @@ from megatron_flux.kernels.hopper.scaled import product
 
 @gluon.jit
 def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.constexpr):
-    """Tile number to (source rank, row block within the shard, column block); ``own`` row blocks in a shard."""
+    """Return a tile's (source rank, row block within the shard, column block); a shard has ``own`` row blocks."""
     src = rank
     if t < own * npn:
         rb, pn = raster(t, own, npn, GROUP)
@@ -67,7 +67,7 @@ def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.co
 def _piece(
     src, kc, rank, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
-    """The piece of a copied shard that chunk ``kc`` of its columns is in: :class:`~comm.copy_engine.Edges`."""
+    """Return the piece of a copied shard that has chunk ``kc`` of its columns: :class:`~comm.copy_engine.Edges`."""
     step = (src + TP - rank) % TP
     piece = kc * 0
     if EARLY:

@@ -1,4 +1,4 @@
-"""GEMM + reduce-scatter, warp-specialised for Hopper: ``out[own rows] = sum over ranks of x_r @ w_r``; and all-reduce.
+"""GEMM + reduce-scatter and all-reduce, warp-specialised for Hopper: ``out[local rows] = sum over ranks of x_r @ w_r``.
 
 With STEPS = TP a tile has one destination, the rank that owns its rows. With STEPS = 1 it goes to all ranks, each of
 which adds all partials: an all-reduce in one shot, ``out = sum over ranks of x_r @ w_r`` with ``mp = m``.
@@ -12,14 +12,14 @@ Schedule
       with all their warps, and *aux* of a worker rests.
     * *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. The pieces of a
       tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
-      tiles for the own rank, leave at once.
+      this rank's tiles, leave at once.
     * A flag follows its tile as soon as the tile has arrived.
 
 Measured (4 x H200, m=1024, n=12288, k=3072)
     Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
     does not take yet: the tile after that took 48 us instead of 32. With it, 31 us.
 
-Measured (1 x H200 for a rank of TP 4, FC2 of Llama-70B, lasting; results/fp8-scatter)
+Measured (1 x H200 for a rank of TP 4, FC2 of Llama-70B, sustained; results/fp8-scatter)
     Promoted FP8 took 0.834 ms with partials added on every SM, 0.797 with 128 WORKERS of 132 SMs; bf16 1.486 and 1.445.
     Four SMs are too few beside short products: FP8 of k = 2048 took 0.531 ms instead of 0.499. Fewer instructions for
     adding on every SM, or more warps, gained nothing.

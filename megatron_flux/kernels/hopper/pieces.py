@@ -1,14 +1,14 @@
-"""What the warp-specialised Hopper kernels share, in Gluon: rings, matrix product, bounded waits, fences.
+"""Parts of the warp-specialised Hopper kernels, in Gluon: rings, matrix product, bounded waits, fences.
 
 Contract
     One CTA per SM, four kinds of warps:
 
-    * *multiply* (8 warps, the default partition): wgmma on what *load* brought, then the tile goes to shared memory. As
+    * *multiply* (8 warps, the default partition): wgmma on *load*'s operands, then the tile goes to shared memory. As
       two TEAMS it is 4 warps of the default partition and 4 beside, each with half a tile's rows: one multiplies while
       the other does arithmetic.
     * *load* (1 warp): TMA loads of both operands, ``STAGES`` ahead, across tiles. It alone waits for data of peers.
-    * *store* (1 warp): TMA stores of finished tiles, ``PIECE`` columns at a time, and what must follow a store.
-    * *aux* (4 warps): what the operator does beside the product (copying, pushing, adding), on registers.
+    * *store* (1 warp): TMA stores of finished tiles, ``PIECE`` columns at a time, each with its fence and flag.
+    * *aux* (4 warps): the operator's work beside the product (copying, adding), on registers.
 
     Rings in shared memory are ordered by mbarriers: ``full`` and ``empty`` for operands, ``ready`` and ``free`` for
     pieces of results. A phase is the parity of how often a slot was used.

@@ -12,9 +12,9 @@ Contract
     ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block, row] * ws[column // 128, block]``
     =============  ==================================================================================================
 
-    A bias is added to the rounded product, as cuBLASLt does, whose results with one scale these are to the bit
-    (results/fp8-gemm-h200, orders.jsonl). Compilers make one operation of a product and the sum behind it, but for one
-    that says how it is rounded. That of 16 bits begins the sum.
+    A bias is added to the rounded product, as in cuBLASLt, with whose results for one scale these are bit-equal
+    (results/fp8-gemm-h200, orders.jsonl). Compilers fuse a product with the sum behind it unless the product names its
+    rounding. In 16 bits the bias is the sum's initial value.
 
     PROMOTE, always on with "blocks": the tensor core adds up 128 products in its own precision (14 bits on Hopper),
     which are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN

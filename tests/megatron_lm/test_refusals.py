@@ -27,14 +27,6 @@ def test_an_unknown_backend_is_refused_by_the_parser(run_forked: Run) -> None:
     assert "argument --flux-backend: invalid choice: 'warp'" in result.err
 
 
-def test_an_unknown_value_of_the_variable_is_refused_by_the_parser(run_forked: Run) -> None:
-    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, MEGATRON_FLUX="maybe")
-    assert result.code == 2
-    assert (
-        "error: MEGATRON_FLUX='maybe': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in result.err
-    )
-
-
 def test_a_tree_that_lacks_a_function_is_refused_by_name(run_forked: Run, tmp_path: Path) -> None:
     arguments = write_tree(tmp_path) / "megatron" / "training" / "arguments.py"
     arguments.write_text(arguments.read_text().replace("def validate_args", "def check_args"))

@@ -292,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "one SM adds what all others multiply",
         f"{OPS}/kernel_config.py",
-        "sms - fewest >= LEAST_ASIDE",
+        "sms - fewest >= MIN_REDUCER_SMS",
         "fewest < sms",
         ("tests/unit/ops/test_plan.py::test_sms_that_no_round_needs_add_partials",),
     ),

@@ -1,4 +1,4 @@
-"""How a gemm_all_reduce may run beside ``reference``: shots and blocks, an own GEMM, or as two other operators.
+"""The configuration of a gemm_all_reduce: shots and blocks, a built-in GEMM, or two other operators.
 
 Few rows (decode): the GEMM reads the weight once, and what its result costs to add up is latency. ``own_gemm`` does
 both in one kernel: every CTA sends its tile when it is finished and adds what its peers sent, so that the link's
@@ -8,7 +8,7 @@ shots (:mod:`megatron_flux.kernels.all_reduce`): two cost one way more and ``tp 
 Many rows (prefill, training): ``shots=0`` is gemm_reduce_scatter, whose transfers hide behind its GEMM, and then an
 all_gather, which hides behind whatever the caller does before it waits.
 
-From which m which is faster is measured, by the tuner.
+Which is faster from which m on, the tuner measures.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AllReduceConfig:
         return slots * size * (self.stride(m, n, tp) if self.own_gemm else self.stride(m * n, 0, tp))
 
     def fits(self, m: int, n: int, tp: int, size: int) -> bool:
-        """Whether such a call can run so; the same on all ranks."""
+        """Return True if such a call can run so; the same on all ranks."""
         if self.shots == 0:
             return m % tp == 0
         if m * n * size > MOST_BYTES:
@@ -83,14 +83,16 @@ class AllReduceConfig:
 
 
 def all_reduce_config(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> AllReduceConfig:
-    """The choice without a tuner: what :func:`candidates` has first that can run."""
+    """Choose by rule: the first of :func:`candidates`."""
     return candidates(m, n, k, tp, size, fp8=fp8)[0]
 
 
 def candidates(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> list[AllReduceConfig]:
-    """Return what is worth measuring, the likeliest first; one shot in blocks, which runs every result, if nothing else
-    fits. One of these won each of 20 calls of Llama-70B's decode steps (results/inference-h200x2). ``size``: bytes of a
-    number of the result. ``fp8``: FP8 operands, which the own GEMM does not take.
+    """Return what is worth measuring, the likeliest first; one shot in blocks, which runs all, if nothing else fits.
+
+    One of these won each of 20 calls of Llama-70B's decode steps (results/inference-h200x2).
+
+    ``size``: bytes of a number of the result. ``fp8``: FP8 operands, which the built-in GEMM does not take.
     """
     found = [AllReduceConfig(shots=2, block=2048, ctas=128, warps=8)]
     if m <= MOST_ROWS_OF_OWN_GEMM and not fp8:

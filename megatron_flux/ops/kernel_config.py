@@ -1,4 +1,4 @@
-"""What a fused call can choose: tile, schedule and transport, and the choice without a tuner.
+"""The configuration of a fused kernel (tile, schedule, transport), the rule that chooses one, and the candidates.
 
 The rules come from measurements on four H200s. Warp-specialised kernels (results/ops-h200x4-nvlink): all SMs multiply,
 so what counts is the number of rounds of tiles; a tile's pieces are best sent over three quarters of the next tile's
@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from megatron_flux.comm.copy_engine import WHOLE, Edges
 from megatron_flux.comm.slab import CALL_FLAGS
 
-LEAST_ASIDE = 4  # SMs that add what all others multiply; fewer have not been tried
+MIN_REDUCER_SMS = 4  # SMs that add what all others multiply; fewer have not been tried
 LONG = 4096  # of k, from which on they keep up with promoted FP8 products; at 3584 it is even (results/fp8-scatter)
 
 
@@ -32,7 +32,7 @@ def power_of_two(value: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """``ceil(a / b)``; Triton's own takes 1.5 us."""
+    """Return ``ceil(a / b)``; Triton's own takes 1.5 us."""
     return -(-a // b)
 
 
@@ -68,13 +68,13 @@ class KernelConfig:
     ring: Depth = 2  # ``ws``: pieces of 64 columns that wait to be stored
     spread: Annotated[int, Field(ge=0, le=100)] = 0
     """gemm_reduce_scatter, ``ws``: percent of a tile's time over which its pieces are sent."""
-    aside: bool = False
-    """gemm_reduce_scatter, ``ws``: :func:`workers` multiply, and the other SMs only add partials."""
+    dedicated_reducers: bool = False
+    """gemm_reduce_scatter, ``ws``: reserve the SMs beyond :func:`workers` for adding partials."""
     teams: Annotated[int, Field(ge=1, le=2)] = 1
     """``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other."""
 
     def __post_init__(self) -> None:
-        """Hash once: a configuration is part of the key of every call."""
+        """Hash once: a configuration is part of every key."""
         object.__setattr__(self, "_hash", hash(astuple(self)))
 
     def __hash__(self) -> int:
@@ -100,25 +100,26 @@ def differences(config: Any) -> list[str]:
 
 
 def rs_tiles(mp: int, n: int, config: KernelConfig) -> int:
-    """Tiles of a rank's own rows."""
+    """Return the number of tiles of a rank's local shard."""
     return cdiv(mp, config.bm) * cdiv(n, config.bn)
 
 
 def workers(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
-    """SMs that multiply in a gemm_reduce_scatter."""
-    return _needed(config, mp, n, tp, sms) if config.aside else sms
+    """Return how many SMs multiply in a gemm_reduce_scatter."""
+    return _needed(config, mp, n, tp, sms) if config.dedicated_reducers else sms
 
 
 def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
-    """SMs without which a gemm_reduce_scatter would have more rounds of tiles; all, if too few are left to add."""
+    """Return how many SMs a gemm_reduce_scatter needs for as few rounds of tiles; all, if too few are left to add."""
     tiles = rs_tiles(mp, n, config) * tp
     fewest = cdiv(tiles, cdiv(tiles, sms))
-    return fewest if sms - fewest >= LEAST_ASIDE else sms
+    return fewest if sms - fewest >= MIN_REDUCER_SMS else sms
 
 
 def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
-    """``config`` as FP8 operands can run it: 128 of k at a time (as many bytes as 64 of 16 bits), and
-    where sums are ``promoted`` by two teams; in plain kernels, in tiles that leave registers for it.
+    """Return ``config`` as FP8 operands can run it: 128 of k at a time, as many bytes as 64 of 16 bits.
+
+    Where sums are ``promoted``, by two teams; in plain kernels, in tiles that leave registers for it.
     """
     config = replace(config, bk=min(2 * config.bk, 128))
     if not promoted:
@@ -130,24 +131,24 @@ def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
 
 
 def ag_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-    """The choice for an all_gather_gemm with ``mp`` rows a rank, without a tuner; ``ws`` as in KernelConfig."""
+    """Choose by rule for an all_gather_gemm with ``mp`` rows a rank; ``ws`` as in KernelConfig."""
     return _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
 
 
 def rs_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-    """As :func:`ag_config`, of a gemm_reduce_scatter."""
+    """Choose by rule for a gemm_reduce_scatter with ``mp`` rows a rank."""
     if ws:
         return KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
     return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
 
 
 def _link_bound(k: int, tp: int) -> bool:
-    """Whether sending a tile takes most of the time of computing it, on NVLink (350 GB/s, 700 TFLOP/s)."""
+    """Return True if sending a tile takes most of the time of computing it: NVLink at 350 GB/s, 700 TFLOP/s."""
     return k < 2500 * (tp - 1) / tp
 
 
 def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
-    """Both tile widths, first the one with less time in rounds: half a tile takes 0.53 of a whole one's time."""
+    """Return both tile widths, first the one with less time in rounds: half a tile takes 0.53 of a whole one's."""
     tiles = cdiv(m, 128) * cdiv(n, 256), cdiv(m, 128) * cdiv(n, 128)
     times = cdiv(tiles[0], sms), cdiv(tiles[1], sms) * 0.53
     configs = [KernelConfig(ws=True, group=16), KernelConfig(ws=True, group=16, bn=128, stages=6)]
@@ -155,7 +156,7 @@ def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
 
 
 def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[KernelConfig]:
-    """What is worth measuring, the likeliest first; nothing where a slab has too few flags for any of it."""
+    """Return what is worth measuring, the likeliest first; nothing where a slab has too few flags."""
     if op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
@@ -173,7 +174,11 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         # Own tiles that fill the last round: nobody waits for them, and nothing is sent meanwhile.
         last = max(1, min(rows, cdiv(sms, cdiv(n, 256))))
         found = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
-        found += [replace(first, band=band, aside=True) for band in (1, wide) if _needed(first, mp, n, tp, sms) < sms]
+        found += [
+            replace(first, band=band, dedicated_reducers=True)
+            for band in (1, wide)
+            if _needed(first, mp, n, tp, sms) < sms
+        ]
         found.append(replace(first, bn=128, stages=5))
     else:
         first = rs_config(mp, n, k, tp, sms)
@@ -182,24 +187,24 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
 
 
 def _time_like(op: str, k: int) -> int:
-    """The k of 16-bit operands whose product takes as long beside its result's bytes as that of FP8 ones."""
+    """Return the k of 16-bit operands whose product takes as long, beside its result's bytes, as that of FP8."""
     return k // 2 if op == "gemm_reduce_scatter" else k
 
 
 def fp8_config(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
 ) -> KernelConfig:
-    """As :func:`ag_config` and :func:`rs_config`, of FP8 operands."""
+    """Choose by rule for FP8 operands."""
     choose = ag_config if op == "all_gather_gemm" else rs_config
     config = for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
     long = op == "gemm_reduce_scatter" and ws and promoted and k >= LONG
-    return replace(config, aside=True) if long and _needed(config, mp, n, tp, sms) < sms else config
+    return replace(config, dedicated_reducers=True) if long and _needed(config, mp, n, tp, sms) < sms else config
 
 
 def fp8_candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
 ) -> list[KernelConfig]:
-    """As :func:`candidates`, of FP8 operands, with what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
+    """Return the candidates for FP8 operands, with what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
     like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
     found = [for_fp8(config, promoted=promoted) for config in like]
     if ws and found:
@@ -208,15 +213,15 @@ def fp8_candidates(
             found.insert(1, replace(first, stages=3, ring=4))
         elif not promoted:
             four, eight = (replace(first, band=min(rows, band), teams=2) for band in (4, 8))
-            aside = [replace(four, aside=True)] if _needed(first, mp, n, tp, sms) < sms else []
-            found = [first, four, *aside, eight, *(plan for plan in found[1:] if not plan.aside)]
-        elif fp8_config(op, mp, n, k, tp, sms, ws, promoted=True).aside:
-            found = [replace(plan, aside=plan.bn > 128) for plan in found] + [first]
+            reduced = [replace(four, dedicated_reducers=True)] if _needed(first, mp, n, tp, sms) < sms else []
+            found = [first, four, *reduced, eight, *(plan for plan in found[1:] if not plan.dedicated_reducers)]
+        elif fp8_config(op, mp, n, k, tp, sms, ws, promoted=True).dedicated_reducers:
+            found = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in found] + [first]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
 
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:
-    """Whether a plan may be among :func:`candidates` of such a call: it says something there, and has its flags."""
+    """Return True if a plan may be a candidate of such a call: its fields mean something there, its flags suffice."""
     if op == "all_gather_gemm":
         crowded = config.span > 1 and (config.span >= tp or config.span * (mp // config.bm) > config.group)
         if crowded or ((config.early or config.late) and config.edges(k) == WHOLE):
@@ -227,7 +232,7 @@ def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> boo
 
 
 def _flags(op: str, config: KernelConfig, mp: int, n: int, tp: int) -> int:
-    """How many flags a call of one of :func:`candidates` needs; :mod:`ops.launch.plain` raises with more."""
+    """Return how many flags a call needs; the launch raises with more than there are."""
     if op == "gemm_reduce_scatter":  # one for each tile
         return rs_tiles(mp, n, config) * tp
     return 2 * tp  # one for each piece of a shard

@@ -1,4 +1,4 @@
-"""The interleaved timer of the tuner and of all benchmarks: ways to do one thing, timed against each other.
+"""The timer of the tuner and of all benchmarks: ways to do one thing, timed against each other.
 
 * :func:`rounds`: one burst of every way a round, in an order that changes every round, since the GPUs of one host
   throttle together and clocks fall while a measurement lasts. :func:`interleaved` is the tuner's form of it.
@@ -34,7 +34,7 @@ from megatron_flux.comm.collectives import Pending
 
 ROUNDS, BURST = 7, 4
 
-SETTLE, LASTING, TURNS = 0.25, 0.3, 2
+SETTLE, SUSTAINED, REPEATS = 0.25, 0.3, 2
 """Of a sustained measurement: seconds before and while it is timed, and how often."""
 
 Way = Callable[[], Any]
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
 
 
 def interleaved(ways: Mapping[str, Way], group: dist.ProcessGroup, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds per call by way, one number per round.
+    """Return milliseconds per call by way, one number per round.
 
     The first way decides how many calls one burst has: short calls are bound by host time, which a burst must be long
     enough to show.
@@ -78,11 +78,11 @@ def rounds(
     that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
     """
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-    for turn in range(most if ways else 0):
-        if turn and not go_on():
+    for number in range(most if ways else 0):
+        if number and not go_on():
             break
         order = list(ways)
-        random.Random(turn).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
+        random.Random(number).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
         for name in order:
             with around(name):
                 found[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
@@ -93,14 +93,15 @@ def rounds(
 def sustained(
     ways: Mapping[str, Way], ms: Mapping[str, float], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds per call by way, each running by itself for a while; ``ms`` is about how long a call of each takes,
-    the same on all ranks.
+    """Return milliseconds per call by way, each running by itself for a while.
+
+    ``ms`` is about how long a call of each takes, the same on all ranks.
     """
     found = dict.fromkeys(ways, 0.0)
-    for turn in range(TURNS):
-        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (SETTLE, LASTING))
-            found[name] += burst(ways[name], count, group, device, warm) / TURNS
+    for number in range(REPEATS):
+        for name in list(ways) if number % 2 == 0 else reversed(list(ways)):
+            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (SETTLE, SUSTAINED))
+            found[name] += burst(ways[name], count, group, device, warm) / REPEATS
     return found
 
 
@@ -110,7 +111,7 @@ def all_agree(mine: bool, group: dist.ProcessGroup, about: str = "a decision") -
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -118,7 +119,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
-    """Milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
+    """Return milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
     mine = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
     return _slowest(mine, group, device)[0].item()
 
@@ -137,7 +138,7 @@ def own_burst(
     warm: int = 1,
     meanwhile: Callable[[], object] | None = None,
 ) -> tuple[float, float, float]:
-    """Of one burst on this rank, what :class:`Samples` has of all; ``meanwhile`` is called while the GPU is at it."""
+    """Return the three numbers of :class:`Samples` of one burst on this rank; ``meanwhile`` is called while it runs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -44,7 +44,7 @@ def rank_bursts(slow: int) -> tuple[float, list[float], float]:
     turns = timing.interleaved({"step": step}, group, CPU)["step"][:2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "SETTLE", 0.03)
-        patch.setattr(timing, "LASTING", 0.03)
+        patch.setattr(timing, "SUSTAINED", 0.03)
         lasting = timing.sustained({"step": step}, {"step": SLOW_MS}, group, CPU)["step"]
     return once, turns, lasting
 

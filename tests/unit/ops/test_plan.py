@@ -86,28 +86,28 @@ def test_bands_of_a_scatter() -> None:
 
 
 def test_sms_that_no_round_needs_add_partials() -> None:
-    aside, all_sms = KernelConfig(ws=True, aside=True), KernelConfig(ws=True)
+    reserved, all_sms = KernelConfig(ws=True, dedicated_reducers=True), KernelConfig(ws=True)
     # 16 x 48 tiles of four ranks are 23.3 rounds of 132, and 24 of 128; 4 x 33 of one fill one round.
-    assert workers(aside, 2048, 12288, 4, 132) == 128
+    assert workers(reserved, 2048, 12288, 4, 132) == 128
     assert workers(all_sms, 2048, 12288, 4, 132) == 132
-    assert workers(aside, 128, 33 * 256, 4, 132) == 132, "none is idle"
-    assert workers(aside, 128, 65 * 256, 4, 132) == 132, "two are too few to add what 130 multiply"
-    assert workers(aside, 128, 256, 4, 132) == 4
+    assert workers(reserved, 128, 33 * 256, 4, 132) == 132, "none is idle"
+    assert workers(reserved, 128, 65 * 256, 4, 132) == 132, "two are too few to add what 130 multiply"
+    assert workers(reserved, 128, 256, 4, 132) == 4
 
     def first(n: int, k: int, promoted: bool, mp: int = 2048) -> bool:
-        return fp8_config("gemm_reduce_scatter", mp, n, k, 4, 132, True, promoted=promoted).aside
+        return fp8_config("gemm_reduce_scatter", mp, n, k, 4, 132, True, promoted=promoted).dedicated_reducers
 
     assert first(8192, 7168, True)
     assert not first(8192, 3584, True)
     assert not first(8192, 7168, False)
     assert not first(33 * 256, 7168, True, mp=128)
-    assert not rs_config(2048, 8192, 7168, 4, 132, ws=True).aside
+    assert not rs_config(2048, 8192, 7168, 4, 132, ws=True).dedicated_reducers
     for n in (8192, 33 * 256):
         for found in (
             candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True),
             *(fp8_candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
         ):
-            assert {plan.aside for plan in found} == ({True, False} if n == 8192 else {False})
+            assert {plan.dedicated_reducers for plan in found} == ({True, False} if n == 8192 else {False})
 
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])

@@ -84,10 +84,11 @@ def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
         }
         checkpoint_folder.write_synced(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n")
         checkpoint_folder.sync_folder(unfinished)
+        replaced = folder / f"{final.name}.old.partial"
         if final.exists():  # a run that was resumed before it has come here again
-            checkpoint_folder.move_latest_before(folder, iteration)
-            shutil.rmtree(final)
+            final.rename(replaced)
         unfinished.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         checkpoint_folder.move_latest(folder, iteration)
         if config.save_keep is not None:
             checkpoint_folder.prune(folder, iteration, config.save_keep)

@@ -49,31 +49,23 @@ def _listed(folder: Path) -> str:
 
 def tracked(folder: Path) -> int | None:
     """Return the iteration in the tracker, or None without one. Raises UserError if it holds something else."""
-    tracker = folder / TRACKER
     try:
-        return int(tracker.read_text())
+        return int((folder / TRACKER).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        instead = f"or choose one of {_listed(folder)} with --ckpt-step"
-        raise UserError(f"{tracker} must hold an iteration number; restore it, {instead}") from None
+        instead = f"restore it, or choose one of {_listed(folder)} with --ckpt-step"
+        raise UserError(f"{folder / TRACKER} must hold an iteration number; {instead}") from None
 
 
 def chosen(folder: Path, step: int | None) -> Path:
     """Return the checkpoint to resume from: that of ``step``, or of the tracker. Raises UserError if it is missing."""
-    if step is not None:
-        checkpoint = checkpoint_of(folder, step)
-        if not checkpoint.is_dir():
-            raise UserError(f"--ckpt-step {step}: {folder} has no {checkpoint.name}; it has {_listed(folder)}")
-        return checkpoint
-    iteration = tracked(folder)
-    if iteration is None:
-        instead = f", and {_listed(folder)}: choose one with --ckpt-step" if iterations(folder) else ""
-        raise UserError(f"--load {folder} has no {TRACKER}{instead or '; give the folder that --save wrote to'}")
-    checkpoint = checkpoint_of(folder, iteration)
+    instead = f"it has {_listed(folder)}: choose one with --ckpt-step, or give the folder that --save wrote to"
+    if step is None and (step := tracked(folder)) is None:
+        raise UserError(f"--load {folder} has no {TRACKER}; {instead}")
+    checkpoint = checkpoint_of(folder, step)
     if not checkpoint.is_dir():
-        names = f"{folder / TRACKER} names iteration {iteration}, and there is no {checkpoint.name}"
-        raise UserError(f"{names}; it has {_listed(folder)}: choose one with --ckpt-step, or restore it from a copy")
+        raise UserError(f"--load {folder} has no {checkpoint.name}; {instead}")
     return checkpoint
 
 
@@ -116,14 +108,6 @@ def move_latest(folder: Path, iteration: int) -> None:
     write_synced(partial, str(iteration))
     partial.replace(folder / TRACKER)
     sync_folder(folder)
-
-
-def move_latest_before(folder: Path, iteration: int) -> None:
-    """Point a tracker that names ``iteration``, which is about to be replaced, to the last whole one before it."""
-    if tracked(folder) == iteration:
-        older = [n for n in iterations(folder) if n < iteration and damage(checkpoint_of(folder, n)) is None]
-        if older:
-            move_latest(folder, older[-1])
 
 
 def write_synced(file: Path, text: str) -> None:

@@ -273,9 +273,7 @@ def _check_fp8(options: TrainOptions | CompareOptions, device: str, precision: s
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 
 
-def _check_cuda_graphs(
-    options: TrainOptions | CompareOptions, device: str, precision: str, *, beside: int
-) -> None:
+def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, precision: str, *, beside: int) -> None:
     """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
     given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":

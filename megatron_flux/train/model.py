@@ -1,5 +1,6 @@
-"""A GPT of one of megatron-core's layer specs, the same for stock and flux, so that the arms differ in linears alone;
-and Megatron's CUDA graphs of its layers.
+"""The GPT of a training, from one of megatron-core's layer specs, and Megatron's CUDA graphs of its layers.
+
+Baseline and flux build the same one, so that they differ in linears alone.
 
 ======================  =============================================================================================
 ``local``               ColumnParallelLinear and RowParallelLinear; norm and attention are TransformerEngine's where it
@@ -32,7 +33,7 @@ from megatron_flux.train.shims import SequenceParallelNorm
 
 
 def transformer_config(config: RunConfig) -> Any:
-    """megatron-core's TransformerConfig for this run."""
+    """Return megatron-core's TransformerConfig for this run."""
     shape, recompute = config.shape, config.recompute
     return TransformerConfig(
         **layer_options(shape, config.device),
@@ -61,7 +62,7 @@ def transformer_config(config: RunConfig) -> Any:
 
 
 def layer_options(shape: ModelShape, device: str) -> dict[str, Any]:
-    """What TransformerConfig is given of the layers' shape and of ``device``, ``cuda`` or ``cpu``."""
+    """Return TransformerConfig's arguments for the layers' shape on ``device``, ``cuda`` or ``cpu``."""
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization")
     on_gpu = device == "cuda"
     return {
@@ -79,7 +80,7 @@ def layer_options(shape: ModelShape, device: str) -> dict[str, Any]:
 
 
 def layer_spec(transformer_impl: str, shape: ModelShape, device: str) -> tuple[Any, type]:
-    """The transformer layer's spec and the class of the final norm."""
+    """Return the transformer layer's spec and the class of the final norm."""
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -120,11 +121,10 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
 
 
 class CudaGraphs:
-    """Megatron's CUDA graphs of the layers of ``model`` (in DDP): when they are captured, and their end.
+    """Captures and releases Megatron's CUDA graphs of the layers of ``model`` (in DDP).
 
-    ``local``: megatron-core records the layers' first forwards and backwards and makes the graphs at the end of the
-    first step, in its schedules; nothing is to be done for it. ``transformer_engine``: the training loop has them made
-    after ``cuda_graph_warmup_steps`` steps, as Megatron-LM's does.
+    ``local``: megatron-core makes the graphs itself, at the end of the first step. ``transformer_engine``: the training
+    loop makes them after ``cuda_graph_warmup_steps`` steps, as Megatron-LM's does.
 
     Hazard: megatron-core keeps one record of ``local`` graphs per process, closed when they have been made. A second
     model in the process finds none of its own: hence no graphs in ``compare``.
@@ -151,14 +151,14 @@ class CudaGraphs:
         self._warmup = mcore_config.cuda_graph_warmup_steps
 
     def before_step(self) -> None:
-        """Capture, if that is to be done here and now. It leaves zeros in the gradients. A collective call."""
+        """Capture if the warm-up is over; leaves zeros in the gradients. A collective call."""
         if self._helper is not None:
             if self._warmup == 0:
                 self._helper.create_cudagraphs()
             self._warmup -= 1
 
     def runners(self) -> list[Any]:
-        """Of ``local``: what holds a graph of a layer's forward and one of its backward (None until they are made)."""
+        """Return what holds the graphs of a layer's forward and backward in ``local``."""
         return [runner for module in self._model.modules() for runner in getattr(module, "cudagraph_runners", ())]
 
     def release(self) -> None:
@@ -176,11 +176,11 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def side_stream(config: RunConfig) -> Iterator[None]:
-    """Where the model gets its DistributedDataParallel, if the run asks for graphs: a stream beside the default one.
+    """Enter a stream beside the default one if the run asks for graphs. DDP is built in it.
 
-    DDP makes the parameters' gradient accumulators. Autograd has them run on the stream on which they were made, which
-    waits for the captured backward; the default stream cannot ("would make the legacy stream depend on a capturing
-    blocking stream", seen with TransformerEngine's graphs).
+    DDP makes the parameters' gradient accumulators, which autograd runs on the stream they were made on. That waits for
+    the captured backward; the default stream cannot ("would make the legacy stream depend on a capturing blocking
+    stream", seen with TransformerEngine's graphs).
     """
     if config.cuda_graph_impl == "none":
         yield

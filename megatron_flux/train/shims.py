@@ -1,8 +1,8 @@
-"""What megatron-core takes from CUDA, Apex and TransformerEngine, for machines without them; undone on exit.
+"""Stand-ins for what megatron-core takes from CUDA, Apex and TransformerEngine; undone on exit.
 
-* :func:`cpu_shims`: megatron-core asks CUDA for its current device, its random state and its streams, and allocates
-  with ``device="cuda"``. Without CUDA the CPU answers. Everything that computes (layers, collectives over gloo,
-  schedules, DDP, optimizer, checkpoints) is megatron-core's. With CUDA present it does nothing.
+* :func:`cpu_shims`: without CUDA, the CPU answers for the current device, the random state and streams, and allocates
+  for ``device="cuda"``. Everything that computes (layers, collectives over gloo, schedules, DDP, optimizer,
+  checkpoints) is megatron-core's.
 * :func:`gradient_accumulation_fusion`: wgrad that adds to ``main_grad``, for stock layers without Apex.
 * :class:`SequenceParallelNorm`: a norm under sequence parallelism, without TransformerEngine.
 
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """``device="cuda"`` literals and ``Tensor.cuda()`` mean the CPU: schedules, optimizer, DDP and others ask."""
+    """Makes ``device="cuda"`` and ``Tensor.cuda()`` mean the CPU, for schedules, optimizer, DDP and others."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,7 +42,7 @@ class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream, event or stream context that does nothing: CPU work is already in order. DDP and timers ask for it."""
+    """A stream, event or stream context that does nothing: CPU work is already in order. For DDP and timers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -58,7 +58,7 @@ class _NoStream:
 
 
 def _cuda_type_name(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type()`` spelled as for CUDA. Asked by: optimizer, distrib_optimizer and clip_grads compare the name."""
+    """Return a ``Tensor.type()`` that names CUDA types, for optimizer, distrib_optimizer and clip_grads."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
@@ -71,7 +71,7 @@ def _cuda_type_name(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def cpu_shims() -> Iterator[None]:
-    """Let megatron-core run on the CPU for the duration of the context; does nothing where CUDA is available."""
+    """Let megatron-core run on the CPU inside the context; does nothing where CUDA is available."""
     if torch.cuda.is_available():
         yield
         return
@@ -117,11 +117,10 @@ def cpu_shims() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradient_accumulation_fusion() -> Iterator[None]:
-    """Let stock layers accumulate wgrad into ``main_grad`` without Apex; does nothing where Apex is there.
+    """Let stock layers accumulate wgrad into ``main_grad`` without Apex; does nothing where Apex is installed.
 
-    Stock layers call Apex's ``fused_weight_gradient_mlp_cuda`` and refuse to be built without it. Flux layers do not
-    need it, so a comparison would let flux win by the missing kernel alone. Here stock gets the same accumulating GEMM
-    (:func:`megatron_flux.layers.backward.accumulate`).
+    Stock layers refuse to be built without Apex's ``fused_weight_gradient_mlp_cuda``. Flux layers do not need it, so a
+    comparison would let flux win by the missing kernel alone. Here stock gets the same accumulating GEMM.
     """
     if apex_kernel() is not None:
         yield

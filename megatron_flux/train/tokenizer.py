@@ -18,7 +18,7 @@ Kind = Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"]
 _PACKAGES = {"HuggingFaceTokenizer": "transformers", "SentencePieceTokenizer": "sentencepiece"}
 _LIBRARIES = {"HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece"}
 _NAMES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
-"""What of a model's folder is its tokenizer."""
+"""Files of a model's folder that make its tokenizer."""
 
 
 class Tokenizer(NamedTuple):
@@ -31,24 +31,24 @@ class Tokenizer(NamedTuple):
 
 @functools.cache
 def load(kind: Kind, model: Path) -> Tokenizer:
-    """The tokenizer in ``model``; a UserError where its package is missing, it cannot be read, or ends no document."""
+    """Read the tokenizer in ``model``. Raises UserError: no package, no tokenizer, or no end-of-sequence token."""
     require(_PACKAGES[kind], f"--tokenizer-type {kind}")
     path = _checked(kind, model)
     fast = {"use_fast": True} if kind == "HuggingFaceTokenizer" else {}
     try:
         from megatron.core.tokenizers import MegatronTokenizer
 
-        found = MegatronTokenizer.from_pretrained(str(path), metadata_path={"library": _LIBRARIES[kind]}, **fast)
-        end = found.eod if kind == "HuggingFaceTokenizer" else found.eos_id
+        read = MegatronTokenizer.from_pretrained(str(path), metadata_path={"library": _LIBRARIES[kind]}, **fast)
+        end = read.eod if kind == "HuggingFaceTokenizer" else read.eos_id
     except Exception as error:  # whatever these packages make of a file that is none
         raise UserError(f"--tokenizer-model {model} is no {kind}: {one_line(error)[:200]}") from None
     if end is None or end < 0:
         raise UserError(f"--tokenizer-model {model} has no end-of-sequence token, which ends documents; add one to it")
-    return Tokenizer(found.vocab_size, end, found.tokenize)
+    return Tokenizer(read.vocab_size, end, read.tokenize)
 
 
 def fingerprint(kind: Kind, model: Path) -> str:
-    """The kind, and SHA-256 of the file, or of those files of a folder that are a tokenizer's."""
+    """Return the kind, and the SHA-256 of the tokenizer's file or files."""
     path, digest = _checked(kind, model), hashlib.sha256()
     files = {path} if path.is_file() else {file for name in _NAMES for file in path.glob(name) if file.is_file()}
     for file in sorted(files):
@@ -57,7 +57,7 @@ def fingerprint(kind: Kind, model: Path) -> str:
 
 
 def _checked(kind: Kind, model: Path) -> Path:
-    """What is to be read: of a file of Hugging Face's, its folder."""
+    """Return the path to read: for a file of Hugging Face's, its folder."""
     if not model.exists():
         raise UserError(f"--tokenizer-model {model} does not exist; give a tokenizer's file or folder on this machine")
     return model.parent if kind == "HuggingFaceTokenizer" and model.is_file() else model

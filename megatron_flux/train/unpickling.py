@@ -34,9 +34,9 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module in _MODULES:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            named = super().find_class(module, name)
+            if isinstance(named, type) and named.__module__ == module:
+                return named
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs and could run any code")
 
 

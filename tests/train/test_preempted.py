@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -110,19 +109,6 @@ def test_torchrun_is_preempted_and_training_goes_on(torchrun: Torchrun, command:
     assert losses(training.out / "flux") == losses(tmp_path / "uninterrupted" / "flux")
 
 
-def test_one_rank_alone_is_asked_again_and_again_during_validation(torchrun: Torchrun) -> None:
-    training = torchrun("--eval-interval", "1", "--set", "eval_iters=50")
-    training.wait(lambda: training.has_recorded(2))
-    _, second = training.ranks()
-    for _ in range(3):
-        second.terminate()
-        time.sleep(0.05)
-    training.ended()
-    assert training.process.returncode == 0
-    training.is_saved_where_it_was()
-    assert all("lm loss validation" in record for record in records(training.out / "flux"))
-
-
 def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -> None:
     training = torchrun("--save-interval", "1", "--set", "save_keep=2", "--set", "block_steps=1", command="compare")
     training.wait(lambda: checkpoint_folder.tracked(training.saved / "flux"))
@@ -131,18 +117,6 @@ def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -
     training.ended()
     steps = [training.is_saved_where_it_was(arm) for arm in ("baseline", "flux")]
     assert max(steps) - min(steps) <= 1
-
-
-def test_a_killed_rank_in_the_middle_of_a_save_ends_all_as_fast_as_ever(torchrun: Torchrun) -> None:
-    training = torchrun("--save-interval", "1", "--set", "save_keep=2")
-    training.wait(lambda: checkpoint_folder.tracked(training.saved))
-    first, _ = training.ranks()
-    training.wait(lambda: list(training.saved.glob("*.partial")), 0.002)
-    first.kill()
-    said = training.ended()
-    assert re.search(r"exitcode *: -9", said), said
-    newest = checkpoint_folder.tracked(training.saved)
-    assert checkpoint_folder.damage(checkpoint_folder.checkpoint_of(training.saved, newest)) is None
 
 
 def test_a_signal_before_the_ranks_listen_ends_them(torchrun: Torchrun) -> None:

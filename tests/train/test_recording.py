@@ -109,39 +109,16 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
 
 
 def check_samples(rows: list[dict[str, Any]]) -> None:
-    """Every other step is sampled, and what is measured fits together."""
+    """Every other step is sampled; tests/distributed/test_record.py computes the figures."""
     for row in rows:
         assert row["schema"] == schema.SCHEMA_VERSION
-        assert row["flux/sampled"] == (row["iteration"] % 2 == 0)
+        assert row["flux/sampled"] == ("flux/e_overlap" in row) == (row["iteration"] % 2 == 0)
         assert row["flux/wait_timeouts"] == 0
-        assert ("flux/e_overlap" in row) == row["flux/sampled"]
     for row in (row for row in rows if row["flux/sampled"]):
         assert set(row["flux/operator_time_ms"]) == {"all_gather", "all_gather_gemm", "gemm_reduce_scatter"}
-        calls = {
-            (call["operator"], call["m"], call["n"], call["k"], call["transposed"]): call for call in row["flux/calls"]
-        }
-        assert len(calls) == len(row["flux/calls"])
-        assert sum(c["calls"] for c in calls.values() if c["operator"] == "all_gather_gemm") == 2 * (5 + 4)
-        for operator, taken in row["flux/operator_time_ms"].items():
-            own = [call for call in calls.values() if call["operator"] == operator]
-            assert taken == pytest.approx(sum(call["calls"] * call["time_ms"] for call in own))
-            gemm, serial = row["flux/gemm_time_ms"][operator], row["flux/serial_time_ms"][operator]
-            exposed = row["flux/exposed_communication_ms"][operator]
-            if any(call["withheld"] for call in own):
-                assert exposed is row["flux/e_overlap"][operator] is None
-                continue
-            beyond = [call["calls"] * max(call["time_ms"] - call["gemm_ms"], 0.0) for call in own]
-            assert exposed == pytest.approx(sum(beyond))
-            expected = 1 - exposed / (serial - gemm) if serial > gemm else None
-            assert row["flux/e_overlap"][operator] == (expected if expected is None else pytest.approx(expected))
-        ranks = row["flux/ranks"]
-        assert max(ranks["step_ms"]) == pytest.approx(1e3 * row["iteration-time"])
-        waits = zip(ranks["step_ms"], ranks["operators_ms"], ranks["reduction_ms"], strict=True)
-        own = [step - operators - reduction for step, operators, reduction in waits]
-        assert row["flux/slowest_rank"] == own.index(max(own))
-        assert row["flux/rank_spread_ms"] == pytest.approx(max(own) - min(own))
-        assert all(0 < spent < step for spent, step in zip(ranks["operators_ms"], ranks["step_ms"], strict=True))
-        assert row["flux/gpu"] is None
+        assert sum(c["calls"] for c in row["flux/calls"] if c["operator"] == "all_gather_gemm") == 2 * (5 + 4)
+        spent = zip(row["flux/ranks"]["operators_ms"], row["flux/ranks"]["step_ms"], strict=True)
+        assert all(0 < operators < step for operators, step in spent)
 
 
 def items_of(file: Path) -> list[dict[str, Any]]:
@@ -185,7 +162,5 @@ def check_trace(arm: Path, first: int, last: int, rows: list[dict[str, Any]]) ->
     found = json.loads((arm / "breakdown.json").read_text())
     assert (found["steps"], found["source"]) == ([first, last], "cpu")
     assert sum(found["parts"].values()) == pytest.approx(found["span_ms"], rel=1e-3)
-    own = [1e3 * row["iteration-time"] for row in rows if row["iteration"] in (first, last)]
-    assert 0 < found["span_ms"] < 1.05 * sum(own) / 2  # rank 0's step, which need not be the slowest
     for part in ("gemm", "attention", "norm", "optimizer", "communication_exposed"):
         assert found["parts"][part] > 0, part

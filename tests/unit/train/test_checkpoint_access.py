@@ -152,14 +152,6 @@ def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> Non
     assert checkpoint_folder.iterations(saved) == [4, 6, 8, 10], "10 is of another past"
 
 
-def test_the_tracker_leaves_a_checkpoint_before_it_is_replaced(saved: Path) -> None:
-    cut(checkpoint_folder.checkpoint_of(saved, 4))
-    checkpoint_folder.move_latest_before(saved, 4)  # it names 6
-    assert checkpoint_folder.tracked(saved) == 6
-    checkpoint_folder.move_latest_before(saved, 6)
-    assert checkpoint_folder.tracked(saved) == 2
-
-
 # What is resumed from.
 
 
@@ -188,7 +180,7 @@ def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
     [
         (checkpoint_folder.DESCRIPTION, "iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not"),
         ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step 4"),
-        ("", r"names iteration 6, and there is no iter_0000006; it has iteration\(s\) 2, 4: .*--ckpt-step"),
+        ("", r"has no iter_0000006; it has iteration\(s\) 2, 4: .*--ckpt-step"),
     ],
 )
 def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path, missing: str, said: str) -> None:
@@ -201,7 +193,7 @@ def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path,
 def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved)) == 6
     assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
-    with pytest.raises(UserError, match=r"--ckpt-step 5: \S+ has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
+    with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
     with pytest.raises(UserError, match="--ckpt-step without --load"):
         checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))

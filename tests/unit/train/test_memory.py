@@ -94,15 +94,6 @@ def test_interleaved_trainers_have_what_each_has_alone(process: Counting) -> Non
     assert Training(process, flux=True).steps(6) == peaks["flux"]
 
 
-def test_a_trainer_owns_the_checkpoint_that_it_loads(process: Counting) -> None:
-    one, other = Training(process, flux=False), Training(process, flux=False)
-    for training in (one, other):
-        with training.own.active():
-            process.take(ADAM)
-            training.stepped = True
-    assert other.steps(1) == one.steps(1) == [Peak(WEIGHTS + ADAM + ACTIVATIONS + SHARED, 0)]
-
-
 def test_on_a_cpu_only_workspaces_are_known(process: Counting) -> None:
     own, other = OwnMemory(torch.device("cpu")), OwnMemory(torch.device("cpu"))
     with own.active():

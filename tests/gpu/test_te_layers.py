@@ -43,9 +43,17 @@ pytestmark = [
 DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32")]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize(("bias", "skip"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("bias", "skip", "fusion", "dtype"),  # every pair of values
+    [
+        (False, True, False, torch.bfloat16),
+        (False, True, True, torch.float32),
+        (True, True, True, torch.bfloat16),
+        (True, True, False, torch.float32),
+        (True, False, True, torch.bfloat16),
+        (True, False, False, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_patched_equals_stock(
     nccl2: WorkerPool, kind: str, bias: bool, skip: bool, fusion: bool, dtype: torch.dtype

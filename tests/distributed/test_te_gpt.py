@@ -18,7 +18,7 @@ from tests.distributed.data import require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients, on_gpu
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
-from tests.distributed.test_gpt import LAYERS, WHOLE, expected_calls, require_same
+from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
 
 pytestmark = [
     pytest.mark.distributed,
@@ -48,7 +48,7 @@ def test_loss_and_gradients(te_world: WorkerPool, family: str) -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_without_sequence_parallelism(te_world2: WorkerPool, family: str) -> None:
     expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=False)).as_dict()
-    assert te_world2.run(rank_model, family, WHOLE) == [expected] * 2
+    assert te_world2.run(rank_model, family, {"sequence_parallel": False}) == [expected] * 2
 
 
 def test_full_recompute(te_world2: WorkerPool) -> None:

@@ -32,10 +32,6 @@ class SiteOptions(Options):
     time: str | None = option(None, "Time limit, instead of the profile's.")
     exclude: str | None = option(None, "Nodes to leave out, such as n[03,07].")
     venv: str | None = option(None, "Virtual environment to activate, instead of the profile's.")
-    link: str | None = option(None, "Weaker link than the profile's, for stock and flux: p2p, host or none.")
-    wire: str | None = option(
-        None, "Wire format of flux's transfers over host or p2p, instead of the profile's: exact, fp8 or int8."
-    )
     set: list[str] = option(
         [], "NAME=VALUE of an option of train or compare (steps=200), or of the job (repetitions=1). Repeatable."
     )
@@ -238,7 +234,7 @@ def _resolved(options: JobOptions) -> tuple[Resolved, dict[str, Any], dict[str, 
     from megatron_flux.slurm.job import Job, parse_settings, resolve
     from megatron_flux.slurm.profile import Profile
 
-    layout = options.model_dump(include={"nodes", "tp", "pp", "link", "wire"}, exclude_none=True)
+    layout = options.model_dump(include={"nodes", "tp", "pp"}, exclude_none=True)
     site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
     settings = parse_settings(options.set)
     own = {name: settings.pop(name) for name in _OF_JOB if name in settings}

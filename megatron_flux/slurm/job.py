@@ -6,7 +6,6 @@ would refuse on 128 GPUs is refused on the login node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -18,17 +17,12 @@ from megatron_flux import gpus
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
 from megatron_flux.options import field_named, is_file_only, is_list
-from megatron_flux.settings import LINKS
 from megatron_flux.slurm.profile import (
-    DEFAULTS,
-    Floors,
     FromYaml,
-    LinkKind,
     Name,
     Profile,
     Text,
     Training,
-    Wire,
     seconds,
     validated,
 )
@@ -54,8 +48,6 @@ class Job(FromYaml):
     nodes: Annotated[int, Field(ge=1, le=4096)]
     tp: Annotated[int, Field(ge=1)]
     pp: Annotated[int, Field(ge=1)]
-    link: LinkKind | None = None  # weaker than the profile's, for stock and flux
-    wire: Wire | None = None  # instead of the profile's
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
     """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
@@ -71,22 +63,12 @@ class Resolved:
     profile: Profile
     mode: Mode
     run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
-    link: LinkKind
-    """The strongest that the GPUs of a node use."""
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
 
     @property
     def spans(self) -> bool:
         """True if tensor-parallel groups span nodes."""
         return self.profile.processes_per_node % self.job.tp > 0
-
-    @property
-    def floors(self) -> Floors:
-        """The profile's; within a node those of the job's link, where that is a weaker one."""
-        own, weaker = self.profile.floors, DEFAULTS[self.link]
-        if self.link == self.profile.link:
-            return own
-        return own.model_copy(update={"node_gbps": weaker.node_gbps, "peer_access": weaker.peer_access})
 
     @property
     def sends_fp8(self) -> bool:
@@ -100,7 +82,7 @@ class Resolved:
 
     def _in_chunks(self, links: tuple[str, ...]) -> bool:
         """True if a chunked backend may run within nodes over one of ``links``."""
-        return self.link in links and not self.spans and self.mode != "baseline" and self.job.tp > 1
+        return self.profile.link in links and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -113,12 +95,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
     for name in given:
         if name in _OWN:
-            how = (
-                f"give --{name}, or the field of job or profile"
-                if name in ("link", "wire")
-                else "leave it out of the training options"
-            )
-            raise UserError(f"{name} of job {job.name} is set by the job itself; {how}")
+            raise UserError(f"{name} of job {job.name} is set by job or profile; leave it out of the training options")
         if name not in kind.model_fields:
             names = ", ".join(sorted(set(kind.model_fields) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {names}")
@@ -126,9 +103,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     if mode != "compare":
         layout["flux"] = mode == "flux"
         layout |= {"save_interval": 0} if given.get("save_interval") is None else {}
-    link, wire = _link(job, profile), job.wire or profile.wire
-    wires = {"wire": wire, "grad_wire": given.get("grad_wire")} if mode != "baseline" else {}
-    layout |= _over(link, wires, job, profile) | ({"wire": wire} if wires and wire != EXACT else {})
+    layout |= _link_options(job, profile, mode, given.get("grad_wire"))
     chosen = {name: value for name, value in {**given, **layout}.items() if value is not None}
     options = validated(kind, "training", chosen)
     world_size = job.nodes * profile.processes_per_node
@@ -149,52 +124,42 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     for name in dict.fromkeys((*layout, *given)):
         if name in chosen and name != "seed":  # the script counts it up
             words += _words(name, getattr(options, name), kind.model_fields[name])
-    return Resolved(job=job, profile=profile, mode=mode, run=run, link=link, arguments=tuple(words))
+    return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
 
 
-def _link(job: Job, profile: Profile) -> LinkKind:
-    """Return the job's link; a :class:`UserError` refuses one that is stronger than the profile's."""
-    link = job.link or profile.link
-    allowed = LINKS[: LINKS.index(profile.link) + 1]
-    if link not in allowed:
-        raise UserError(
-            f"link {link} of job {job.name} is more than profile {profile.name} has; use one of: {', '.join(allowed)}"
-        )
+def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None) -> dict[str, str]:
+    """Return the ranks' options ``link`` and ``wire``, if any; a :class:`UserError` refuses what cannot be used.
+
+    A tensor-parallel group that spans nodes has the link none. Over host, none keeps NCCL in the nodes from stronger
+    links as well; over p2p, it would keep NCCL from that.
+    """
+    spans, link = profile.processes_per_node % job.tp > 0, profile.link
     if link in ("host", "none") and _MARGIN in profile.environment:
         raise UserError(
             f"{_MARGIN} of profile {profile.name} is for fused kernels, which need peer access; the link is {link}: "
             "take it out of the profile's environment"
         )
-    return link
-
-
-def _over(link: LinkKind, wires: Mapping[str, str | None], job: Job, profile: Profile) -> dict[str, str]:
-    """Return the ranks' option ``link``, if any; a :class:`UserError` refuses ``wires`` that nothing could use.
-
-    A tensor-parallel group that spans nodes has the link none. Where the link is host, none keeps NCCL in the nodes
-    from stronger ones as well; where it is p2p, it would keep NCCL from that.
-    """
-    spans = profile.processes_per_node % job.tp > 0
-    given: dict[str, str] = {}
-    if link == "host" or (link == "p2p" and not spans) or job.link == "none":
-        given["link"] = "none" if spans else link
-    gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
-    for name, wire in wires.items():
-        what = f"{name} {wire}"
-        if wire in (None, EXACT):
+    options: dict[str, str] = {}
+    if link == "host" or (link == "p2p" and not spans):
+        options["link"] = "none" if spans else link
+    for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():
+        if wire in (None, EXACT) or mode == "baseline":
             continue
-        if given.get("link") not in ("host", "p2p") or job.tp == 1:
+        if options.get("link") not in ("host", "p2p") or job.tp == 1:
             sizes = f"tp {job.tp} on nodes of {profile.processes_per_node}"
             why = sizes if link in ("host", "p2p") else f"the link {link}"
             raise UserError(
-                f"{what} is for groups within a node over the links p2p and host, not for {why}; leave {name} out"
+                f"{name} {wire} is for groups within a node over the links p2p and host, not {why}; leave {name} out"
             )
+        gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
         if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
             least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu.capability))
             raise UserError(
-                f"{what} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}; use int8"
+                f"{name} {wire} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}"
             )
-    return given
+        if name == "wire":
+            options["wire"] = wire
+    return options
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def check(job: Resolved) -> dict[str, Any]:
     return {
         "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
         "nodes": job.job.nodes,
-        "link": "none" if job.spans else job.link,
+        "link": "none" if job.spans else job.profile.link,
         "stages": stages,
         "memory_gib": least_memory(run),
     }

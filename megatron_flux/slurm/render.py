@@ -142,13 +142,13 @@ def _environment(profile: Profile) -> list[str]:
 def _expected(resolved: Resolved) -> list[str]:
     """Return the pre-flight's requirements: options of :class:`megatron_flux.slurm.preflight.rules.Expected`."""
     profile = resolved.profile
-    words = [f"--device={profile.device}", f"--link={resolved.link}"]
+    words = [f"--device={profile.device}", f"--link={resolved.profile.link}"]
     words.append(f"--slow-fraction={profile.preflight.slow_fraction}")
     if profile.gpu is not None:
         words += [f"--gpu-name={profile.gpu.name}", f"--gpu-memory-gib={profile.gpu.memory_gib}"]
     words += [f"--host-tp={resolved.run.tp}"] if resolved.through_host else []
     words += ["--needs-fp8"] if resolved.sends_fp8 else []
-    return [*words, f"--floors={resolved.floors.model_dump_json(exclude_defaults=True)}"]
+    return [*words, f"--floors={resolved.profile.floors.model_dump_json(exclude_defaults=True)}"]
 
 
 def _tune(resolved: Resolved) -> list[str] | None:
@@ -157,11 +157,11 @@ def _tune(resolved: Resolved) -> list[str] | None:
     Over host memory that would mislead: groups of a node share it, and one alone finds it faster than in training.
     """
     profile, run = resolved.profile, resolved.run
-    tuned = run.backend in ("auto", "tuned") if resolved.link == "nvlink" else run.backend == "tuned"
+    tuned = run.backend in ("auto", "tuned") if resolved.profile.link == "nvlink" else run.backend == "tuned"
     if not (
         profile.tune
         and tuned
-        and resolved.link != "host"
+        and resolved.profile.link != "host"
         and resolved.mode != "baseline"
         and run.device == "cuda"
         and run.tp in (2, 4, 8)

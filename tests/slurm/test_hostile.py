@@ -74,8 +74,6 @@ WORK: dict[str, Any] = {
     "tp": 8,
     "pp": 1,
     "repetitions": 2,
-    "link": "nvlink",
-    "wire": "exact",
     "retries": 1,
     "training": {"data_cache": "cache", "data": ["text"]},
     "compare": {"steps": 5},

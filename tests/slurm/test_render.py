@@ -79,31 +79,26 @@ def options_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "changes", "mode", "given"),
+    ("cluster", "site", "layout", "mode", "given"),
     [
-        ("nvlink-h100", {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
-        ("pcie-a100", {}, "flux", {"--link=p2p"}),
-        ("pcie-a100", {"wire": "int8"}, "compare", {"--link=p2p", "--wire=int8"}),
-        ("nvlink-h100", {"link": "p2p", "wire": "fp8"}, "flux", {"--link=p2p", "--wire=fp8", "--needs-fp8"}),
-        ("host-l40s", {}, "baseline", {"--link=host"}),
-        ("host-l40s", {"wire": "int8"}, "baseline", {"--link=host"}),
-        ("host-l40s", {"wire": "fp8"}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8", "--needs-fp8"}),
-        ("host-l40s", {"tp": 4, "pp": 16}, "compare", {"--link=host", "--host-tp=4"}),
-        ("nvlink-h100", {"link": "host"}, "compare", {"--link=host", "--host-tp=8"}),
+        ("nvlink-h100", {}, {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
+        ("pcie-a100", {"wire": "int8"}, {}, "compare", {"--link=p2p", "--wire=int8"}),
+        ("host-l40s", {"wire": "fp8"}, {}, "baseline", {"--link=host"}),
+        ("host-l40s", {"wire": "fp8"}, {}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8", "--needs-fp8"}),
+        ("host-l40s", {}, {"tp": 4, "pp": 16}, "compare", {"--link=host", "--host-tp=4"}),
         # Groups that span nodes have the link none; those of pipeline and data parallelism in a node have the node's.
-        ("host-l40s", {"tp": 16, "pp": 4}, "flux", {"--link=host", "--link=none"}),
-        ("pcie-a100", {"tp": 16, "pp": 4}, "flux", {"--link=p2p"}),
+        ("host-l40s", {}, {"tp": 16, "pp": 4}, "flux", {"--link=host", "--link=none"}),
+        ("pcie-a100", {}, {"tp": 16, "pp": 4}, "flux", {"--link=p2p"}),
     ],
 )
-def test_stock_and_flux_run_on_the_same_link(cluster: str, changes: dict, mode: job.Mode, given: set[str]) -> None:
-    shape = {"num_query_groups": 16} if changes.get("tp") == 16 else {}
-    resolved = job.resolve(Job.load("llama2-70b", changes), Profile.load(cluster), mode, shape)
+def test_stock_and_flux_run_on_the_same_link(
+    cluster: str, site: dict, layout: dict, mode: job.Mode, given: set[str]
+) -> None:
+    shape = {"num_query_groups": 16} if layout.get("tp") == 16 else {}
+    resolved = job.resolve(Job.load("llama2-70b", layout), Profile.load(cluster, site), mode, shape)
     text = render.job_script(resolved, "a test")
     assert options_of(text) == given
-    command = text[text.index("\nrun_job ") :]
-    assert ("--link=host" in command) is (resolved.link == "host" and changes.get("tp") != 16)
-    assert ("--wire=" in command) is (changes.get("wire") is not None and mode != "baseline")
-    assert ("SM_MARGIN" in text, "tune=(" in text) == (False, cluster == "nvlink-h100" and not changes)
+    assert ("tune=(" in text) is (cluster == "nvlink-h100")
 
 
 def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,53 +115,19 @@ def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch
         job.resolve(Job.load("llama2-70b"), Profile.load("pcie-a100"), "compare", asked)
 
 
-def test_a_weaker_link_has_its_own_floors_within_a_node() -> None:
-    resolved = job.resolve(Job.load("llama2-70b", {"link": "host"}), Profile.load("nvlink-h100"), "flux")
-    own = resolved.profile.floors
-    assert (resolved.floors.node_gbps, resolved.floors.network_gbps) == (1.5, own.network_gbps)
-    assert '"node_gbps":1.5' in render.job_script(resolved, "a test")
-    assert job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "flux").floors == own
-    assert Profile.load("local", {"link": "host"}).floors.node_gbps is None, "GPUs' floors are not processors'"
-
-
 @pytest.mark.parametrize(
-    ("cluster", "changes", "said"),
+    ("cluster", "site", "layout", "said"),
     [
-        (
-            "pcie-a100",
-            {"link": "nvlink"},
-            "link nvlink of job tiny is more than profile pcie-a100 has; use one of: none",
-        ),
-        ("pcie-a100", {"wire": "fp8"}, "wire fp8 needs compute capability 8.9, the A100 of .* has 8.0; use int8"),
-        ("pcie-a100", {"wire": "int8", "tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not for tp 16 on nodes of"),
-        (
-            "nvlink-h100",
-            {"wire": "fp8"},
-            "wire fp8 is for groups within a node over the links p2p and host, not for the",
-        ),
-        ("host-l40s", {"wire": "fp8", "tp": 8, "nodes": 1, "pp": 1}, None),
-        (
-            "pcie-a100",
-            {"wire": "fp8", "link": "host"},
-            "wire fp8 needs compute capability 8.9, the A100 of .* has 8.0;",
-        ),
-        ("pcie-a100", {"wire": "int8", "link": "host"}, None),
-        ("host-l40s", {"wire": "int8", "tp": 1}, "wire int8 is for groups within a node .* not for tp 1 on nodes of 8"),
-        (
-            "host-l40s",
-            {"environment": {"MEGATRON_FLUX_SM_MARGIN": "16"}},
-            "is for fused kernels, which need peer access",
-        ),
+        ("pcie-a100", {"wire": "fp8"}, {}, "wire fp8 needs compute capability 8.9, the A100 of .* has 8.0"),
+        ("pcie-a100", {"wire": "int8"}, {"tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not tp 16 on nodes of 8"),
+        ("nvlink-h100", {"wire": "fp8"}, {}, "over the links p2p and host, not the link nvlink; leave wire out"),
+        ("host-l40s", {"wire": "int8"}, {"tp": 1}, "wire int8 is for groups within a node .* not tp 1 on nodes of 8"),
+        ("host-l40s", {"environment": {"MEGATRON_FLUX_SM_MARGIN": "16"}}, {}, "is for fused kernels, which need peer"),
     ],
 )
-def test_links_and_wires_that_cannot_be_are_refused(cluster: str, changes: dict, said: str | None) -> None:
-    environment = {"environment": changes.pop("environment")} if "environment" in changes else {}
-    site, small = Profile.load(cluster, environment), Job.load("tiny", changes)
-    if said is None:
-        job.resolve(small, site, "flux")
-        return
+def test_links_and_wires_that_cannot_be_are_refused(cluster: str, site: dict, layout: dict, said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
-        job.resolve(small, site, "flux")
+        job.resolve(Job.load("tiny", layout), Profile.load(cluster, site), "flux")
     assert "\n" not in str(error.value)
 
 
@@ -206,13 +167,11 @@ def test_your_own_files_by_path(tmp_path: Path) -> None:
     ("given", "limit"),
     [
         ("90", 90 * 60),
-        ("2:30", 150),
         ("1:00:01", 3601),
         ("2-3", 51 * 3600),
         ("2-03:04", 51 * 3600 + 240),
         ("1-00:00:05", 86405),
         ("0", None),
-        ("00:00", None),
     ],
 )
 def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -> None:
@@ -223,18 +182,13 @@ def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -
     ("words", "said"),
     [
         (["--profile", "nvlink"], ["unknown profile 'nvlink'", "nvlink-h100", ".yaml"]),
-        (["--profile", "none.yaml"], ["none.yaml", "cannot be read"]),
         (["--profile", "nvlink-h100", "--job", "gpt5"], ["unknown job 'gpt5'", "gpt3-175b, llama2-70b"]),
         (["--profile", "nvlink-h100", "--tp", "7"], ["tp 7"]),
-        (["--profile", "nvlink-h100", "--nodes", "0"], ["nodes 0", "greater than or equal to 1"]),
         (["--profile", "nvlink-h100", "--nodes", "5"], ["40 process(es)", "tp 8 x pp 8"]),
         (["--profile", "nvlink-h100", "--set", "steps"], ["--set 'steps'", "NAME=VALUE"]),
         (["--profile", "nvlink-h100", "--set", "steps=x"], ["steps 'x'", "valid integer"]),
         (["--profile", "nvlink-h100", "--set", "speed=3"], ["'speed'", "no option of a compare run", "steps"]),
-        (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by the job itself"]),
-        (["--profile", "nvlink-h100", "--set", "link=host"], ["link", "set by the job itself", "give --link"]),
-        (["--profile", "nvlink-h100", "--link", "pcie"], ["link 'pcie'", "'nvlink', 'p2p', 'host' or 'none'"]),
-        (["--profile", "nvlink-h100", "--set", "steps=1", "--set", "steps=2"], ["steps is given twice"]),
+        (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by job or profile"]),
         (["--profile", "nvlink-h100", "--set", "backend=magic"], ["unknown backend 'magic'"]),
         (["--profile", "nvlink-h100", "--partition", "a b"], ["partition 'a b'", "letters, digits"]),
         (["--profile", "nvlink-h100", "--time", "soon"], ["time 'soon'", "minutes"]),

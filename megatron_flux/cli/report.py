@@ -46,7 +46,7 @@ def report(options: ReportOptions) -> None:
     if options.against is not None:
         if len(runs) != 1:
             raise UserError(f"--against compares one run folder, {len(runs)} were given; give one at a time")
-        result = regression.compare(runs[0], options.against, *regression.parse_bands(options.band))
+        result = regression.compare(runs[0], options.against, regression.parse_bands(options.band))
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
     print(f"wrote {write_reports(runs, out, lead=result.part() if result else None)}", file=sys.stderr, flush=True)
     if options.wandb:

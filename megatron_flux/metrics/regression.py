@@ -6,7 +6,7 @@ seed, data and schedule for losses. Anything else is refused, with what differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,21 +15,14 @@ from rich.text import Text
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.page import Part, Table
-from megatron_flux.metrics.report.run import LOSS_SETTINGS, TIME_SETTINGS, Run, different_models, differing, load
+from megatron_flux.metrics.report.run import LOSS_SETTINGS, TIME_SETTINGS, Run, differing, load
 from megatron_flux.metrics.summary import largest, relative_differences, timed
 from megatron_flux.metrics.table import Form, finite, memory, milliseconds, percent_change, print_table, relative, shown
 
-CHECKS = ("step-time", "loss", "memory")
+BANDS = {"step-time": 0.05, "loss": 0.01, "memory": 0.05}
+"""How far each quantity may be from the earlier one, as fractions: a loss both ways, the others upwards."""
 
 _UNCHECKED, _OK, _OUTSIDE = "not checked", "ok", "OUTSIDE ITS BAND"
-
-
-class Bands(NamedTuple):
-    """How far each quantity may be from the earlier one, as fractions: a loss both ways, the others upwards."""
-
-    step_time: float = 0.05
-    loss: float = 0.01
-    memory: float = 0.05
 
 
 class Checked(NamedTuple):
@@ -67,8 +60,7 @@ class Result:
 
     def part(self) -> Part:
         """Return the table for the report."""
-        table = Table(self.checked, Checked._fields)
-        return Part("against", "Against earlier results", caption=self.verdict, table=table)
+        return Part("against", "Against earlier results", None, self.verdict, Table(self.checked, Checked._fields))
 
     def show(self) -> None:
         """Print table, notes and verdict to standard output."""
@@ -76,12 +68,8 @@ class Result:
         print_table("", Checked._fields, self.checked, *notes, Text(self.verdict, "bold"))
 
 
-def parse_bands(words: Sequence[str]) -> tuple[Bands, tuple[str, ...]]:
-    """Return the bands that ``NAME=PER_CENT`` words give, and which quantities they name.
-
-    Raises:
-        UserError: an unknown name, or no number.
-    """
+def parse_bands(words: Sequence[str]) -> dict[str, float]:
+    """Return the bands of ``NAME=PER_CENT`` words. Raises UserError: an unknown name, or no number."""
     bands = {}
     for word in words:
         name, _, per_cent = word.partition("=")
@@ -89,66 +77,55 @@ def parse_bands(words: Sequence[str]) -> tuple[Bands, tuple[str, ...]]:
             bands[name] = float(per_cent) / 100
         except ValueError:
             bands[name] = -1
-        if name not in CHECKS or not bands[name] >= 0:
-            raise UserError(f"--band {word}: give NAME=PER_CENT, the name one of {', '.join(CHECKS)}")
-    return Bands(**{name.replace("-", "_"): band for name, band in bands.items()}), tuple(bands)
+        if name not in BANDS or not bands[name] >= 0:
+            raise UserError(f"--band {word}: give NAME=PER_CENT, the name one of {', '.join(BANDS)}")
+    return bands
 
 
-def compare(run_path: Path, results_path: Path, bands: Bands, checks: tuple[str, ...] = CHECKS) -> Result:
-    """Compare a run folder with an earlier one. Raises UserError: they cannot be compared, and in what they differ."""
+def compare(run_path: Path, results_path: Path, bands: Mapping[str, float] = BANDS) -> Result:
+    """Compare the quantities of ``bands`` with an earlier run. Raises UserError: they cannot be compared, and why."""
     now, then = load(run_path), load(results_path)
     for run in (now, then):
         if run.kind != "training":
             raise UserError(f"{run.path} is a benchmark; --against compares runs of compare and train")
-    if (difference := different_models(now, then)) is not None:
-        raise UserError(
-            f"{now.path} and {then.path} trained different models ({difference}); give results of the same model"
-        )
-    for names, kinds, others in (
-        (TIME_SETTINGS, ("step-time", "memory"), "loss"),
-        (LOSS_SETTINGS, ("loss",), "step-time,memory"),
-    ):
-        if set(kinds) & set(checks) and (unequal := differing(now, then, names)):
+    for names, quantities in ((TIME_SETTINGS, ("step-time", "memory")), (LOSS_SETTINGS, ("loss",))):
+        if set(quantities) & set(bands) and (unequal := differing(now, then, names)):
+            others = ", ".join(name for name in BANDS if name not in quantities)
             raise UserError(
-                f"{now.path} and {then.path} cannot be compared in {' and '.join(kinds)}: {', '.join(unequal)}; "
+                f"{now.path} and {then.path} cannot be compared in {' and '.join(quantities)}: {', '.join(unequal)}; "
                 f"give results of the same settings, or a --band of {others} alone"
             )
     arms = [arm for arm, records in then.arms.items() if records]
-    if not arms:
-        raise UserError(f"{then.path} has no records; give results of a run that has ended")
-    if missing := [arm for arm in arms if not now.arms[arm]]:
-        raise UserError(f"{now.path} has no records of {missing[0]}, which {then.path} has; run both")
-    checked = [one for arm in arms for one in _checked(arm, now, then, bands, checks)]
+    for run in (now, then):
+        if missing := [arm for arm in arms if not timed(run.arms[arm])] or ([] if arms else ["baseline or flux"]):
+            raise UserError(f"{run.path} has no timed step of {missing[0]}; give a run of more steps than warm-up")
+    checked = [one for arm in arms for one in _checked(arm, now, then, bands)]
     if all(one.state == _UNCHECKED for one in checked):
         raise UserError(
-            f"nothing of {', '.join(checks)} is known in both {run_path} and {results_path}; give results that "
+            f"nothing of {', '.join(bands)} is known in both {run_path} and {results_path}; give results that "
             "recorded the same things, or another --band"
         )
     return Result(then.name, checked, [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems])
 
 
-def _checked(arm: str, now: Run, then: Run, bands: Bands, checks: tuple[str, ...]) -> Iterator[Checked]:
+def _checked(arm: str, now: Run, then: Run, bands: Mapping[str, float]) -> Iterator[Checked]:
     earlier, current = (run.summary["arms"][arm] for run in (then, now))
-    if "step-time" in checks:
-        for run in (now, then):
-            if not timed(run.arms[arm]):
-                raise UserError(f"{run.path} has no timed step of {arm}; run more steps than warm-up, or --band loss=1")
+    if (band := bands.get("step-time")) is not None:
         medians = [side["step_time_ms"]["median"] for side in (earlier, current)]
-        yield _at_most(f"{arm} step time, median (ms)", bands.step_time, milliseconds, *medians)
-    if "loss" in checks:
+        yield _at_most(f"{arm} step time, median (ms)", band, milliseconds, *medians)
+    if (band := bands.get("loss")) is not None:
         both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
         if not both:
             raise UserError(f"{now.path} and {then.path} have no iteration of {arm} in common; run as many steps")
         difference, last = largest(both), both[-1][0]
-        losses = [next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now)]
-        at = [f"{loss:.6f}" for loss in losses]
+        a, b = (next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now))
         # A loss that is not finite is in no band.
-        state = _OK if difference is not None and finite(difference) and difference <= bands.loss else _OUTSIDE
-        quantity, band = f"{arm} loss over {len(both)} iterations", f"{100 * bands.loss:g} %"
-        yield Checked(quantity, at[0], at[1], f"up to {relative(difference)}", band, state)
-    if "memory" in checks:
+        state = _OK if difference is not None and finite(difference) and difference <= band else _OUTSIDE
+        quantity, change = f"{arm} loss over {len(both)} iterations", f"up to {relative(difference)}"
+        yield Checked(quantity, f"{a:.6f}", f"{b:.6f}", change, f"{100 * band:g} %", state)
+    if (band := bands.get("memory")) is not None:
         peaks = [side["peak_memory_bytes"] for side in (earlier, current)]
-        yield _at_most(f"{arm} peak memory", bands.memory, memory, *peaks)
+        yield _at_most(f"{arm} peak memory", band, memory, *peaks)
 
 
 def _at_most(quantity: str, band: float, form: Form, then: float | None, now: float | None) -> Checked:

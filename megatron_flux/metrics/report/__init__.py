@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import benchmarks, page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
-from megatron_flux.metrics.report.run import Run, different_models, load, load_all, why_apart, with_pairs
+from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import ARMS
 from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
@@ -64,10 +64,9 @@ def _overview(runs: Sequence[Run]) -> Chapter:
     trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
     notes = [
-        ("", f"{first.name} and {second.name} {apart}: do not compare them.")
+        ("", f"{first.name} and {second.name} trained in different ways ({', '.join(unequal)}): do not compare them.")
         for first, second in combinations(trained, 2)
-        if (apart := why_apart(first, second))
-        and (different_models(first, second) or {first.only_arm, second.only_arm} == set(ARMS))
+        if {first.only_arm, second.only_arm} == set(ARMS) and (unequal := differing(first, second, TIME_SETTINGS))
     ]
     if notes:
         parts.append(Part("notes", "Notes", table=Table(notes)))

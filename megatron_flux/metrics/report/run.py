@@ -16,7 +16,7 @@ from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
-from megatron_flux.metrics.table import UNKNOWN, finite
+from megatron_flux.metrics.table import finite
 
 Kind = Literal["training", "operators", "layers"]
 
@@ -183,11 +183,11 @@ def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
 def with_pairs(runs: Sequence[Run]) -> list[Run]:
     """Return the runs, with a comparison in front if exactly one of them is stock alone and one flux alone.
 
-    Two such runs that :func:`why_apart` tells apart are not compared. Of others notes say that they were not
+    Runs whose step times say nothing about each other are not compared. Of others notes say that they were not
     interleaved, and in which settings of their losses they differ.
     """
     baselines, fluxes = ([run for run in runs if run.kind == "training" and run.only_arm == arm] for arm in ARMS)
-    if len(baselines) != 1 or len(fluxes) != 1 or why_apart(baselines[0], fluxes[0]) is not None:
+    if len(baselines) != 1 or len(fluxes) != 1 or differing(baselines[0], fluxes[0], TIME_SETTINGS):
         return list(runs)
     baseline, flux = baselines[0], fluxes[0]
     # Blocks count the order of execution over both sides; these ran one after the other.
@@ -206,31 +206,16 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs]
 
 
-def why_apart(first: Run, second: Run) -> str | None:
-    """Return why the step times of two trainings cannot be compared, in a few words; None if they can."""
-    if (models := different_models(first, second)) is not None:
-        return f"trained different models ({models})"
-    unequal = differing(first, second, TIME_SETTINGS)
-    return f"trained in different ways ({', '.join(unequal)})" if unequal else None
-
-
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
-    """Return ``name a and b`` for each of these settings that both runs have and that differs; ``device`` by name."""
-    devices = [run.summary.get("device") or run.config.get("device") for run in (first, second)]
-    named = [device.get("name") if isinstance(device, Mapping) else device for device in devices]
-    a, b = ({**run.settings, "device": name} for run, name in zip((first, second), named, strict=True))
-    unequal = [name for name in names if name in a and name in b and a[name] != b[name]]
-    return [f"{name} {a[name] or 'none'} and {b[name] or 'none'}" for name in unequal]
+    """Return ``name a and b`` for each of these settings that both runs have and that differs.
 
-
-def different_models(first: Run, second: Run) -> str | None:
-    """Return how the trained models differ, in a few words; None if they are the same or one is not known.
-
-    Losses and step times of two models say nothing about each other.
+    So are the model's shape, of which losses and step times of another say nothing, and the name of the device.
     """
-    if not all("shape" in run.settings for run in (first, second)):
-        return None
-    a, b = (dict(flat({"shape": run.settings["shape"]})) for run in (first, second))
-    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-    found = [f"{name.removeprefix('shape.')} {a.get(name, UNKNOWN)} and {b.get(name, UNKNOWN)}" for name in names]
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "") if found else None
+    both = []
+    for run in (first, second):
+        device = run.summary.get("device") or run.config.get("device")
+        settings = {**run.settings, "device": device.get("name") if isinstance(device, Mapping) else device}
+        both.append(dict(flat({name: settings[name] for name in ("shape", *names) if name in settings})))
+    a, b = both
+    unequal = [name for name in a if name in b and a[name] != b[name]]
+    return [f"{name} {a[name] or 'none'} and {b[name] or 'none'}" for name in unequal]

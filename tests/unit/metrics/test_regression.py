@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.regression import Bands, compare, parse_bands
+from megatron_flux.metrics.regression import BANDS, compare, parse_bands
 from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
 
 
@@ -34,7 +34,7 @@ def changed(folder: Path, arm: str, change: dict[str, Any], **settings: Any) -> 
 
 
 def test_the_same_run_stays_in_every_band(tmp_path: Path, results: Path) -> None:
-    result = compare(full_run(tmp_path / "run"), results, Bands(0, 0, 0))
+    result = compare(full_run(tmp_path / "run"), results, dict.fromkeys(BANDS, 0.0))
     assert not result.outside
     assert result.verdict == "against results: 6 of 6 quantities within their bands"
 
@@ -54,7 +54,7 @@ def test_the_same_run_stays_in_every_band(tmp_path: Path, results: Path) -> None
     ],
 )
 def test_bands(tmp_path: Path, results: Path, change: dict[str, Any], quantity: str | None) -> None:
-    result = compare(changed(tmp_path / "run", "flux", change), results, Bands())
+    result = compare(changed(tmp_path / "run", "flux", change), results)
     assert [one.quantity for one in result.outside] == ([quantity] if quantity else [])
     assert ("1 of 6 quantities outside their bands" in result.verdict) == (quantity is not None)
 
@@ -62,26 +62,26 @@ def test_bands(tmp_path: Path, results: Path, change: dict[str, Any], quantity: 
 def test_one_diverged_step_is_enough(tmp_path: Path, results: Path) -> None:
     arms = full_arms()
     arms["baseline"][9]["lm loss"] = math.inf
-    (one,) = compare(full_run(tmp_path / "run", arms), results, Bands()).outside
+    (one,) = compare(full_run(tmp_path / "run", arms), results).outside
     assert one.quantity == "baseline loss over 18 iterations"
 
 
 def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     unknown = dict.fromkeys(("peak-memory-bytes", "flux/allocated_peak_bytes"))
     runs = [changed(tmp_path / name, "flux", unknown) for name in ("run", "results")]
-    result = compare(*runs, Bands())
+    result = compare(*runs)
     assert [one.state for one in result.checked if one.quantity == "flux peak memory"] == ["not checked"]
     assert result.verdict.startswith("against results: 5 of 5")
     arms = {arm: [item | unknown for item in items] for arm, items in full_arms().items()}
     none = full_run(tmp_path / "none", arms)
     with pytest.raises(UserError, match="nothing of memory is known in both"):
-        compare(none, none, Bands(), ("memory",))
+        compare(none, none, {"memory": 0.05})
 
 
 @pytest.mark.parametrize(
     ("settings", "checks", "said"),
     [
-        ({"shape": {"hidden_size": 128}}, "loss", "trained different models"),
+        ({"shape": {"hidden_size": 128}}, "loss", "shape.hidden_size 128 and 64"),
         ({"tp": 4}, "step-time", "tp 4 and 2; give results of the same settings, or a --band of loss alone"),
         ({"padded_vocab_size": 512}, "loss", "padded_vocab_size 512 and 384; give results of the same settings"),
         (
@@ -96,11 +96,11 @@ def test_what_cannot_be_compared(
 ) -> None:
     run = full_run(tmp_path / "run", **settings)
     with pytest.raises(UserError, match=said) as caught:
-        compare(run, results, Bands(), (checks,))
+        compare(run, results, {checks: 0.05})
     assert "\n" not in str(caught.value)
     if "shape" not in settings:  # what is checked alone must be the same
         other = ("loss",) if checks == "step-time" else ("step-time", "memory")
-        assert not compare(run, results, Bands(), other).outside
+        assert not compare(run, results, dict.fromkeys(other, 0.05)).outside
 
 
 def test_another_device(tmp_path: Path, results: Path) -> None:
@@ -110,25 +110,25 @@ def test_another_device(tmp_path: Path, results: Path) -> None:
         found["device"]["name"] = "NVIDIA H100"
         (run / name).write_text(json.dumps(found))
     with pytest.raises(UserError, match=r"device NVIDIA H100 and NVIDIA H200; .*a --band of loss alone"):
-        compare(run, results, Bands())
-    assert not compare(run, results, Bands(), ("loss",)).outside
+        compare(run, results)
+    assert not compare(run, results, {"loss": 0.01}).outside
 
 
 def test_missing_sides_and_steps(tmp_path: Path, results: Path) -> None:
     arms = full_arms()
-    with pytest.raises(UserError, match="has no records of flux"):
-        compare(full_run(tmp_path / "one", {**arms, "flux": []}), results, Bands())
     with pytest.raises(UserError, match="has no timed step of flux"):
-        compare(changed(tmp_path / "warm", "flux", {"warmup": True}), results, Bands())
+        compare(full_run(tmp_path / "one", {**arms, "flux": []}), results)
+    with pytest.raises(UserError, match="has no timed step of flux"):
+        compare(changed(tmp_path / "warm", "flux", {"warmup": True}), results)
     late = {arm: [item | {"iteration": item["iteration"] + 100} for item in items] for arm, items in arms.items()}
     with pytest.raises(UserError, match="no iteration of baseline in common"):
-        compare(full_run(tmp_path / "late", late), results, Bands())
+        compare(full_run(tmp_path / "late", late), results)
     with pytest.raises(UserError, match="layer-h200x4-nvlink is a benchmark"):
-        compare(results, RESULTS / "layer-h200x4-nvlink", Bands())
+        compare(results, RESULTS / "layer-h200x4-nvlink")
 
 
 def test_words_for_bands() -> None:
-    assert parse_bands(["loss=2", "step-time=10"]) == (Bands(0.1, 0.02), ("loss", "step-time"))
+    assert parse_bands(["loss=2", "step-time=10"]) == {"loss": 0.02, "step-time": 0.1}
     for word in ("loss", "speed=1", "loss=-1", "loss=nan"):
         with pytest.raises(UserError, match="give NAME=PER_CENT, the name one of step-time, loss, memory"):
             parse_bands([word])

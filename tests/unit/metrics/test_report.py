@@ -372,7 +372,7 @@ def test_several_runs(tmp_path: Path) -> None:
     assert file == tmp_path / "out" / "report.html"
     text = file.read_text()
     assert "<title>3 runs</title>" in text
-    assert "first and second trained different models (num_layers 2 and \u2014, hidden_size 64 and 128" in text
+    assert re.search(r"shape.hidden_size</th><td>64</td><td>128</td>", text)
     assert re.search(r"lr</th><td>0.001</td><td>1.0</td>", text)
     assert text.count("* plotly.js v") == 1
     assert '<a href="#run3">layer-h200x4-nvlink</a>' in text
@@ -398,7 +398,7 @@ def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"global_batch_size": 8}, "in different ways (global_batch_size 4 and 8)"),
-        ({"shape": {**SHAPE, "num_layers": 3}}, "different models (num_layers 2 and 3)"),
+        ({"shape": {**SHAPE, "num_layers": 3}}, "in different ways (shape.num_layers 2 and 3)"),
     ],
 )
 def test_sides_of_other_steps_are_not_compared(tmp_path: Path, settings: dict[str, Any], said: str) -> None:

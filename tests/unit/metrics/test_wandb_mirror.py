@@ -123,18 +123,25 @@ def only(folder: Path) -> Path:
     return file
 
 
-def test_wandbs_own_variables_hold_where_nothing_is_given(tmp_path: Path) -> None:
-    """In processes of their own: wandb reads its environment once."""
+@pytest.mark.parametrize("given", [None, "ours"])
+def test_wandbs_own_variables_and_megatron_lms_names(tmp_path: Path, given: str | None) -> None:
+    """In a process of its own: wandb reads its environment once."""
     variables = {"WANDB_RESUME": "must", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NOTES": "said so"}
-    for given in (None, "ours"):
-        folder = tmp_path / str(given)
-        mirrored(folder, os.environ | variables, project=given)
-        (run,) = (item["run"] for item in items(only(folder), "run"))
-        assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
-        assert json.loads((folder / "wandb.json").read_text())["project"] == (given or "theirs")
-    off = tmp_path / "off"
-    mirrored(off, os.environ | {"WANDB_MODE": "disabled"}, mode="auto", id="None")
-    assert not list(off.rglob("*.wandb"))
+    mirrored(tmp_path, os.environ | variables, project=given)
+    (run,) = (item["run"] for item in items(only(tmp_path), "run"))
+    assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
+    assert json.loads((tmp_path / "wandb.json").read_text())["project"] == (given or "theirs")
+    # Those of training_log and evaluate_and_print_results that a record has no field for.
+    shown = json.loads(inspect(only(tmp_path), "--summary"))["summary"]
+    last = sampled_record(3, flux=True)
+    assert shown["samples vs steps"] == last["consumed-samples"]
+    assert (shown["batch-size"], shown["world-size"], shown["loss-scale"]) == (8, 2, 1)
+    assert shown["lm loss validation ppl"] == pytest.approx(math.exp(last["lm loss validation"]))
+
+
+def test_wandbs_own_mode_can_be_disabled(tmp_path: Path) -> None:
+    mirrored(tmp_path, os.environ | {"WANDB_MODE": "disabled"}, mode="auto", id="None")
+    assert not list(tmp_path.rglob("*.wandb"))
 
 
 def mirrored(folder: Path, environment: dict[str, str], *, mode: str = "offline", id: str = "", **run: Any) -> None:
@@ -168,16 +175,6 @@ def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     assert [item["history"]["step"]["num"] for item in items(file, "history")] == [1, 2, 3]
     shown = json.loads(inspect(file, "--summary"))["summary"]
     assert shown["lm loss"] == pytest.approx(4.7)
-
-
-def test_megatron_lms_names(tmp_path: Path) -> None:
-    """Those of training_log and evaluate_and_print_results that a record has no field for."""
-    mirrored(tmp_path, dict(os.environ), project="p")
-    shown = json.loads(inspect(only(tmp_path), "--summary"))["summary"]
-    last = sampled_record(3, flux=True)
-    assert shown["samples vs steps"] == last["consumed-samples"]
-    assert (shown["batch-size"], shown["world-size"], shown["loss-scale"]) == (8, 2, 1)
-    assert shown["lm loss validation ppl"] == pytest.approx(math.exp(last["lm loss validation"]))
 
 
 def test_a_cpu_has_no_exposed_communication() -> None:
@@ -220,13 +217,6 @@ def test_what_is_not_known_of_a_comparison_is_null(tmp_path: Path) -> None:
     found = wandb_mirror.comparison_summary(folder, summary)
     assert found["compare/speedup"] is found["compare/speedup_low"] is None
     assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
-
-
-def test_a_damaged_id_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "wandb.json").write_text("[")
-    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
-        assert wandb_mirror._earlier_id(tmp_path) is None
-    assert "wandb gets a new run" in warnings(caplog)[0]
 
 
 def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,10 @@
 ``patch()`` replaces methods of megatron-core's tensor-parallel linears, ``unpatch()`` puts the identical objects back,
 ``patched()`` does both. Nothing here imports megatron-core before ``patch()`` is called.
 
-Reading order: ``patcher`` (the public functions), ``megatron_core`` (what differs by release), ``linears`` (the
-replaced methods, and when a call runs stock), ``originals`` (what other libraries may have exchanged), ``te_seam``
-(what is assumed of TransformerEngine), ``tuning``, ``unused`` (a switch that had no effect).
+Reading order: ``patcher`` (install and undo), ``layer_options`` (single layers), ``megatron_core`` (differences between
+releases), ``linears`` (the replaced methods), ``reasons`` (when a call runs stock), ``originals`` (objects exchanged by
+other libraries), ``te_seam`` and ``te_fp8`` (assumptions about TransformerEngine), ``tuning``, ``unused`` (a switch that
+had no effect).
 """
 
 from megatron_flux.patch.layer_options import set_backend, set_keep_gathered

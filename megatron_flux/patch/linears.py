@@ -72,7 +72,7 @@ class LinearPatch(StockReasons):
         super().__init__(config, line, row, te)
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
-        """Whether a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
+        """True once a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
 

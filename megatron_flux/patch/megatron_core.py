@@ -1,4 +1,4 @@
-"""What differs between lines of megatron-core releases, and the check that the installed one is what its line says.
+"""The differences between lines of megatron-core releases, and the check that the installed one fits its line.
 
 To support another line, compare its sources with the newest one here and add a row to :data:`LINES`; CONTRIBUTING.md
 says what to compare. All functions raise :class:`UnsupportedVersionError` where something is not as expected.
@@ -40,7 +40,7 @@ TE_REPLACED = {
     f"{TE_LAYERS}:TEColumnParallelLinear.forward": _X,
     f"{TE_LAYERS}:TERowParallelLinear.forward": _X,
 }
-"""As :data:`REPLACED`, where megatron-core has TransformerEngine; the last two inherit the method."""
+"""The same where megatron-core has TransformerEngine; the last two inherit the method."""
 LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
 """The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
@@ -52,16 +52,16 @@ REIMPLEMENTED = (
     *(_LINEAR, f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"),
     *(f"{TE_LAYERS}:TELinear.forward", f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward"),
 )
-"""What flux does in place of megatron-core, and what calls that: to be read anew in another line's source."""
+"""Code that flux does anew, and its callers; scripts/seams.py compares it with another line's."""
 _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
 )
-"""Of every line; a line may have added more."""
+"""Parameters of every line; a line may have added more."""
 
 
 class MegatronCoreLine(NamedTuple):
-    """What flux knows of one line of releases."""
+    """One line of releases."""
 
     versions: SpecifierSet
     added: Mapping[str, object]

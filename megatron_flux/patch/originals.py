@@ -1,13 +1,12 @@
 """Notice another library that has exchanged what stock calls and flux does not.
 
-ModelOpt quantises a layer by exchanging functions of megatron-core, or of TransformerEngine, while the layer's
-``forward`` runs. megatron-core's batch-invariant mode exchanges TransformerEngine's GEMM and norm. Others wrap a method
-of a class. Flux calls none of these, so it would throw the other library's work away: such a call runs stock, with the
-name of the other object as the reason.
+ModelOpt quantises a layer by exchanging functions of megatron-core or TransformerEngine while its ``forward`` runs.
+megatron-core's batch-invariant mode exchanges TransformerEngine's GEMM and norm. Others wrap a method of a class. Flux
+would throw that work away, so such a call runs stock, with the other object's name as the reason.
 
 Contract: compare by identity, in every call. An object is the release's own if its code is, under decorators of torch
 or of the release, and its name is that of its place. So it does not matter what was there when ``patch()`` ran, and an
-object that is put back counts again. ``==`` would not do: proxies (``wrapt``) are equal to what they wrap.
+object that is put back counts again. Hazard: ``==`` finds proxies (``wrapt``) equal to what they wrap.
 
 Cost: 0.4 us a call of a column or TransformerEngine layer (10 objects), 0.7 us of a row layer (24), on the host of an
 H100 (results/exchanged-h100x2).
@@ -69,10 +68,10 @@ _NEVER_SEEN = object()
 
 
 class Originals:
-    """The objects that stock calls for one kind of layer, and how a message names each."""
+    """The objects that stock calls for one kind of layer, and the name of each in a message."""
 
     def __init__(self, paths: Iterable[str], method: str, stock: Callable[..., Any]) -> None:
-        """``stock``: the method that flux takes the place of, ``class.name``. Somebody may have wrapped it before."""
+        """``stock``: the replaced method ``class.name``, which another library may have wrapped before."""
         self._wrapped = _reason(method, stock)
         places = [place for path in paths for place in _places(path)]
         self._labels = [label for _, _, label in places]
@@ -90,7 +89,7 @@ class Originals:
         return self._wrapped if self._wrapped is not None or self._untouched() else self._other()
 
     def _other(self) -> str | None:
-        """Look closely; what turns out to be the release's own is remembered."""
+        """Look closely, and remember what turns out to be the release's own."""
         for i, found in enumerate(self._now()):
             if found is not self._names[f"own{i}"]:
                 if (reason := _reason(self._labels[i], found)) is not None:
@@ -105,7 +104,7 @@ def _reason(label: str, found: Any) -> str | None:
 
 
 def _places(path: str) -> Iterator[tuple[Any, str, str]]:
-    """The owner, how to read from it and the label of each object behind ``path``."""
+    """Yield owner, attribute and label of each object behind ``path``."""
     module, _, label = path.partition(":")
     *classes, name = label.split(".")
     owner = functools.reduce(getattr, classes, importlib.import_module(module))

@@ -175,7 +175,7 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 
 
 def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
-    """Have the tuner decide about the calls of a patched model's linears now and not in its first step.
+    """Tune the calls of a patched model's linears now instead of in its first step.
 
     The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
     would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
@@ -192,7 +192,7 @@ def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
 
 
 def report(model: Model | None = None) -> dict[str, Any]:
-    """What the patch has done so far in this process, ready for JSON.
+    """Return what the patch has done so far in this process, ready for JSON.
 
     Returns:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;

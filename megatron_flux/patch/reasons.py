@@ -25,7 +25,7 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 """Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
 
 CHOSEN = "chosen with set_backend"
-"""Why a layer runs stock: no fallback, so ``strict`` does not refuse it; counted all the same."""
+"""A reason that is no fallback, so ``strict`` does not refuse it; counted all the same."""
 MANY_ROWS = 128
 NO_GAIN = (
     f"training without sequence parallelism, {MANY_ROWS} rows or more: stock is as fast or faster; name a backend to "
@@ -67,7 +67,7 @@ class StockReasons:
     def why_stock_column(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """Of a call of ``ColumnParallelLinear._forward_impl``."""
+        """Return the reason for a call of ``ColumnParallelLinear._forward_impl``, or None."""
         if layer.explicit_expert_comm:
             return _EXPERT
         if args:
@@ -94,7 +94,7 @@ class StockReasons:
     def why_stock_row(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """Of a call of ``RowParallelLinear.forward``."""
+        """Return the reason for a call of ``RowParallelLinear.forward``, or None."""
         if layer.explicit_expert_comm:
             return _EXPERT
         if args or kwargs:
@@ -119,7 +119,7 @@ class StockReasons:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:
-        """Of a call of ``forward`` of a layer over TransformerEngine."""
+        """Return the reason for a call of ``forward`` of a layer over TransformerEngine, or None."""
         if isinstance(self.te, str):
             return self.te
         if args or kwargs:
@@ -160,7 +160,7 @@ class StockReasons:
         return None if originals is None else originals.why_stock()
 
     def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Of any kind of layer."""
+        """Return the reason for a call of any kind of layer, or None."""
         for name, neutral in self.line.added.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"

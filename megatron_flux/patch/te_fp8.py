@@ -1,4 +1,4 @@
-"""FP8 of TransformerEngine's linears: what of it flux calls, and when a call runs stock.
+"""FP8 of TransformerEngine's linears: the parts that flux calls, and when a call runs stock.
 
 Under its FP8 autocast a patched layer goes through TransformerEngine's own preparation (``prepare_forward``: recipe,
 amax buffers, what recompute needs), its quantizers, its quantised norm, its cache of quantised weights and its wgrad
@@ -51,15 +51,14 @@ from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, g
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
 """Releases whose quantizer of blocks leaves what ranks will gather as rows; later ones transpose it before."""
-DTYPES = (torch.bfloat16, torch.float16)
-"""Of activations."""
+DTYPES = (torch.bfloat16, torch.float16)  # of activations
 
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess",
     "transformer_engine.pytorch.distributed:_all_gather_fp8",
     "transformer_engine.pytorch.distributed:gather_along_first_dim",
 )
-"""What flux's layers do in its place, beside the two linears; scripts/seams.py compares it."""
+"""Code that flux's layers do anew, beside the two linears; scripts/seams.py compares it."""
 
 _API = {
     "bgrad_quantize": "transformer_engine_torch:bgrad_quantize",
@@ -80,18 +79,18 @@ _API = {
     "split_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
     "split_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
 }
-"""What is used of all supported releases, by the name that it has here."""
+"""Symbols of all supported releases, by the name that they have here."""
 _API_BY_RELEASE = {
     "quantize_weight": "transformer_engine.pytorch.module.base:quantize_weight",
     "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
 }
-"""What older ones do not have; see the module."""
+"""Symbols that older releases lack; see the module."""
 
 _WITHOUT_FP8 = ("pipelined", "chunked_fp8", "chunked_int8")
 
 
 class TransformerEngineFp8:
-    """What flux calls and asks of the installed TransformerEngine for FP8."""
+    """The installed TransformerEngine, as far as flux calls or asks it for FP8."""
 
     def __init__(self, symbol: Callable[[str], Any], installed: str) -> None:
         """``symbol`` finds ``module:name``; ImportError or AttributeError where one is missing."""

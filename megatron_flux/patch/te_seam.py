@@ -41,7 +41,7 @@ REIMPLEMENTED = (
     "transformer_engine.pytorch.module.layernorm_linear",
     "transformer_engine.pytorch.module._common:apply_normalization",
 )
-"""What flux's layers do in place of TransformerEngine: to be read anew in another release's source."""
+"""Code that flux's layers do anew; scripts/seams.py compares it with another release's."""
 
 _userbuffers = attrgetter(
     "ub_overlap_ag_fprop",
@@ -87,7 +87,7 @@ def why_unusable() -> str | None:
 
 
 class TransformerEngine:
-    """What flux calls and asks of the installed TransformerEngine."""
+    """The installed TransformerEngine, as far as flux calls or asks it."""
 
     def __init__(self, installed: str) -> None:
         """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""

@@ -131,13 +131,8 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
     # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
     # blocks.
     gathers = not linear.row or (linear.fp8 is not None and linear.fp8[1].blocks)
-    if (
-        training
-        and linear.trained
-        and gathers
-        and linear.layer.sequence_parallel
-        and keys.by_chunks(linear.like, group)
-    ):
+    gathers = gathers and training and linear.trained and linear.layer.sequence_parallel
+    if gathers and keys.by_chunks(linear.like, group):
         width = n if linear.row else k
         if linear.fp8 is not None:
             width //= GATHERED_AS.itemsize
@@ -188,9 +183,8 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
     optimized = () if module is None else tuple(owner for owner, _ in inference_layers(module))
     numbers = _layer_numbers(chunk) if kinds and linears.config.fp8 else {}
     for layer in chunk.modules():
-        if backends_of(layer, linears.config.backends) == STOCK or (
-            isinstance(layer, optimized) and not layer.training
-        ):
+        stock = isinstance(layer, optimized) and not layer.training
+        if stock or backends_of(layer, linears.config.backends) == STOCK:
             continue
         found = None
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):

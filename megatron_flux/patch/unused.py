@@ -25,7 +25,7 @@ _settled = False
 
 
 def watch() -> None:
-    """Wait for the first tensor-parallel linear, if ``MEGATRON_FLUX`` is on; a second call does nothing.
+    """Wait for the first tensor-parallel linear, if ``MEGATRON_FLUX`` is on. Idempotent.
 
     The hook sees parameters as they are registered: no forward has more to do.
     """
@@ -35,7 +35,7 @@ def watch() -> None:
 
 
 def settle() -> None:
-    """End the wait: what runs here was asked, and has switched flux on or off (a command has options of its own)."""
+    """End the wait: flux was switched on or off by other means, the options of a command for instance."""
     global _handle, _settled
     _settled = True
     if _handle is not None:

@@ -87,7 +87,7 @@ def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
         (
             {"seed": 1},
             "loss",
-            "seed 1 and 1234; give results of the same settings, or a --band of step-time,memory alone",
+            "seed 1 and 1234; give results of the same settings, or a --band of step-time, memory alone",
         ),
     ],
 )

@@ -10,16 +10,13 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_flux.slurm import queue
-from megatron_flux.slurm.profile import Profile
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
 
 # Records five steps and saves where a file `saves` is. Then it fails on the job's second node as the file `fails` says:
-# `always` or `once` (not after a requeue), in which repetition, with which account. Otherwise it finishes, or
-# stops on a signal where a file `stops` is.
+# `always` or `once` (not after a requeue), in which repetition, with which account. Otherwise it finishes.
 STAND_IN = r"""#!/usr/bin/env bash
 for word in "$@"; do
     [[ $word == --out=* ]] && out=${word#--out=}
@@ -45,9 +42,7 @@ if [[ $when != never && $repetition == "${SLURM_ARRAY_TASK_ID:-0}" ]]; then
     echo "0 0 rank 1 on $SLURMD_NODENAME $said" >"$MEGATRON_FLUX_FAILURES/$SLURMD_NODENAME"
     exit 1
 fi
-state=finished
-[[ ! -e $SLURM_SUBMIT_DIR/stops ]] || state=stopped
-[[ $SLURM_NODEID != 0 ]] || printf '{"state": "%s", "iterations": {}}\n' $state >"$out/ended.json"
+[[ $SLURM_NODEID != 0 ]] || printf '{"state": "finished", "iterations": {}}\n' >"$out/ended.json"
 """
 KILLED = "was killed by SIGKILL (exit code -9)"
 
@@ -156,27 +151,6 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     assert f"job {job}, resumed as {again}: COMPLETED" in slurm("status", root)
     assert "ended: all steps done, step baseline 5/5, flux 5/5, 3 start(s)" in slurm("status", root)
     assert [path.name for path in Path("runs").glob("tiny-*")] == [root.name]
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_only_requeues_that_save_nothing_count(at_the_cluster: Cluster, slurm: Slurm) -> None:
-    """One is allowed. The first start saves, the others save the same step again."""
-    Path("stops").touch()
-    Path("saves").touch()
-    site = yaml.safe_load(Profile.packaged()["local"]) | {"max_requeues": 1}
-    Path("site.yaml").write_text(yaml.safe_dump(site))
-    job = re.search(r"job (\d+)", slurm("submit", "--profile", "site.yaml", "--job", "tiny", "--mode", "flux"))[1]
-    for restarts in ("1", "2"):
-        at_the_cluster.wait(lambda n=restarts: at_the_cluster.job(job)["Restarts"] == n, f"requeue {restarts}", 60)
-        at_the_cluster.release(job)
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    said = re.findall(
-        r"^megatron-flux: (requeue .*|error: not requeued: [^,]*)", log_of(at_the_cluster, job), re.MULTILINE
-    )
-    assert said == [
-        *["requeue 1 of at most 1"] * 2,
-        "error: not requeued: this job has been 1 time(s) since it last saved",
-    ]
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -164,3 +164,20 @@ def test_the_library_is_found_or_named(stubs: tuple[Path, Path], tmp_path: Path)
     done = execute(text.replace("version=1 ", "version=2 "), stubs, tmp_path)
     assert done.returncode == 1
     assert "error: the script is for version 2 of the library, " in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("saved", "spent"), [("", 4), ("3", 2)])
+def test_only_requeues_that_save_nothing_count(
+    saved: str, spent: int, stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of four requeues none saved, or the second did; three in a row are allowed."""
+    (stubs[0] / "scontrol").write_text("#!/bin/sh\necho 'JobId=7 Restarts=4 n01 NodeAddr=127.0.0.1'\n")
+    work = tmp_path / "runs" / "work-compare-7" / "rep-0"
+    for start in range(4):
+        (work / "logs" / str(start)).mkdir(parents=True)
+        (work / "logs" / str(start) / "saved").write_text(saved if start > 1 else "")
+    (work / "checkpoints").mkdir()
+    (work / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(saved)
+    done = execute(script({**PLAIN, "preflight": {"enabled": False}}, WORK), stubs, tmp_path)
+    too_many = "error: started again 4 times since it last saved, 3 is the limit"
+    assert (too_many in done.stderr) is (spent > 3), done.stderr

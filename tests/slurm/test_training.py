@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +35,6 @@ from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe, logs
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
-from tests.train.conftest import UNCOMPILED
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -140,28 +138,6 @@ def compare(cluster: Cluster) -> Job:
     return job
 
 
-def lose_a_node(cluster: Cluster) -> Job:
-    """What Slurm ends is fresh: it finds all of it below its own processes."""
-    settings = [f"steps={STEPS}", "save_interval=4", "save_keep=2"]
-    fresh = f"MEGATRON_FLUX_PYTHON={sys.executable}; export {' '.join(f'{k}={v}' for k, v in UNCOMPILED.items())}"
-    site = {**NO_PREFLIGHT, "setup": [f"((${{SLURM_RESTART_COUNT:-0}})) || {{ {fresh}; }}"]}
-    job = Job.submitted(cluster, range(2, 5), site, mode="flux", settings=settings)
-    cluster.client("scancel", job.collecting)
-    job.until(job.tracker().exists, "a checkpoint")
-    bad = job.hosts()[1]
-    cluster.client("scontrol", "update", f"nodename={bad}", "state=down", "reason=test")
-    try:
-        job.until_restarted(1)
-        cluster.release(job.number)
-        job.ended()
-    finally:
-        cluster.client("scontrol", "update", f"nodename={bad}", "state=resume")
-    hosts = job.hosts()
-    assert len(hosts) == 2
-    assert bad not in hosts
-    return job
-
-
 def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[float]]:
     """And the losses of the steps before anything happened."""
     settings = ["steps=1000000", "save_interval=8", "save_keep=2"]
@@ -241,7 +217,6 @@ def stop_without_requeues(cluster: Cluster) -> Job:
 
 
 STORIES: list[Callable[[Cluster], Any]] = [
-    lose_a_node,  # the longest ones first
     kill_a_rank_then_cancel_and_resume,
     compare,
     try_bad_and_good_nodes,
@@ -280,17 +255,6 @@ def test_a_killed_rank_is_named_and_retried_and_a_cancelled_job_resumed(uninterr
     assert len(uninterrupted) == STEPS
     # Steps of one sequence each, on this folder's text: a few are far off (11.7 once, and 3.7 five steps later).
     assert median(uninterrupted[-10:]) < uninterrupted[0] - 0.5, "the loss does not fall"
-
-
-def test_a_lost_node_is_replaced_and_training_resumes(stories: Stories, uninterrupted: list[float]) -> None:
-    job = stories[lose_a_node].result()
-    said = "\n".join(job.log())
-    assert f"start 1, on {job.cluster.job(job.number)['NodeList']}" in said
-    assert f"training: --load={job.root}/rep-0/checkpoints" in said
-    assert job.losses("flux") == uninterrupted
-    assert job.ended_as()["state"] == "finished"
-    assert len(list((job.root / "rep-0" / "checkpoints").glob("iter_*"))) == 2
-    assert {path.name for path in (job.root / "rep-0" / "logs").iterdir()} == {"0", "1"}
 
 
 def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories, uninterrupted: list[float]) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_flux.bench.options import LayerOptions, LayerRun, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
+from megatron_flux.bench.options import LayerOptions, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
-from megatron_flux.options import Options
-from megatron_flux.run import folder, launcher, rank
-from megatron_flux.telemetry import environment
+from megatron_flux.run import launcher, rank
 
 
 def ops(options: OpsOptions, dry_run: bool) -> None:
@@ -27,22 +25,7 @@ def ops(options: OpsOptions, dry_run: bool) -> None:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     wire = Wires.of(options.wire, None).activations
     run = OpsRun(**{**options.model_dump(), "tp": _tp(options.tp), "wire": wire, "out": options.out or Path()})
-    calls = len(run.cases())
-
-    def to(out: Path) -> OpsRun:
-        return run.model_copy(update={"out": out})
-
-    start.benchmark(
-        "bench ops",
-        module,
-        f"{calls} calls on {run.tp} GPUs",
-        run.tp,
-        describe=lambda out: _description(to(out), options),
-        argument=lambda out: to(out).model_dump_json(),
-        out=options.out,
-        overwrite=options.overwrite,
-        dry_run=dry_run,
-    )
+    start.benchmark(module, f"{len(run.cases())} calls on {run.tp} GPUs", run, options, _calls(run), dry_run)
 
 
 def tune(options: TuneOptions, dry_run: bool) -> None:
@@ -61,13 +44,12 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     activations, gradients = Wires.of(options.wire, options.grad_wire)
     wires = {"wire": activations, "grad_wire": gradients}
     run = TuneRun(**{**options.model_dump(), **wires, "tp": _tp(options.tp), "cache": cache.absolute()})
-    calls = len(run.cases())
+    about = f"{len(run.cases())} calls on {run.tp} GPUs, plans stored in {cache}"
     if not dry_run:
         _require_writable(cache)
     load(cache)  # refuses a damaged one
-    if start.described(dry_run, lambda _: _description(run, options), None):
+    if start.described(dry_run, lambda _: start.description(run, options, _calls(run)), None):
         return
-    about = f"{calls} calls on {run.tp} GPUs, plans stored in {cache}"
     left = f"plans made so far are in {cache}"
     start.on_ranks("tune", about, module, run.model_dump_json(), run.tp, left=left)
 
@@ -115,15 +97,8 @@ def _show(cache: Path, *, asked: bool) -> None:
     print(f"plans: {cache}" if plans else f"nothing has been tuned yet: no plans in {cache}")
 
 
-def _description(run: OpsRun | TuneRun, options: Options) -> dict[str, Any]:
-    return {
-        "config": run.model_dump(mode="json"),
-        "options": options.as_given(),
-        "calls": [asdict(case) for case in run.cases()],
-        "versions": environment.versions(),
-        "command": folder.command_line(),
-        "started": folder.started(),
-    }
+def _calls(run: OpsRun | TuneRun) -> dict[str, Any]:
+    return {"calls": [asdict(case) for case in run.cases()]}
 
 
 def layer(options: LayerOptions, dry_run: bool) -> None:
@@ -140,29 +115,7 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     run = layer_run(options, launcher.world_size(options.tp, gpus=gpus, otherwise=8, option="--tp"))
     blocks = {workload: len(blocks_of(run.variants, workload.fp8)) for workload in run.workloads}
 
-    def to(out: Path) -> LayerRun:
-        return run.model_copy(update={"out": out})
-
-    def describe(out: Path) -> dict[str, Any]:
-        return {
-            "config": {**options.model_dump(mode="json"), "tp": run.tp, "out": str(out)},
-            "options": options.as_given(),
-            "workloads": [workload.model_dump() for workload in run.workloads],
-            "memory_gb_per_gpu": {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads},
-            "started": folder.started(),
-            "command": folder.command_line(),
-        }
-
+    memory = {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads}
     if not dry_run:
         rank.set_environment()
-    start.benchmark(
-        "bench layer",
-        module,
-        f"tp {run.tp}",
-        run.tp,
-        describe=describe,
-        argument=lambda out: to(out).model_dump_json(),
-        out=options.out,
-        overwrite=options.overwrite,
-        dry_run=dry_run,
-    )
+    start.benchmark(module, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)

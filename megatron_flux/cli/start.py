@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
+
+from megatron_flux.options import Options
 from megatron_flux.run import folder, launcher, rank
+from megatron_flux.telemetry import environment
 
 Describe = Callable[[Path], dict[str, Any]]
 """Return what ``--dry-run`` prints and ``config.json`` holds, for a run in that folder."""
@@ -47,33 +51,40 @@ def described(
     return dry_run
 
 
-def benchmark(
-    command: str,
-    module: ModuleType,
-    about: str,
-    ranks: int,
-    *,
-    describe: Describe,
-    argument: Callable[[Path], str],
-    out: Path | None,
-    overwrite: bool,
-    dry_run: bool,
-) -> Path | None:
-    """Run a benchmark in a folder of its own (``out``, or one that is named after it); None after a dry run.
+def description(run: BaseModel, options: Options, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a benchmark: ``run`` as it will be, the options that were given, and ``more``."""
+    return {
+        "config": run.model_dump(mode="json"),
+        "options": options.as_given(),
+        **more,
+        "versions": environment.versions(),
+        "command": folder.command_line(),
+        "started": folder.started(),
+    }
 
-    ``argument`` makes the argument of ``module.work`` once all checks have passed; see :func:`described` and
-    :func:`on_ranks` for the rest.
+
+def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapping[str, Any], dry_run: bool) -> None:
+    """Run ``module.work(run)`` in a folder of its own: ``options.out``, or one that is named after the benchmark.
+
+    ``run`` and ``options`` are the benchmark's models; ``about`` is printed, ``more`` goes into the description.
     """
-    made = out or folder.default_folder(*command.split())
-    if described(dry_run, describe, made, default=out is None, overwrite=overwrite):
-        return None
-    if out is None and not launcher.launched():
-        made = folder.claim(made)
+    command = f"bench {module.__name__.rpartition('.')[2]}"
+    out = options.out or folder.default_folder(*command.split())
+
+    def to(out: Path) -> Any:
+        return run.model_copy(update={"out": out})
+
+    def describe(out: Path) -> dict[str, Any]:
+        return description(to(out), options, more)
+
+    if described(dry_run, describe, out, default=options.out is None, overwrite=options.overwrite):
+        return
+    if options.out is None and not launcher.launched():
+        out = folder.claim(out)
     if rank.is_first():
-        folder.make(made, describe(made), overwrite=overwrite)
-    left = f"what was measured is in {made}"
-    on_ranks(command, f"{about}, run folder {made}", module, argument(made), ranks, left=left)
-    return made
+        folder.make(out, describe(out), overwrite=options.overwrite)
+    argument, left = to(out).model_dump_json(), f"what was measured is in {out}"
+    on_ranks(command, f"{about}, run folder {out}", module, argument, run.tp, left=left)
 
 
 def on_ranks(

@@ -224,7 +224,7 @@ def test_the_log_says_what_ended_it(tmp_path: Path) -> None:
 
 def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:
     found = dry(run, "bench", "layer", "--tp", "4", "--preset", "gpt3-175b,llama3-405b", "--variants", "te,te_again")
-    assert [(w["model"], w["seq"], w["micro_batch"], w["layers"]) for w in found["workloads"]] == [
+    assert [(w["model"], w["seq"], w["micro_batch"], w["layers"]) for w in found["config"]["workloads"]] == [
         ("gpt3-175b", 2048, 4, 4),
         ("llama3-405b", 8192, 1, 2),
     ]

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -29,6 +29,7 @@ from tests.distributed.te_cases import Case, Sizes, build, gradient_of, input_of
 from tests.distributed.te_stand_in import SOURCE
 from tests.distributed.te_stand_in_fp8 import numbers_of
 
+Result = TypeVar("Result")
 FP8 = FluxConfig(strict=True, backend="reference", fp8=True)
 SIZES = Sizes(64, 2, 256, 384)
 """128 rows per rank, as blocks want them."""
@@ -174,32 +175,34 @@ def fresh() -> None:
     FP8GlobalStateManager.reset()
 
 
-def both(
-    case: Case, recipes: tuple[str | None, ...], primary: str | None = None, backend: str = "reference"
-) -> tuple[Training, Training, Any]:
-    """Stock's training, ours, and what was seen of ours."""
-    stock = train(case, built(case, primary), recipes)
-    fresh()
-    layer = built(case, primary)
-    with flux(replace(FP8, backend=backend)) as seen:
-        ours = train(case, layer, recipes)
+def both(work: Callable[[], Result], config: FluxConfig = FP8) -> tuple[Result, Result, Any]:
+    """What ``work`` returns with stock and with flux, each from fresh FP8 state, and what was seen of flux."""
+    with fp8_megatron():
+        stock = work()
+        fresh()
+        with flux(config) as seen:
+            ours = work()
+        fresh()
     return stock, ours, seen
 
 
+def require_same(
+    case: Case, recipes: tuple[str | None, ...], primary: str | None = None, config: FluxConfig = FP8
+) -> dict[str, int]:
+    """Stock's training and ours; calls by operator and backend."""
+    stock, ours, seen = both(lambda: train(case, built(case, primary), recipes), config)
+    ours.require_same(stock, f"{case.kind}, {recipes}")
+    assert seen.calls
+    assert seen.fallbacks == {}
+    return seen.calls
+
+
 def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool, backend: str = "reference") -> dict[str, int]:
-    """Calls by operator and backend."""
-    with fp8_megatron():
-        stock, ours, seen = both(case, (recipe,) * steps, recipe if primary else None, backend)
-        ours.require_same(stock, f"{case.kind}, {recipe}")
-        assert (seen.active_layers, seen.fallbacks) == (1, {})
-        return seen.calls
+    return require_same(case, (recipe,) * steps, recipe if primary else None, replace(FP8, backend=backend))
 
 
 def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
-    with fp8_megatron():
-        stock, ours, seen = both(fp8_case(kind), recipes)
-        ours.require_same(stock, f"{kind}, {recipes}")
-        assert (seen.active_layers, seen.fallbacks) == (1, {})
+    require_same(fp8_case(kind), recipes)
 
 
 # What is multiplied
@@ -248,13 +251,13 @@ def described(operand: Any, transposed: bool) -> tuple[torch.Tensor, torch.Tenso
 
 def rank_operands(kind: str, recipe: str) -> None:
     case, rank = fp8_case(kind, micro_batches=1), dist.get_rank()
-    with fp8_megatron():
-        with multiplied() as stock:
+
+    def operands() -> list[tuple[str, bool, Any, Any]]:
+        with multiplied() as seen:
             train(case, built(case), (recipe,) * 2)
-        fresh()
-        layer = built(case)
-        with flux(FP8), multiplied() as ours:
-            train(case, layer, (recipe,) * 2)
+        return seen
+
+    stock, ours, _ = both(operands)
     gathered = {"row": ("gemm_reduce_scatter", "all_gather_gemm")}.get(kind, ("all_gather_gemm", "gemm_reduce_scatter"))
     assert [name for name, *_ in stock] == ["TN", "NN", "NT"] * 2
     assert [name for name, *_ in ours] == [*gathered, "NT"] * 2
@@ -273,17 +276,17 @@ def rank_operands(kind: str, recipe: str) -> None:
 
 def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
     """How often stock and ours quantise over three micro-batches: the weight once a step."""
-    import transformer_engine_torch as tex
+    case = fp8_case(kind, micro_batches=3)
 
-    case, counts = fp8_case(kind, micro_batches=3), []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer = built(case)
-            with patch, mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
-                train(case, layer, (recipe,) * 2)
-            counts.append(quantize.call_count)
-            fresh()
-    return counts[0], counts[1]
+    def count() -> int:
+        import transformer_engine_torch as tex
+
+        layer = built(case)
+        with mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
+            train(case, layer, (recipe,) * 2)
+        return quantize.call_count
+
+    return both(count)[:2]
 
 
 # Recompute, no_grad, memory
@@ -291,20 +294,16 @@ def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
 
 def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
     case = fp8_case(kind)
-    with fp8_megatron():
+
+    def recomputed() -> Training:
         from megatron.core import tensor_parallel
 
-        def call(layer: Any) -> Callable[[torch.Tensor], Any]:
-            if by_te:
-                return by_te_checkpoint(layer)
-            return lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
+        layer = built(case)
+        call = by_te_checkpoint(layer) if by_te else lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
+        return train(case, layer, (recipe,) * 2, call)
 
-        layer = built(case)
-        stock = train(case, layer, (recipe,) * 2, call(layer))
-        fresh()
-        layer = built(case)
-        with flux(FP8):
-            train(case, layer, (recipe,) * 2, call(layer)).require_same(stock, f"{kind}, {recipe}")
+    stock, ours, _ = both(recomputed)
+    ours.require_same(stock, f"{kind}, {recipe}")
 
 
 def rank_fp8_no_grad(kind: str, recipe: str) -> None:
@@ -323,24 +322,23 @@ def rank_fp8_no_grad(kind: str, recipe: str) -> None:
 
 def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
     """Bytes saved for backward beside the weight's cache, by stock and by ours, each memory once."""
-    case, found = fp8_case(kind), []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer = built(case)
-            memory: dict[int, int] = {}
+    case = fp8_case(kind)
 
-            def keep(t: torch.Tensor, memory: dict[int, int] = memory) -> torch.Tensor:
-                if type(t) is torch.Tensor:
-                    memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-                return t
+    def saved() -> int:
+        memory: dict[int, int] = {}
 
-            x = input_of(case, 7).requires_grad_()
-            with patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe_of(recipe)):
-                y, _ = layer(x)
-            y.backward(torch.ones_like(y))
-            found.append(sum(memory.values()))
-            fresh()
-    return found[0], found[1]
+        def keep(t: torch.Tensor) -> torch.Tensor:
+            if type(t) is torch.Tensor:
+                memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        layer, x = built(case), input_of(case, 7).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe_of(recipe)):
+            y, _ = layer(x)
+        y.backward(torch.ones_like(y))
+        return sum(memory.values())
+
+    return both(saved)[:2]
 
 
 # As in a CUDA graph
@@ -400,16 +398,14 @@ def train_captured(case: Case, layer: Any, recipe: str, primary: bool) -> Traini
 def rank_fp8_captured(kind: str, recipe: str, primary: bool, cache: bool, backend: str = "reference") -> dict[str, int]:
     """Calls by operator and backend."""
     case = fp8_case(kind, micro_batches=2, options={"disable_parameter_transpose_cache": not cache})
-    trainings = []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(replace(FP8, backend=backend))):
-            layer = built(case, recipe if primary else None)
-            with patch as seen:
-                trainings.append(train_captured(case, layer, recipe, primary))
-            fresh()
-    trainings[1].require_same(trainings[0], f"{kind}, {recipe}")
-    assert (seen.active_layers, seen.fallbacks) == (1, {})
-    cached = [trainings[1].state.get(f"2.{i} weight {name}") for i in (0, 1) for name in ("_data", "_rowwise_data")]
+    stock, ours, seen = both(
+        lambda: train_captured(case, built(case, recipe if primary else None), recipe, primary),
+        replace(FP8, backend=backend),
+    )
+    ours.require_same(stock, f"{kind}, {recipe}")
+    assert seen.calls
+    assert seen.fallbacks == {}
+    cached = [ours.state.get(f"2.{i} weight {name}") for i in (0, 1) for name in ("_data", "_rowwise_data")]
     if not primary:
         before, after = [t for t in cached if t is not None]
         assert torch.equal(before, after), "the weight was quantised in a micro-batch that skips it"
@@ -433,32 +429,31 @@ def rank_fp8_pair(recipe: str, ahead: bool, backend: str = "reference", recomput
     """A row-parallel layer behind a column-parallel one, the input of which it gathers ahead."""
     first = fp8_case("norm column", bias=False)
     second = fp8_case("row", bias=False, sizes=replace(first.size, k=first.size.n, n=first.size.k))
-    found: list[dict[str, torch.Tensor]] = []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(replace(FP8, gather_ahead=ahead, backend=backend))):
-            layers = [built(first), built(second)]
 
-            def call(x: torch.Tensor, layers: list[Any] = layers) -> torch.Tensor:
-                return layers[1](layers[0](x)[0])[0]
+    def run() -> dict[str, torch.Tensor]:
+        layers = [built(first), built(second)]
 
-            with patch as seen:
-                for i in range(3):
-                    x = input_of(first, 7 + i).requires_grad_()
-                    with autocast(recipe_of(recipe)):
-                        y = (by_te_checkpoint(call) if recompute else call)(x)
-                    y.backward(gradient_of(y, 70 + i))
-            results = {"y": y.detach(), "dx": x.grad}
-            for i, layer in enumerate(layers):
-                results[f"weight {i}"] = layer.weight.main_grad
-                results |= {f"{i} {name}": value for name, value in state_of(layer).items()}
-            found.append(results)
-            fresh()
-    assert found[0].keys() == found[1].keys()
-    for name, expected in found[0].items():
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return layers[1](layers[0](x)[0])[0]
+
+        for i in range(3):
+            x = input_of(first, 7 + i).requires_grad_()
+            with autocast(recipe_of(recipe)):
+                y = (by_te_checkpoint(call) if recompute else call)(x)
+            y.backward(gradient_of(y, 70 + i))
+        results = {"y": y.detach(), "dx": x.grad}
+        for i, layer in enumerate(layers):
+            results[f"weight {i}"] = layer.weight.main_grad
+            results |= {f"{i} {name}": value for name, value in state_of(layer).items()}
+        return results
+
+    stock, ours, seen = both(run, replace(FP8, gather_ahead=ahead, backend=backend))
+    assert stock.keys() == ours.keys()
+    for name, expected in stock.items():
         if expected.any() and expected.is_floating_point():
             # What one layer rounds otherwise, the other quantises: a few numbers are an eighth off. (Triton's
             # interpreter cuts bf16 off, so that half of them are rounded otherwise.)
-            error = (found[1][name].float() - expected.float()).norm() / expected.float().norm()
+            error = (ours[name].float() - expected.float()).norm() / expected.float().norm()
             assert error < (2**-4 if backend == "twin" else 2**-5), (recipe, name, error)
     return seen.calls
 

@@ -34,7 +34,9 @@ from tests.distributed.te_fp8_cases import (
     KINDS,
     RECIPES,
     SIZES,
+    Training,
     autocast,
+    both,
     built,
     fp8_case,
     fp8_megatron,
@@ -50,6 +52,7 @@ from tests.distributed.te_fp8_cases import (
     rank_quantised,
     rank_switches,
     recipe_of,
+    require_same,
     state_of,
     train,
     why_not,
@@ -207,14 +210,9 @@ def rank_kept(kind: str, recipe: str, backend: str, budget: int | None) -> tuple
     before = report()["kept_gathered"]
     config = replace(FP8, backend=backend, keep_gathered=True, keep_gathered_bytes=budget)
     keep.reset_peak()
-    with fp8_megatron():
-        stock = train(case, built(case), (recipe,) * 2)
-        fresh()
-        layer = built(case)
-        with flux(config) as seen:
-            train(case, layer, (recipe,) * 2).require_same(stock, f"{kind}, {recipe}")
+    calls = require_same(case, (recipe,) * 2, config=config)
     kept = report()["kept_gathered"]
-    return seen.calls, {name: kept[name] - (before[name] if name != "peak_bytes" else 0) for name in kept}
+    return calls, {name: kept[name] - (before[name] if name != "peak_bytes" else 0) for name in kept}
 
 
 @pytest.mark.parametrize(
@@ -322,24 +320,24 @@ def test_two_models_take_turns(te_world2: WorkerPool) -> None:
 
 
 def rank_fp8_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
-    case, found = fp8_case(kind, fusion=False, skip_bias_add=True), []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer = built(case)
-            for name in names:
-                getattr(layer, name).requires_grad_(False)
-            x = input_of(case, 7).requires_grad_(input_grad)
-            with patch:
-                with autocast(recipe_of(recipe)):
-                    y, _ = layer(x)
-                y.backward(torch.ones_like(y))
-            gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
-            found.append({"y": y.detach(), "dx": x.grad, **gradients})
-            fresh()
-    for name, expected in found[0].items():
-        assert (found[1][name] is None) == (expected is None), name
+    case = fp8_case(kind, fusion=False, skip_bias_add=True)
+
+    def run() -> dict[str, torch.Tensor | None]:
+        layer = built(case)
+        for name in names:
+            getattr(layer, name).requires_grad_(False)
+        x = input_of(case, 7).requires_grad_(input_grad)
+        with autocast(recipe_of(recipe)):
+            y, _ = layer(x)
+        y.backward(torch.ones_like(y))
+        gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+        return {"y": y.detach(), "dx": x.grad, **gradients}
+
+    stock, ours, _ = both(run)
+    for name, expected in stock.items():
+        assert (ours[name] is None) == (expected is None), name
         if expected is not None:
-            torch.testing.assert_close(found[1][name], expected, rtol=2**-7, atol=2**-5)
+            torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
 
 
 @pytest.mark.parametrize(
@@ -468,22 +466,23 @@ def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
 
 def rank_original_input(kind: str, recipe: str) -> None:
     """As Megatron has it of linear_proj: x is saved as it came, and quantised again in backward."""
-    case, trainings, saved = fp8_case(kind), [], []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer = built(case)
-            layer.save_original_input = True
-            with patch as seen:
-                trainings.append(train(case, layer, (recipe,) * 2))
-                x, found = input_of(case, 7).requires_grad_(), []
-                hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, f=found: f.append(t) or t, lambda t: t)
-                with hooks, autocast(recipe_of(recipe)):
-                    layer(x)[0].sum().backward()
-                saved.append(any(t.data_ptr() == x.data_ptr() for t in found if type(t) is torch.Tensor))
-            fresh()
-    trainings[1].require_same(trainings[0], f"{kind}, {recipe}")
-    assert saved == [True, True]
-    assert (seen.active_layers, seen.fallbacks) == (1, {})
+    case = fp8_case(kind)
+
+    def run() -> Training:
+        layer = built(case)
+        layer.save_original_input = True
+        training = train(case, layer, (recipe,) * 2)
+        x, found = input_of(case, 7).requires_grad_(), []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)
+        with hooks, autocast(recipe_of(recipe)):
+            layer(x)[0].sum().backward()
+        assert any(t.data_ptr() == x.data_ptr() for t in found if type(t) is torch.Tensor)
+        return training
+
+    stock, ours, seen = both(run)
+    ours.require_same(stock, f"{kind}, {recipe}")
+    assert seen.calls
+    assert seen.fallbacks == {}
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [("column", "blockwise"), ("row", "tensorwise"), ("row", "blockwise")])
@@ -493,18 +492,20 @@ def test_the_original_input_is_saved(te_world2: WorkerPool, kind: str, recipe: s
 
 def rank_outside(kind: str) -> None:
     """A layer in bf16 of a model in FP8, as ``first_last_layers_bf16`` has it."""
-    case, trainings = fp8_case(kind), []
-    with fp8_megatron():
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer = built(case)
-            layer.config.fp8 = "hybrid"
-            with patch as seen:
-                trainings.append(train(case, layer, ("delayed", None)))
-            assert not layer.fp8
-            assert layer.state_dict()["_extra_state"].numel() == 0
-            fresh()
-    trainings[1].require_same(trainings[0], kind)
-    assert (seen.active_layers, seen.fallbacks) == (1, {})
+    case = fp8_case(kind)
+
+    def run() -> Training:
+        layer = built(case)
+        layer.config.fp8 = "hybrid"
+        training = train(case, layer, ("delayed", None))
+        assert not layer.fp8
+        assert layer.state_dict()["_extra_state"].numel() == 0
+        return training
+
+    stock, ours, seen = both(run)
+    ours.require_same(stock, kind)
+    assert seen.calls
+    assert seen.fallbacks == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -514,15 +515,10 @@ def test_outside_of_the_autocast_layers_are_in_bf16(te_world2: WorkerPool, kind:
 
 def rank_runs_stock(kind: str) -> None:
     case = fp8_case(kind)
-    with fp8_megatron():
-        stock = train(case, built(case), ("delayed",) * 2)
-        fresh()
-        layer = built(case)
-        with flux(FluxConfig(fp8=False)) as seen:
-            ours = train(case, layer, ("delayed",) * 2)
-        ours.require_same(stock, kind)
-        assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
-        assert (seen.active_layers, seen.calls) == (0, {})
+    stock, ours, seen = both(lambda: train(case, built(case), ("delayed",) * 2), FluxConfig(fp8=False))
+    ours.require_same(stock, kind)
+    assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
+    assert (seen.active_layers, seen.calls) == (0, {})
 
 
 @pytest.mark.parametrize("kind", KINDS[:1])

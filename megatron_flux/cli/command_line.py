@@ -170,7 +170,7 @@ def read_settings(pairs: Sequence[str], model: type[Options]) -> dict[str, Any]:
         if name is None:
             raise _no_option(f"--set {pair}", word, model)
         if is_list(model.model_fields[name]):
-            found.setdefault(name, []).extend(value.split(","))
+            found.setdefault(name, []).append(value)
         elif name in found:
             raise UserError(f"--set {name} is given twice; give it once")
         else:

@@ -174,7 +174,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         if not separator or not name:
             raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
         if name in fields and is_list(fields[name]):
-            found.setdefault(name, []).extend(value.split(","))
+            found.setdefault(name, []).append(value)
         elif name in found:
             raise UserError(f"--set {name} is given twice; give it once")
         else:

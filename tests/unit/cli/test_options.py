@@ -7,15 +7,17 @@ import multiprocessing
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron_flux.cli import command_line, start
 from megatron_flux.cli import main as cli
-from megatron_flux.cli import start
 from megatron_flux.run import folder
+from megatron_flux.train.options import TrainOptions
 
 Told = Callable[..., dict[str, Any]]
 
@@ -100,6 +102,13 @@ def test_the_command_line_goes_over_set_and_set_over_the_file(told: Told, tmp_pa
     assert (found["layer_backend"], found["wandb_tags"]) == (["*.mlp.*=reference"], ["a", "b"])
     # A default that is given counts as given.
     assert config(told, "train", "--config", file, "--steps", "100")["steps"] == 100
+
+
+def test_lists_take_commas_and_paths_none() -> None:
+    read = partial(command_line.read, TrainOptions, prog="train", about="", launches=True)
+    for words in (["--data", "a,{b}", "--data", "[c]"], ["--set", "data=a,{b}", "--set", "data=[c]"]):
+        assert read(words)[0].data == [Path("a,{b}"), Path("[c]")]
+    assert read(["--set", "wandb_tags=a, b", "--set", "wandb_tags=c"])[0].wandb_tags == ["a", "b", "c"]
 
 
 def test_a_long_name_is_the_short_one(told: Told) -> None:

@@ -96,17 +96,17 @@ def on_ranks(
     *,
     left: str,
     here: Callable[[], None] | None = None,
-    pass_on: str | None = None,
+    orderly: bool = False,
 ) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, be that rank.
 
     ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. ``here`` is a rank's
-    work under a launcher, instead of ``module.work(argument)``. ``pass_on`` and the result are those of
+    work under a launcher, instead of ``module.work(argument)``. ``orderly`` and the result are those of
     :func:`megatron_flux.run.launcher.launch`.
     """
     if not launcher.launched():
         print(f"megatron-flux {command}: {about}", file=sys.stderr, flush=True)
-        return launcher.launch(module.__name__, argument, ranks, left=left, pass_on=pass_on)
+        return launcher.launch(module.__name__, argument, ranks, left=left, orderly=orderly)
     if here is not None:
         here()
     else:

@@ -89,10 +89,10 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             run.world_size,
             left=f"what was recorded is in {run.out}",
             here=partial(worker.run, run),
-            pass_on=run.stop_signal,
+            orderly=True,
         )
         if asked is not None and folder.has_stopped(run.out):
-            go_on = "before its first step was done; the same command begins again"
+            go_on = "and nothing is saved; the same command begins again"
             if checkpoint_access.is_saved(run):
                 go_on = f"saved in {run.save}; the same command with --load {run.save} goes on"
             raise InterruptedRunError(f"stopped by {asked.name}, {go_on}", asked)

@@ -15,7 +15,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -25,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_flux.errors import FluxError, InterruptedRunError, UserError
 from megatron_flux.run.rank import introduce_launcher
+from megatron_flux.run.stop import SignalListener
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -54,17 +54,17 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "-
     return wanted
 
 
-def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | None = None) -> signal.Signals | None:
+def launch(module: str, argument: str, nproc: int, *, left: str, orderly: bool = False) -> signal.Signals | None:
     """Call ``module.work(argument)`` in ``nproc`` processes and wait for them.
 
-    ``left``: the last words of an error, what a failed run leaves and where. ``pass_on``: a signal (``USR1``) that this
-    process hands to the ranks instead of dying of it, and goes on handing to them every second. The first SIGINT or
-    SIGTERM means it too, and is returned when the ranks have ended in order; a second one ends them at once.
+    ``left``: the last words of an error, what a failed run leaves and where. ``orderly``: the ranks end in order on
+    SIGTERM (:class:`megatron_flux.run.stop.StopRequest`). They get one for the first SIGINT, SIGTERM or SIGUSR1 to this
+    process; a second SIGINT or SIGTERM kills them. Returns a SIGINT or SIGTERM on which they have ended in order.
 
     Raises:
         UserError: all ranks refused their input.
         FluxError: a rank failed or was killed; names the first one and its error.
-        InterruptedRunError: this process got SIGINT or SIGTERM (with ``pass_on`` twice); the ranks have been ended.
+        InterruptedRunError: this process got SIGINT or SIGTERM (if ``orderly``, twice); the ranks have been ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
@@ -72,71 +72,49 @@ def launch(module: str, argument: str, nproc: int, *, left: str, pass_on: str | 
     introduce_launcher()
     # For the name of an event, each time, it reads the source of all that calls it: a third of the start of a training.
     dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
-    # What torch.distributed.run --standalone does: one node, a free port.
-    alone: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    if pass_on is not None:
-        alone["signals_to_handle"] = "SIGHUP,SIGQUIT"
-    config = LaunchConfig(nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1, **alone)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",  # a free port
+        signals_to_handle="SIGHUP,SIGQUIT" if orderly else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    )  # fmt: skip
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     asked: list[signal.Signals] = []
     try:
-        with _passing_on(pass_on, asked):
+        with _passing_on(asked) if orderly else contextlib.nullcontext():
             elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.rank", module, argument)
     except ChildFailedError as error:
+        # Ranks that were killed, or did not listen yet.
+        if asked and (len(asked) > 1 or first_failure(error)[1].exitcode == -signal.SIGTERM):
+            raise InterruptedRunError(f"stopped by {asked[-1].name}; {left}", asked[-1]) from None
         raise failure_of(error, left) from None
     except SignalException as error:
-        number = asked[-1] if asked else signal.Signals(error.sigval)
+        number = signal.Signals(error.sigval)
         raise InterruptedRunError(f"stopped by {number.name}; {left}", number) from None
-    return asked[0] if asked else None
+    return next((number for number in asked if number in _ENDING), None)
 
 
 @contextlib.contextmanager
-def _passing_on(name: str | None, asked: list[signal.Signals]) -> Iterator[None]:
-    """Pass the signal ``name`` on to the ranks, every second once it has come; afterwards it is ignored.
+def _passing_on(asked: list[signal.Signals]) -> Iterator[None]:
+    """Pass the first signal on to the ranks as SIGTERM; add it, and a second SIGINT or SIGTERM, to ``asked``."""
 
-    Repeatedly, since a rank may not hear it (:class:`megatron_flux.run.stop.StopRequest`) or not listen yet. SIGALRM is
-    the clock. A SIGINT or SIGTERM means the same, and is added to ``asked``; the second one raises SignalException, on
-    which torch ends the ranks.
-    """
-    if name is None:
-        yield
-        return
-    number = signal.Signals[f"SIG{name}"]
-
-    def hand_on(came: int, _: object) -> None:
-        if came in _ENDING:
-            asked.append(signal.Signals(came))
-            if len(asked) > 1:
-                # Of SIGTERM the ranks would end in order: nothing of them has failed.
-                raise SignalException(f"a second {asked[-1].name}", signal.SIGKILL)
-            said = f"megatron-flux: {asked[0].name}: the run ends after the step it is at, with a checkpoint"
-            print(f"{said}; a second one ends it at once", file=sys.stderr, flush=True)
+    def handle(number: int) -> None:
+        if asked and number not in _ENDING:
+            return
+        asked.append(signal.Signals(number))
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if _survives(process.pid, number):
-                    process.send_signal(number)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+                process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+        if len(asked) == 1:
+            said = f"megatron-flux: {asked[0].name}: the run ends after the step it is at; a second one ends it at once"
+            print(said, file=sys.stderr, flush=True)
 
-    signal.signal(number, hand_on)
-    before = {other: signal.signal(other, hand_on) for other in (*_ENDING, signal.SIGALRM)}
+    listener = SignalListener([*_ENDING, signal.SIGUSR1], handle)
+    listener.start()
     try:
         yield
     finally:
-        signal.signal(number, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for other, handler in before.items():
-            signal.signal(other, handler)
-
-
-def _survives(pid: int, number: int) -> bool:
-    """Return True if the process handles or ignores the signal; a rank that is starting would die of it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it has ended, or this is no Linux
-        return True
-    masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)$", status, re.MULTILINE)
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+        listener.close(ignored=False)
 
 
 def failure_of(error: ChildFailedError, left: str) -> FluxError:

@@ -38,7 +38,7 @@ logger = logging.getLogger("megatron_flux")
 
 FAILURES = "MEGATRON_FLUX_FAILURES"
 """Names the folder where :mod:`megatron_flux.run.node` leaves a line of each node that failed."""
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_STOP, _ENDING = signal.SIGUSR1, (signal.SIGTERM, signal.SIGINT)
 _INTERVAL = 0.2
 """Seconds between two looks at this node's processes and the notes of all nodes."""
 
@@ -159,32 +159,23 @@ class StopRequest:
     when it ends, puts signals that have handlers back to what kills a process. For the main thread.
     """
 
-    def __init__(self, name: str | None, device: torch.device, peers: Peers | None = None) -> None:
-        """Listen for ``name`` (``USR1``) from now on, and with ``peers`` for SIGTERM and SIGINT; ranks agree on
-        ``device``. Without a name no rank ever stops.
-        """
-        self._name, self._device = name, device
+    def __init__(self, device: torch.device, peers: Peers | None = None) -> None:
+        """Listen for SIGUSR1 from now on, and with ``peers`` for SIGTERM and SIGINT; ranks agree on ``device``."""
+        self._device = device
         self._noted = self._stopped = False
-        self._termination: _Termination | None = None
-        if name is None:
-            return
-        self._number = signal.Signals[f"SIG{name}"]
-        signal.signal(self._number, self._note)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [self._number])
-        if peers is not None:
-            self._termination = _Termination(peers)
-        self._handlers = Dispositions([self._number, *(_ENDING if peers is not None else ())])
+        signal.signal(_STOP, self._note)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [_STOP])
+        self._termination = None if peers is None else _Termination(peers)
+        self._handlers = Dispositions([_STOP, *(_ENDING if peers is not None else ())])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if self._name is None:
-            return
         if self._termination is not None:
             self._termination.close(stopped=self._stopped and kind is None)
-        signal.signal(self._number, signal.SIG_IGN)  # which also drops one that waits
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [self._number])
+        signal.signal(_STOP, signal.SIG_IGN)  # which also drops one that waits
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [_STOP])
 
     def _note(self, *_: object) -> None:
         self._noted = True
@@ -192,17 +183,15 @@ class StopRequest:
     def noted(self) -> bool:
         """Return True if this rank has been asked to stop."""
         terminating = self._termination is not None and self._termination.noted
-        return terminating or self._noted or self._number in signal.sigpending()
+        return terminating or self._noted or _STOP in signal.sigpending()
 
     def agreed(self) -> bool:
         """Return True if any rank has been asked to stop; then SIGUSR1 is ignored. A collective call."""
-        if self._name is None:
-            return False
         self._handlers.put_back()
         noted = torch.tensor([self.noted()], dtype=torch.int32, device=self._device)
         dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         if not noted.item():
             return False
         self._stopped = True
-        signal.signal(self._number, signal.SIG_IGN)  # it comes again, and need not interrupt the saving
+        signal.signal(_STOP, signal.SIG_IGN)  # it comes again, and need not interrupt the saving
         return True

@@ -36,7 +36,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _MARGIN = "MEGATRON_FLUX_SM_MARGIN"
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step"}
 # Options that the job or its script decides; link and wire are fields of profile and job.
-_OWN = {"preset", "tp", "pp", "link", "wire", "nproc", "flux", "exit_signal", *_FOLDERS}
+_OWN = {"preset", "tp", "pp", "link", "wire", "nproc", "flux", *_FOLDERS}
 
 
 class Job(FromYaml):
@@ -99,7 +99,7 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
         if name not in kind.model_fields:
             names = ", ".join(sorted(set(kind.model_fields) - _OWN))
             raise UserError(f"{name!r} is no option of a {mode} run; use one of: {names}")
-    layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp, "exit_signal": "USR1"}
+    layout: dict[str, Any] = {"preset": job.preset, "tp": job.tp, "pp": job.pp}
     if mode != "compare":
         layout["flux"] = mode == "flux"
         layout |= {"save_interval": 0} if given.get("save_interval") is None else {}

@@ -84,11 +84,6 @@ class RunConfig(RunOptions):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
-    def stop_signal(self) -> str | None:
-        """The signal on which ranks save and end in order; the command sends it on Ctrl-C and SIGTERM, too."""
-        return self.exit_signal or ("USR1" if self.save is not None else None)
-
-    @property
     def split(self) -> str:
         """Shares of the documents for training, validation and test, in megatron-core's form."""
         return "1,0,0" if self.eval_interval is None else "97,3,0"

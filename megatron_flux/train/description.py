@@ -116,29 +116,3 @@ def _new_names(out: Path) -> WandbNames:
     # Scripts of this package call a run's folder so, or rep-N; several runs in one job have folders of their own names.
     own = "" if out.name == "run" or (task and out.name == f"rep-{job['array_task']}") else f"-{out.name}"
     return WandbNames(f"{group}{own}", f"{group}{task}{own}")
-
-
-def megatron_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return this run's settings by Megatron-LM's names, where the run's own differ."""
-    shape, linear = config.shape, config.lr_decay_steps
-    return {
-        "tensor_model_parallel_size": config.tp,
-        "pipeline_model_parallel_size": config.pp,
-        "data_parallel_size": config.dp,
-        **shape.model_dump(
-            include={"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"}
-        ),
-        "num_query_groups": shape.num_query_groups,
-        "max_position_embeddings": shape.seq_length,
-        "normalization": shape.normalization,
-        "position_embedding_type": shape.position_embedding,
-        "swiglu": shape.activation == "swiglu",
-        "train_iters": config.steps,
-        "lr_decay_style": "constant" if linear is None else "cosine",
-        "lr_decay_iters": linear,
-        "lr_warmup_iters": config.lr_warmup_steps,
-        "bf16": config.precision == "bf16",
-        "hidden_dropout": config.dropout,
-        "attention_dropout": config.dropout,
-        "use_distributed_optimizer": config.distributed_optimizer,
-    }

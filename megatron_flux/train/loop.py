@@ -43,8 +43,7 @@ Save = Callable[[Trainer, Path], None]
 def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
-    peers = Peers() if config.stop_signal is not None else None
-    with StopRequest(config.stop_signal, device, peers) as stop:
+    with StopRequest(device, Peers()) as stop:
         names = ARMS if comparing else ("flux" if config.flux else "baseline",)
         variants = {name: Variant(name, config, datasets, device) for name in names}
         if config.load is not None:

@@ -209,9 +209,6 @@ class FolderOptions(Options):
     timeout: float = option(
         600.0, "Seconds after which a collective without its peers is an error.", gt=0, file_only=True
     )
-    exit_signal: Literal["USR1"] | None = option(
-        None, "Save (with --save) and end in order after the step in which this signal comes.", file_only=True
-    )
     out: Path | None = option(None, "Run folder. Default: runs/<time>-<command>-<preset>.")
     overwrite: bool = option(False, "Replace an earlier run in --out, and the checkpoints that it left in --save.")
 
@@ -263,7 +260,7 @@ class SaveOptions(EvalOptions):
 
     save: Path | None = option(
         None,
-        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and exit_signal, and, of train, at the end.",
+        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and SIGUSR1, and, of train, at the end.",
     )
     save_interval: int | None = option(
         None, "Steps between checkpoints; 0: none but when stopped, not at the end either.", ge=0

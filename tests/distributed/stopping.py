@@ -23,7 +23,7 @@ def work(argument: str) -> None:
     me = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     store = dist.distributed_c10d._get_default_store()
-    with StopRequest("USR1", torch.device("cpu"), Peers()) as stop:
+    with StopRequest(torch.device("cpu"), Peers()) as stop:
         dist.barrier()
         Path(folder, f"ready-{me}").write_text(str(os.getpid()))
         if me == 1:

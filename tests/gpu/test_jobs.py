@@ -102,7 +102,7 @@ def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_comparison_resumes_both_arms(tmp_path: Path) -> None:
-    common = ["compare", "--nproc", "2", *SMALL, "--set", "block_steps=2", "--set", "exit_signal=USR1"]
+    common = ["compare", "--nproc", "2", *SMALL, "--set", "block_steps=2"]
     out, saved = tmp_path / "run", tmp_path / "saved"
     words = [*COMMAND, *common, "--steps", "100000", "--set", "log_interval=100000", "--save", saved, "--out", out]
     process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)

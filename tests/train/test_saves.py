@@ -32,7 +32,7 @@ def stopped(
     """A folder with ``run`` and ``saved`` of a run that saved every third step, kept two, and was then stopped."""
     root = tmp_path_factory.mktemp("stopped")
     words = [*SMALL, "--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--set", "save_keep=2"]
-    words += ["--set", "exit_signal=USR1", "--data", corpus, "--out", root / "run"]
+    words += ["--data", corpus, "--out", root / "run"]
     command = [warm_python, "-m", "megatron_flux.cli", "train", *map(str, words)]
     with (root / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env=environment)

@@ -174,7 +174,7 @@ def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: l
     older.start()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with StopRequest("USR1", torch.device("cpu")) as stop:
+        with StopRequest(torch.device("cpu")) as stop:
             in_thread(lambda: steal(signal.SIGUSR1))
             send((signal.SIGUSR1,))
             while signal.SIGUSR1 in signal.sigpending():  # until the thread has woken up

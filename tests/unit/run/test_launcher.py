@@ -7,13 +7,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import InterruptedRunError, UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.launcher import failure_of
 
@@ -65,42 +65,53 @@ RANK = """
 import os, pathlib, signal, time
 
 def work(argument):
-    out = pathlib.Path(argument)
-    asked = out / f"asked-{os.environ['RANK']}"
+    out, asked = pathlib.Path(argument), []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     (out / f"ready-{os.environ['RANK']}").touch()
-    time.sleep(0.5)  # as a rank that is still importing
-    heard = []  # as a rank whose compiler has the signal when it first comes
-    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1) or (len(heard) == 2 and asked.touch()))
     deadline = time.monotonic() + 60
-    while not asked.exists():
+    while not asked:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    (out / f"asked-{os.environ['RANK']}").touch()
+    time.sleep(0.0 if "once" in argument else 60.0)
 """
 
 
-@pytest.fixture
-def handlers_back() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_the_launcher_passes_the_signal_on_until_its_ranks_have_ended(
-    handlers_back: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("folder", "signals", "expected"),
+    [
+        ("once", [signal.SIGUSR1, signal.SIGUSR1], None),
+        ("once-term", [signal.SIGTERM], signal.SIGTERM),
+        ("twice", [signal.SIGTERM, signal.SIGINT], signal.SIGINT),
+    ],
+)
+def test_the_launcher_passes_signals_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, signals: list[signal.Signals], expected: Any
 ) -> None:
     (tmp_path / "rank_that_waits.py").write_text(RANK)
+    (out := tmp_path / folder).mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def wait_for(files: str) -> None:
+        while len(list(out.glob(files))) < 2:
+            time.sleep(0.02)
 
     def ask() -> None:
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for("ready-*")
+        os.kill(os.getpid(), signals[0])
+        wait_for("asked-*" if expected is signal.SIGINT else "ready-*")
+        for number in signals[1:]:
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=ask, daemon=True).start()
-    launcher.launch("rank_that_waits", str(tmp_path), 2, left="", pass_on="USR1")
-    assert {file.name for file in tmp_path.glob("asked-*")} == {"asked-0", "asked-1"}
+    if expected is signal.SIGINT:
+        with pytest.raises(InterruptedRunError, match="stopped by SIGINT; nothing is left"):
+            launcher.launch("rank_that_waits", str(out), 2, left="nothing is left", orderly=True)
+    else:
+        assert launcher.launch("rank_that_waits", str(out), 2, left="", orderly=True) is expected
+    assert {file.name for file in out.glob("asked-*")} == {"asked-0", "asked-1"}
     assert "rank_that_waits" not in sys.modules
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    assert {number: signal.getsignal(number) for number in signals} == before

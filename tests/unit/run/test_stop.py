@@ -32,7 +32,7 @@ def hears(stop: StopRequest) -> bool:
 
 def test_after_the_run_the_signal_is_harmless() -> None:
     """It is sent again until the process is gone, and Python's own end puts handlers back to what kills."""
-    with StopRequest("USR1", torch.device("cpu")) as stop:
+    with StopRequest(torch.device("cpu")) as stop:
         assert signal.getsignal(signal.SIGUSR1) == stop._note
         os.kill(os.getpid(), signal.SIGUSR1)
         assert hears(stop)
@@ -48,7 +48,7 @@ def test_what_a_rank_starts_outlives_the_signal(later: bool) -> None:
     def begin() -> None:
         begun.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
 
-    with StopRequest("USR1", torch.device("cpu")) as stop:
+    with StopRequest(torch.device("cpu")) as stop:
         if later:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert hears(stop)
@@ -70,17 +70,10 @@ def test_threads_that_are_older_hear_the_signal_too() -> None:
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        with StopRequest("USR1", torch.device("cpu")) as stop:
+        with StopRequest(torch.device("cpu")) as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert hears(stop)
     finally:
         ended.set()
         thread.join()
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-
-def test_without_a_signal_nobody_needs_to_agree() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with StopRequest(None, torch.device("cpu")) as stop:
-        assert signal.getsignal(signal.SIGUSR1) is before
-        assert not stop.agreed()  # no process group: a collective would fail

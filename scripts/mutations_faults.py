@@ -38,7 +38,7 @@ FP8 = "tests/distributed/test_fp8_ops.py"
 PROGRAM = "tests/unit/comm/test_host_schedule.py"
 P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
-PREPARED = "tests/unit/ops/test_prepared_all_reduce.py"
+PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
@@ -202,8 +202,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "other groups never block",
         f"{OPS}/backends/fused.py",
-        "def _others_cannot_block() -> bool:",
-        "def _others_cannot_block() -> bool:\n    return True\n\n\ndef _asked() -> bool:",
+        "_MANY_QUEUES if others and not one_queue() else None",
+        "None",
         ("tests/unit/ops/test_fused_limits.py::test_smaller_groups_need_one_queue_or_spare_sms",),
     ),
     _fault(
@@ -254,7 +254,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a slab is used for ever",
         "megatron_flux/comm/group_state.py",
-        " and found.calls < MOST_CALLS",
+        " and found.calls < found.limit",
         "",
         (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("worn_out",),
@@ -316,37 +316,18 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a gather is waited for before the streams are in order",
-        "megatron_flux/comm/copy_engine.py",
-        """
-                    work.end()
-                kernel_launch.""",
-        """
-                    pass
-                kernel_launch.""",
-        (
-            "tests/unit/comm/test_copy_engine.py::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",
-        ),
+        f"{OPS}/fused.py",
+        "                    else:\n                        work.end()\n",
+        "                    else:\n                        pass\n",
+        (f"{PLANS}::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",),
         ("across_streams",),
     ),
     _fault(
-        "a gather made ready is waited for before the streams are in order",
-        f"{OPS}/fast_path.py",
-        """                    work.end()  # the streams in order: the kernel reads what the call before leaves
-                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-                    self._launches[half](stream)
-""",
-        """                    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-                    self._launches[half](stream)
-                    work.end()
-""",
-        checks=("across_streams",),
-    ),
-    _fault(
-        "ready calls of all dtypes are one",
-        f"{OPS}/fast_path.py",
-        "x.shape, x.dtype, ",
-        "x.shape, ",
-        ("tests/unit/ops/test_call_keys.py::test_calls_of_another_kind_have_another_key",),
+        "calls of all dtypes have one plan",
+        f"{OPS}/call.py",
+        "x.shape, x.dtype, device,",
+        "x.shape, None, device,",
+        ("tests/unit/ops/test_call_spec.py::test_another_call_has_another_spec",),
         ("kinds",),
     ),
     _fault(
@@ -481,13 +462,11 @@ FAULTS: tuple[Fault, ...] = (
         (f"{FP8}::test_fused_is_exact_on_two_ranks",),
     ),
     _fault(
-        "a prepared call does not send the scales of a shard",
-        "megatron_flux/ops/fast_path.py",
-        "others[-2].data_ptr() if push.scale_bytes else 0",
-        "0",
-        (
-            "tests/unit/ops/test_prepared_calls.py::test_scales_of_blocks_travel_before_their_shard_and_stay_with_the_gathered_x",
-        ),
+        "a call does not send the scales of its shard",
+        f"{OPS}/fused.py",
+        "scales = fp8.x.scale_inv.data_ptr()",
+        "scales = 0",
+        (f"{PLANS}::test_fp8_travels_with_its_scales",),
     ),
     _fault(
         "every shard is scaled as the own one",
@@ -519,13 +498,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "own rows that another stream reads may be overwritten before",
-        f"{OPS}/fast_path.py",
+        f"{OPS}/fused.py",
         "x.record_stream(torch.cuda.current_stream())",
         "pass",
-        (
-            "tests/unit/ops/test_prepared_calls.py"
-            "::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",
-        ),
+        (f"{PLANS}::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",),
     ),
     # TransformerEngine's layers in FP8.
     _fault(
@@ -586,18 +562,18 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # Decoding.
     _fault(
-        "a prepared all-reduce takes the choice for one beside wgrad",
-        f"{OPS}/operators.py",
-        'kind = "gemm_all_reduce beside wgrad" if async_op else "gemm_all_reduce"',
-        'kind = "gemm_all_reduce"',
-        (f"{PREPARED}::test_the_third_all_reduce_of_a_kind_is_prepared",),
+        "an all-reduce takes the plan of one beside wgrad",
+        f"{OPS}/call.py",
+        "async_op, wire, None if fp8",
+        "False, wire, None if fp8",
+        (f"{PLANS}::test_gemm_all_reduce_is_one_launch",),
     ),
     _fault(
-        "a prepared all-reduce that fails leaves its slab good",
-        f"{OPS}/fast_path.py",
-        'broken_off(self._work, "gemm_all_reduce", error)',
+        "an all-reduce that fails leaves its slab good",
+        f"{OPS}/fused.py",
+        'broken_off(work, "gemm_all_reduce", error)',
         "pass",
-        (f"{PREPARED}::test_a_prepared_all_reduce_that_fails_poisons_its_slab",),
+        (f"{PLANS}::test_a_call_broken_off_poisons_its_slab",),
     ),
     _fault(
         "a decode step between stock and a plan runs the plan",

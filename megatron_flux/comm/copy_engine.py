@@ -1,11 +1,11 @@
 """Gathering by copy engine: every rank writes its shard into the peers' slabs, and a flag behind it.
 
 Contract
-    :func:`push` enqueues the copies of a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has
-    one writer at a time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the
+    :class:`Push` has the copies of a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has one
+    writer at a time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the
     call (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two
-    pieces of columns (:class:`Edges`), of which rank ``r`` sets row ``r``. What it takes is a list of addresses, which
-    depends on nothing but shapes: a call that is made again enqueues the same list for another x.
+    pieces of columns (:class:`Edges`), of which rank ``r`` sets row ``r``. It is a list of addresses, which depends on
+    nothing but shapes: a call that is made again enqueues the same list for another x.
     On CPUs the processor copies at once.
 
 Hazards
@@ -27,14 +27,12 @@ results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab, kept, unbroken, waited_elsewhere
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab
 
 
 class Edges(NamedTuple):
@@ -116,96 +114,46 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
 def push_of(
     work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
 ) -> Push:
-    """What :func:`push` enqueues for shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab; ``scales``: the shape of
-    a shard's fp32 scales, which travel with its first piece.
+    """The copies of shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab; ``scales``: the shape of a shard's fp32
+    scales, which travel with its first piece.
     """
-
-    def make() -> Push:
-        rank, tp, size = work.rank, work.tp, dtype.itemsize
-        pitch, copies, places = k * size, [], None
-        if scales is not None:
-            places = work.scale_buffers(half, tp * mp * pitch, scales)
-        for step, piece, columns in order(tp, k, edges):
-            peer = (rank - step) % tp
-            word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
-            offset, width = columns.start * size, (columns.stop - columns.start) * size
-            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
-            flag = work.flags[peer].data_ptr() + 4 * word
-            scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
-            copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
-        return Push(copies, work.epochs.data_ptr() + 4 * half, 0 if scales is None else 4 * scales.numel())
-
-    return kept(work.pushes, (half, mp, k, dtype, edges, scales), make)
+    rank, tp, size = work.rank, work.tp, dtype.itemsize
+    pitch, copies, places = k * size, [], None
+    if scales is not None:
+        places = work.scale_buffers(half, tp * mp * pitch, scales)
+    for step, piece, columns in order(tp, k, edges):
+        peer = (rank - step) % tp
+        word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
+        offset, width = columns.start * size, (columns.stop - columns.start) * size
+        target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
+        flag = work.flags[peer].data_ptr() + 4 * word
+        scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
+        copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
+    return Push(copies, work.epochs.data_ptr() + 4 * half, 0 if scales is None else 4 * scales.numel())
 
 
-def push(
-    x: torch.Tensor, work: Slab, half: int, edges: Edges = WHOLE, scales: torch.Tensor | None = None
-) -> Callable[[], None]:
-    """Enqueue the copies of shard x ``[mp, k]``, and of its ``scales``, behind the current stream; returns what makes
-    it wait for them.
-    """
-    found = push_of(work, half, *x.shape, x.dtype, edges, None if scales is None else scales.shape)
-    addresses = x.data_ptr(), 0 if scales is None else scales.data_ptr()
-    if not x.is_cuda:
-        found.by_processor(*addresses)
-        return lambda: None
-    if work.side is None:
-        work.side = CopyStream(torch.cuda.Stream(x.device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
-    side, before, after = work.side
-    before.record()
-    side.wait_event(before)
-    found.enqueue(addresses[0], side.cuda_stream, addresses[1])
-    after.record(side)
-    return after.wait
+class Side(NamedTuple):
+    """The stream of the copies and the events that order it with the caller's, as handles for the driver."""
+
+    stream: int
+    before: int
+    after: int
+    keep: CopyStream  # owns the handles
 
 
-def all_gather(x: torch.Tensor, work: Slab, *, own_rows: bool = True) -> Pending:
-    """Gather x ``[mp, k]`` by copy engine; ``wait()`` makes the current stream wait for the peers' shards. Without
-    ``own_rows`` the rank's own are left out: the caller reads x, on the stream that waits. One gather is open at once:
-    starting another waits for it first. Raises UserError: from ``wait()`` too, when a gather is waited for in another
-    capture than it was begun in.
-    """
-    from megatron_flux.kernels import launch as kernel_launch
-    from megatron_flux.kernels.device import gather_wait_kernel
-
-    _finish_open(work)
-    (mp, k), tp, rank, cuda = x.shape, work.tp, work.rank, x.is_cuda
-    with unbroken(work, "all_gather"):
-        turn = work.begin()
-        capture = work.capture
-        gathered = work.gather_buffers(turn.half, mp * tp, k, x.dtype)[rank]
-        finish = push(x, work, turn.half)
-        if own_rows:
-            gathered[rank * mp : (rank + 1) * mp].copy_(x)
-        begun = torch.cuda.current_stream() if cuda else None
-        arguments = (work.flags[rank], *work.arguments(turn), rank)
-
-        def wait() -> None:
-            if work.current_capture() != capture:
-                raise waited_elsewhere(capture)
-            with unbroken(work, "all_gather"):
-                if cuda:  # first the order of the streams: the kernel reads the number that the call before leaves
-                    work.end()
-                kernel_launch.wait_for_peers(
-                    gather_wait_kernel, work.kernels, ("wait", turn.half, tp), x.device, tp, arguments
-                )
-                if not cuda:
-                    work.end()
-                finish()
-                if cuda and torch.cuda.current_stream() != begun:
-                    # The stream whose memory x may be does not wait for the copies, nor for who reads x in their place.
-                    x.record_stream(work.side.stream)
-                    if not own_rows:
-                        x.record_stream(torch.cuda.current_stream())
-                if work.open_gather is pending:
-                    work.open_gather = None
-
-        pending = Pending(gathered, wait, keep=(x,), own_rows=own_rows)
-        work.open_gather = pending
-    return pending
+def side_of(work: Slab) -> Side:
+    """The stream of the copies of ``work``, on a GPU."""
+    copies = work.side
+    if copies is None:
+        device = work.data_table.device
+        copies = CopyStream(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+        for event in (copies.before, copies.after):
+            event.record(copies.stream)  # an event has no handle before
+        work.side = copies
+    return Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
 
 
-def _finish_open(work: Slab) -> None:
+def finish_open(work: Slab) -> None:
     """Wait for the gather that is open on ``work``, if there is one. One that was begun in another capture is
     forgotten: that capture failed, and nothing of it has run or will.
     """

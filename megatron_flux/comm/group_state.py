@@ -5,8 +5,9 @@ Everything that is by group hangs here and nowhere else. Whoever needs it asks :
 Contract
     * A state and all that it holds refer to the group weakly. When the last reference to a destroyed group is dropped,
       its state goes and its memory with it; a group that is made again under the same name begins with a new state.
-    * All ranks make the same calls of a group in the same order, so that their states agree. Of it all only
-      :attr:`GroupState.prepared` and :attr:`GroupState.chosen` are this rank's alone: they save time, decide nothing.
+    * All ranks make the same calls of a group in the same order, so that their states agree, and caches of bounded size
+      drop the same entries. Of it all only :attr:`GroupState.chosen` is this rank's alone: it saves time, decides
+      nothing.
 
 Hazard: a weak reference may be cleared by the garbage collector, in any thread and at any time. So nothing that takes a
 lock, waits for a device or talks to peers happens when a state goes. Peers keep what they have mapped of its memory.
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.call_table import CallTable
-from megatron_flux.comm.slab import FLAG_WORDS, MIB, MOST_CALLS, Cache, Slab, size_class
+from megatron_flux.comm.slab import FLAG_WORDS, MIB, Cache, Slab, size_class
 from megatron_flux.errors import UserError
 
 ALL_REDUCE = "all_reduce"
@@ -68,7 +69,7 @@ class GroupState:
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
         self.kernels: Cache[Any, Any] = Cache()
         """Launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`."""
-        self.compared: dict[tuple[object, ...], int] = {}
+        self.compared: Cache[tuple[object, ...], int] = Cache()
         """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
         :func:`megatron_flux.ops.call.compare_calls`."""
         self.table: CallTable | None = None
@@ -80,8 +81,9 @@ class GroupState:
         self.kept: Any = None  # the ledger of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
         """Answers of :func:`megatron_flux.ops.backends.registry.select`, and of :mod:`megatron_flux.layers.keep`."""
-        self.prepared: Cache[Hashable, Any] = Cache()
-        """Calls of :mod:`megatron_flux.ops.fast_path`; they hold slabs, and go when a slab does."""
+        self.plans: Cache[Hashable, Any] = Cache()
+        """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
+        (:mod:`megatron_flux.ops.backend`)."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By tuner, what it has decided for this group."""
 
@@ -101,7 +103,7 @@ class GroupState:
         """
         found = self.slabs.get((purpose, captured))
         if found is not None:
-            if found.half_bytes >= nbytes and found.calls < MOST_CALLS:
+            if found.half_bytes >= nbytes and found.calls < found.limit:
                 return found
             nbytes = max(nbytes, found.half_bytes)
         size = size_class(nbytes)
@@ -119,10 +121,10 @@ class GroupState:
         if found is not None:
             self._retire(found)
         self.slabs[purpose, captured] = made
-        self.prepared.clear()
         return made
 
     def _retire(self, slab: Slab) -> None:
+        slab.limit = 0
         if slab.in_graphs:
             self.kept_slabs.append(slab)
         else:
@@ -147,7 +149,7 @@ class GroupState:
     def forget_calls(self) -> None:
         """Compare all calls anew: a call has failed on all ranks, which may have counted it on some of them only."""
         self.compared.clear()
-        self.prepared.clear()
+        self.plans.clear()
         self.table = None
 
     def slab_bytes(self) -> int:
@@ -185,7 +187,8 @@ def drop_slabs() -> None:
     """Forget the slabs of all groups. Only when every rank has finished with them."""
     for state in all_states():
         for slab in [*state.slabs.values(), *state.kept_slabs]:
+            slab.limit = 0
             slab.alarm.close()
         state.slabs.clear()
         state.kept_slabs.clear()
-        state.prepared.clear()
+        state.plans.clear()

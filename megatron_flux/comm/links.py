@@ -98,7 +98,7 @@ def want(what: Wanted) -> None:
         state.transports.clear()
         state.tuned.clear()
         state.chosen.clear()
-        state.prepared.clear()
+        state.plans.clear()
 
 
 def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Link:

@@ -66,7 +66,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -102,9 +102,10 @@ MOST_ENTRIES = 512
 class Cache(dict[_Key, _Value]):
     """Drop the oldest of more than :data:`MOST_ENTRIES` entries, as a training needs whose shapes never come again.
 
-    Looking up costs what it costs in a dict. Only for what depends on no peer: ranks drop different entries, so what
-    they decided together (:attr:`~megatron_flux.comm.group_state.GroupState.compared`, the tuner's choices) is not
-    kept here: one that asked anew would wait for peers that do not. Who still uses an entry holds it.
+    Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
+    ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
+    agreed on may be kept here, as long as they are made by calls that all ranks make. A caller that still uses an entry
+    holds it.
     """
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
@@ -151,13 +152,9 @@ class Slab:
     in_graphs: bool = False  # whether a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
     side: CopyStream | None = None
-    buffers: Cache[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=Cache)  # gather buffers of all ranks
-    pushes: Cache[tuple[Any, ...], Any] = field(default_factory=Cache)
-    """What a transport moves in a call: :class:`megatron_flux.comm.copy_engine.Push`."""
-    descriptors: Cache[tuple[Any, ...], Any] = field(default_factory=Cache)  # of the slab's memory, for TMA
-    kernels: Cache[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=Cache)
-    """Kernels that have been launched on this slab; False where Triton has to launch one every time. The keys of all
-    four determine everything but the operands' addresses."""
+    limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
+    kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
+    """The barrier kernel that has been launched on this slab; False where Triton has to launch it every time."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
@@ -202,9 +199,9 @@ class Slab:
         """Number of the capture that a call would now be part of, None if it runs now."""
         return capture_id(self.data_table)
 
-    def arguments(self, turn: Turn) -> tuple[object, ...]:
+    def arguments(self, half: int) -> tuple[object, ...]:
         """What every kernel takes of its call: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
-        half, alarm = turn.half, self.alarm
+        alarm = self.alarm
         return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + ENTER_WORDS)
 
     def _turn(self, *, enter: bool) -> Turn:
@@ -267,36 +264,18 @@ class Slab:
 
     def gather_buffers(self, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The gather buffer ``[m, k]`` of every rank."""
-        return kept(
-            self.buffers,
-            (half, m, k, dtype),
-            lambda: [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)],
-        )
+        return [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)]
 
     def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
         """fp32 ``[tp, *shape]`` of every rank: scales of all shards, behind a gather buffer of ``nbytes``."""
         at = -(-nbytes // SCALES_AT) * SCALES_AT
         size = 4 * self.tp * math.prod(shape)
-
-        def make() -> list[torch.Tensor]:
-            return [
-                self.half(half, r)[at : at + size].view(torch.float32).view(self.tp, *shape) for r in range(self.tp)
-            ]
-
-        return kept(self.buffers, ("scales", half, at, *shape), make)
+        return [self.half(half, r)[at : at + size].view(torch.float32).view(self.tp, *shape) for r in range(self.tp)]
 
 
 def scale_bytes(shape: Sequence[int]) -> int:
     """What a source's fp32 scales ``shape`` take in a half at most, behind a gather buffer."""
     return 4 * math.prod(shape) + SCALES_AT
-
-
-def kept(known: dict[tuple[Any, ...], Any], key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept in ``known`` (of a slab) under ``key``."""
-    found = known.get(key)
-    if found is None:
-        found = known[key] = make()
-    return found
 
 
 def capture_id(tensor: torch.Tensor) -> int | None:

@@ -163,7 +163,7 @@ def first_or_again(
         return
     compiled, arguments = first()
     if again is None:
-        known[key] = _prepare(compiled, grid, arguments, list(operands))
+        known[key] = relaunch(compiled, grid, arguments, list(operands))
 
 
 def wait_for_peers(
@@ -181,7 +181,7 @@ def wait_for_peers(
         launch()
 
 
-def _prepare(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
+def relaunch(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
     """False where Triton has to launch this kernel every time: that is logged once a kernel."""
     try:
         if not driver.available():

@@ -1,4 +1,4 @@
-"""What a backend is: one way to run the operators."""
+"""Backend: one way to run the operators. Plan: how one kind of call runs on a backend, decided once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,68 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.settings import WIRES
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class Plan:
+    """How calls of one :class:`~megatron_flux.ops.call.CallSpec` run on a group.
+
+    The first call of a spec makes it (:func:`megatron_flux.ops.backends.registry.plan`), later ones run it. It must not
+    hold the group: a group's state, and with it its plans, goes with the last reference to the group.
+    """
+
+    backend = ""
+    """Name that calls are counted under."""
+    nbytes = 0
+    """Bytes that this rank receives in a call."""
+    degraded: tuple[str, ...] = ()
+    """Reasons why calls run on a slower backend than the tuned one; counted in every call."""
+
+    def run(self, call: OperatorCall) -> Any:
+        """Make ``call``, whose operands have been checked.
+
+        Return ``(y, gathered x)`` of an all_gather_gemm, else a Pending; with the leading dimensions of ``x``.
+        """
+        raise NotImplementedError
+
+
+class BackendPlan(Plan):
+    """A call of the backend's own method."""
+
+    def __init__(self, backend: Backend, call: OperatorCall, **options: Any) -> None:
+        """``options``: what only this backend's methods take."""
+        self._method = getattr(backend, call.operator)
+        self._options, self._flat = options, not backend.takes_leading_dimensions
+        self._shape, self._gathered = call.result_shape, call.gathered_shape
+
+    def run(self, call: OperatorCall) -> Any:
+        """See the base class."""
+        if torch.is_inference_mode_enabled():  # what a backend makes may outlive it, and be written to by a training
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(call)
+        if self._flat or not call.x.is_contiguous():
+            call = call.matrix() if self._flat else call._replace(x=call.x.contiguous())
+        result = self._method(call, **self._options)
+        if not self._flat:
+            return result
+        if isinstance(result, Pending):
+            return result.map(lambda y: shaped(y, self._shape))
+        y, gathered = result
+        return shaped(y, self._shape), shaped(gathered, self._gathered)
+
+
+def shaped(t: Any, shape: tuple[int, ...]) -> Any:
+    """``t`` with other dimensions, not a view of it for autograd: Megatron's cross entropy works in place on the
+    output layer's result, which autograd forbids for a view made inside a custom function.
+    """
+    return t if not isinstance(t, torch.Tensor) or t.shape == shape else _unsafe_view(t, shape)
+
 
 class Backend:
-    """One way to run the operators. Calls arrive checked, ``x`` contiguous ``[m, k]``, ``tp`` greater than one; shapes
-    are those of :mod:`megatron_flux.ops`.
+    """One way to run the operators.
+
+    A backend has a method for each of its operators, or makes plans itself (:meth:`plan`). Calls arrive checked, ``tp``
+    greater than one, ``x`` a contiguous ``[m, k]``; shapes are those of :mod:`megatron_flux.ops`.
     """
 
     name: str
@@ -25,8 +83,10 @@ class Backend:
     """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
     gathers_stay = False
     """What its all_gather hands out is never overwritten by a later one."""
+    takes_leading_dimensions = False
+    """Its methods take a contiguous ``x`` ``[..., k]``, and return results with the same leading dimensions."""
     wire = WIRES[0]
-    """How its gathers send the numbers."""
+    """Wire format of its gathers."""
     operators: Collection[str] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
     """Those it has; ``reference`` runs the others."""
 
@@ -42,6 +102,10 @@ class Backend:
         """
         return None
 
+    def plan(self, call: OperatorCall) -> Plan:
+        """Decide how calls like ``call`` run. Collective where ranks have to agree on it."""
+        return BackendPlan(self, call)
+
     def all_gather_gemm(self, call: OperatorCall) -> Any:
         """Return ``([m, n], gathered x [m, k])``."""
         raise NotImplementedError
@@ -55,18 +119,12 @@ class Backend:
         raise NotImplementedError
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """Return ``[m, k]``; without ``return_gathered`` it may lack the rank's own rows, and then says so."""
+        """Return ``[m, k]``; without ``return_gathered`` it may lack the local shard, and then says so."""
         raise NotImplementedError
 
-    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
-        """Return a :class:`~megatron_flux.ops.fast_path.PreparedCall` like the call just made, whose result has
-        ``shape``; None where it must be decided anew every time. ``x`` has its leading dimensions there.
-        """
-        return None
-
-    def bytes_received(self, call: OperatorCall, exact: int) -> int:
-        """Return what a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
-        return exact
+    def bytes_received(self, call: OperatorCall) -> int:
+        """Return the bytes that a rank receives for ``call``."""
+        return call.bytes_received
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. Collective."""

@@ -21,8 +21,9 @@ from megatron_flux.comm import call_table
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import GroupState, state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair
+from megatron_flux.settings import WIRES
 
 ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 
@@ -93,7 +94,7 @@ class OperatorCall(NamedTuple):
 
     operator: str
     x: torch.Tensor  # [..., k]
-    weight: torch.Tensor | None  # [n, k], or [k, n] if ``transposed``; None for all_gather
+    weight: Any  # tensor [n, k], or [k, n] if ``transposed``; None for all_gather
     group: dist.ProcessGroup
     transposed: bool = False
     bias: torch.Tensor | None = None  # [n], added by the GEMM in fp32 before it rounds
@@ -128,17 +129,18 @@ class OperatorCall(NamedTuple):
     def spec(self) -> CallSpec:
         """The key of the call."""
         operator, x, weight, group, transposed, bias, gathered, async_op, wire, fp8, late_bias = self
-        inside = bias is not None
+        inside, device = bias is not None, x.get_device()
         if not inside:
             bias = late_bias
+        captured = cuda_graphs.requested > 0 or (device >= 0 and torch.cuda.is_current_stream_capturing())
         return _new(
             CallSpec,
             (
-                operator, group.size(), x.shape, x.dtype, x.get_device(),
+                operator, group.size(), x.shape, x.dtype, device,
                 None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
                 transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
                 async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
-                capturing(x),
+                captured,
             ),
         )  # fmt: skip
 
@@ -153,6 +155,44 @@ class OperatorCall(NamedTuple):
         gathers = self.fp8 is not None and self.fp8.blocks and self.operator in GATHERING
         return self.fp8.x.scale_inv if gathers else None  # type: ignore[union-attr]
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the result (of an all_gather: of the gathered x), with the leading dimensions of x."""
+        rows, *others = self.x.shape[:-1]
+        if self.operator in GATHERING:
+            rows *= self.group.size()
+        elif self.operator == "gemm_reduce_scatter":
+            rows //= self.group.size()
+        return (rows, *others, self.k if self.weight is None else self.n)
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """Shape of the gathered x."""
+        return (self.x.shape[0] * self.group.size(), *self.x.shape[1:])
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that a rank receives from its peers where numbers travel as they are."""
+        peers, tp = self.group.size() - 1, self.group.size()
+        if self.operator in GATHERING:
+            scales = self.sent_scales
+            return peers * (self.x.numel() * self.x.element_size() + (0 if scales is None else 4 * scales.numel()))
+        ways = 1 if self.operator == "gemm_reduce_scatter" else 2
+        return ways * peers * self.m * self.n * self.out.itemsize // tp
+
+    def addressable(self) -> OperatorCall:
+        """The call itself, or with copies of the operands that TMA cannot address where they lie."""
+        x, weight, bias, fp8 = self.x, self.weight, self.bias, self.fp8
+        if (
+            x.data_ptr() % ALIGNMENT
+            or not x.is_contiguous()
+            or (weight is not None and weight.data_ptr() % ALIGNMENT)
+            or (bias is not None and (bias.data_ptr() % ALIGNMENT or not bias.is_contiguous()))
+            or (fp8 is not None and fp8.with_aligned_scales() is not fp8)
+        ):
+            return self.aligned()
+        return self
+
     def matrix(self) -> OperatorCall:
         """The call with ``x`` as a contiguous ``[m, k]``, not copied where it is one already."""
         x = matrix(self.x)
@@ -166,8 +206,8 @@ class OperatorCall(NamedTuple):
         return self._replace(x=aligned(self.x), weight=weight, bias=bias, fp8=fp8)
 
     def run(self, backend: Any, **options: Any) -> Any:
-        """Make the call on ``backend``; ``options``: what only this backend takes."""
-        return getattr(backend, self.operator)(self, **options)
+        """Make the call once on ``backend``; ``options``: what only the plans of this backend take."""
+        return backend.plan(self, **options).run(self)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,6 +227,8 @@ def matrix(x: torch.Tensor) -> torch.Tensor:
 def check_operands(call: OperatorCall) -> None:
     """Check that the operands of a call fit each other. Raises UserError: they do not."""
     operator, x, weight = call.operator, call.x, call.weight
+    if call.wire not in WIRES:
+        raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     bias = call.late_bias if call.bias is None else call.bias
     if weight is None:
         if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:

@@ -14,8 +14,7 @@ plus the same around the wait for a result that was started asynchronously. That
 stream was not free for anything else; communication that runs beside other work of that stream is not in it; a stream
 that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the host's time.
 
-A watched call is decided anew, although it may have been prepared (:mod:`ops.fast_path`): the host takes longer for it,
-the device does not. Calls under CUDA-graph capture are not timed: their events would be part of the graph.
+Calls under CUDA-graph capture are not timed: their events would be part of the graph.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind
 
@@ -155,26 +155,22 @@ class CallTimer:
 
 _OFF: dict[str, Any] = {"timer": None, "ranges": False, "nvtx": False}
 _state = dict(_OFF)
-_on = False  # whether they differ
+watching = False
+"""True while any call is timed or named."""
 
 
 @contextmanager
 def _set(**values: Any) -> Iterator[None]:
     """What is not named here may change meanwhile: contexts of timers and ranges need not be nested."""
-    global _on
+    global watching
     before = {name: _state[name] for name in values}
     _state.update(values)
-    _on = _state != _OFF
+    watching = _state != _OFF
     try:
         yield
     finally:
         _state.update(before)
-        _on = _state != _OFF
-
-
-def watching() -> bool:
-    """Whether any call is timed or named now."""
-    return _on
+        watching = _state != _OFF
 
 
 def timed_by(timer: CallTimer | None) -> AbstractContextManager[None]:
@@ -187,18 +183,16 @@ def ranges(*, profiler: bool = False, nvtx: bool = False) -> AbstractContextMana
     return _set(ranges=_state["ranges"] or profiler, nvtx=_state["nvtx"] or nvtx)
 
 
-def run(call: OperatorCall, backend: Any) -> Any:
-    """Have ``backend`` make ``call``, watched if anybody watches, and so is the wait for what it returns."""
-    if not _on:
-        return call.run(backend)
+def run(call: OperatorCall, plan: Plan) -> Any:
+    """Run ``call`` by ``plan`` as :data:`watching` asks; the wait for what it returns is watched, too."""
     x, group = call.x, call.group
     seen = Call(
         operator=call.operator, m=call.m, n=call.n, k=call.k, dtype=x.dtype, device=x.device,
-        transposed=call.transposed, backend=backend.name, group_name=group.group_name, group=group, wire=call.wire,
+        transposed=call.transposed, backend=plan.backend, group_name=group.group_name, group=group, wire=call.wire,
         fp8=call.fp8 and call.fp8.kind,
     )  # fmt: skip
     with _segment(seen, first=True):
-        result = call.run(backend)
+        result = plan.run(call)
     return result.within(lambda: _segment(seen, first=False)) if isinstance(result, Pending) else result
 
 
@@ -222,7 +216,7 @@ def _timed(call: Call | GradientReduction, *, first: bool) -> Iterator[None]:
 
 def reducing_gradients(device: torch.device) -> AbstractContextManager[None]:
     """Time a step's reduction of gradients beside the calls, if they are timed."""
-    return _timed(GradientReduction(device), first=True) if _on else nullcontext()
+    return _timed(GradientReduction(device), first=True) if watching else nullcontext()
 
 
 @contextmanager

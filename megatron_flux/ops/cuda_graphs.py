@@ -1,4 +1,4 @@
-"""Whether operators run as inside a CUDA graph: they are being captured, or warmed up for it, or this job uses graphs.
+"""Do operators run as inside a CUDA graph? They are being captured, or warmed up for it, or this job uses graphs.
 
 In this mode a fused call runs on a workspace of its own, so that it can be replayed any number of times, in any order
 (:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be made then: every
@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-_within = 0  # how many :func:`captured_calls` are open
+requested = 0
+"""How many :func:`captured_calls` are open; one more while :func:`always` is on."""
 _always = False
 
 
@@ -30,25 +31,21 @@ def why_not(backends: Collection[str], link: str | None) -> str | None:
 @contextlib.contextmanager
 def captured_calls() -> Iterator[None]:
     """Run fused operators as they run inside a CUDA graph: use it for the warm-up before capturing one."""
-    global _within
-    _within += 1
+    global requested
+    requested += 1
     try:
         yield
     finally:
-        _within -= 1
+        requested -= 1
 
 
 def always(on: bool) -> None:
-    """Whether from here on every fused call of this process runs as inside a CUDA graph."""
-    global _always
+    """Run every fused call of this process as inside a CUDA graph from here on, or no longer."""
+    global requested, _always
+    requested += on - _always
     _always = on
 
 
 def capturing(x: torch.Tensor) -> bool:
-    """Whether a call on ``x`` runs in this mode."""
-    return _always or _within > 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def capturing_on_gpu() -> bool:
-    """As :func:`capturing`, where the call is known to be one on a GPU."""
-    return _always or _within > 0 or torch.cuda.is_current_stream_capturing()
+    """Return True if a call on ``x`` runs in this mode."""
+    return requested > 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -14,24 +14,31 @@ import torch
 
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.call import OperatorCall, aligned
+from megatron_flux.ops.call import OperatorCall, aligned, matrix
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``. ``bias`` ``[n]`` is
-    added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
+    """``x @ weight.T`` for x ``[..., k]`` and weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``.
+    ``bias`` ``[n]`` is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
     """
     wt = weight if transposed else weight.t()
-    return torch.matmul(x, wt) if bias is None else torch.addmm(bias, x, wt)
+    if bias is None:
+        return torch.matmul(x, wt)
+    y = torch.addmm(bias, matrix(x), wt)
+    return y if x.dim() == 2 else _unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def partial(call: OperatorCall) -> torch.Tensor:
-    """The product of a rank alone ``[m, n]``, before any sum over ranks."""
-    return gemm(call.x, call.weight, transposed=call.transposed) if call.fp8 is None else fp8_gemm(call.fp8)
+    """The product of a rank alone ``[..., n]``, before any sum over ranks."""
+    if call.fp8 is not None:
+        return fp8_gemm(call.fp8, call.bias)
+    return gemm(call.x, call.weight, transposed=call.transposed, bias=call.bias)
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:

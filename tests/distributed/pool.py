@@ -259,7 +259,7 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
             answer = pickle.dumps(Outcome(rank, value=function(*args)))
         except BaseException:
             answer = pickle.dumps(Outcome(rank, error=traceback.format_exc()))
-        _count_calls_anew()
+        _forget_calls()
         try:
             pipe.send_bytes(answer)
         except OSError:
@@ -268,9 +268,12 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     os._exit(0)
 
 
-def _count_calls_anew() -> None:
-    """Bring the ranks' call tables back in step: a test may have broken a call off on one of them."""
+def _forget_calls() -> None:
+    """Bring the ranks' call tables back in step: a test may have broken a call off on one of them. Drop plans: another
+    test may have another backend of the same name.
+    """
     if (states := sys.modules.get("megatron_flux.comm.group_state")) is not None:
         for state in states.all_states():
+            state.plans.clear()
             if state.table is not None:
                 state.table.clear()

@@ -123,7 +123,9 @@ def zeros_that_are_special(config: AllReduceConfig) -> None:
 def sums_that_are_special() -> None:
     """The kernels without a GEMM on partials as they are: every bit pattern that matters, one way in and out."""
     from megatron_flux.comm.group_state import ALL_REDUCE, state_of
-    from megatron_flux.ops.launch import all_reduce as launch
+    from megatron_flux.kernels.launch import by_triton
+    from megatron_flux.ops.arguments import SlabCall
+    from megatron_flux.ops.arguments import shots as arguments_of
 
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
@@ -137,7 +139,9 @@ def sums_that_are_special() -> None:
         out = torch.full_like(partial, float("nan"))
         nbytes = config.nbytes(1, 64 * tp, tp, 2)
         work = state_of(group).slab(ALL_REDUCE, nbytes, partial.device, False)
-        launch._by_itself(partial, out, work, work.begin().half, config)
+        call = OperatorCall("gemm_all_reduce", partial, None, group)
+        launch = arguments_of(SlabCall(call, out, work, work.begin().half, config, 3, {}), partial)
+        by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
         assert out[0, 1].isnan()
         assert out[0, 2] == float("inf")
         assert out[0, 3].isnan()

@@ -265,12 +265,12 @@ def test_what_does_not_fit_is_one_line(world2: WorkerPool) -> None:
 
 def rank_twin(plan: KernelConfig, tma: bool, scaling: str) -> None:
     """All shapes, with and without promotion; calls of other dtypes in between use the same halves."""
-    from megatron_flux.ops import launch
+    from megatron_flux.ops import device
     from megatron_flux.ops.backends import registry
     from megatron_flux.ops.backends.fused import FusedBackend
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    launch._has_tma.cache_clear()
+    device._has_tma.cache_clear()
     backend = FusedBackend("twin", twin=True)
     backend.config = plan
     ops.register_backend(backend)

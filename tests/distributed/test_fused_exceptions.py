@@ -81,18 +81,16 @@ def right(call: Call, *, late: bool = False) -> None:
 @contextmanager
 def out_of_memory() -> Iterator[None]:
     """Allocations of this rank fail."""
-    with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory")):
+    with mock.patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("out of memory")):
         yield
 
 
 @contextmanager
 def no_compiler(error: BaseException | None = None) -> Iterator[None]:
     """Kernels of this rank cannot be compiled."""
-    with ExitStack() as all_of_them:
-        for name in ("ops.launch.plain", "kernels.launch"):  # the modules that call by_triton
-            module = importlib.import_module(f"megatron_flux.{name}")
-            failing = mock.Mock(side_effect=error or RuntimeError(MESSAGE))
-            all_of_them.enter_context(mock.patch.object(module, "by_triton", failing))
+    from megatron_flux.kernels import launch
+
+    with mock.patch.object(launch, "by_triton", side_effect=error or RuntimeError(MESSAGE)):
         yield
 
 
@@ -234,8 +232,7 @@ def in_a_capture() -> None:
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
                 nothing_runs.enter_context(mock.patch.object(slab, "_enter"))
-                for module in (importlib.import_module("megatron_flux.ops.launch"), copy_engine):
-                    nothing_runs.enter_context(mock.patch.object(module, "push", return_value=lambda: None))
+                nothing_runs.enter_context(mock.patch.object(copy_engine.Push, "by_processor"))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):
                     run()

@@ -69,9 +69,9 @@ def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transpose
 def all_shapes(plan: KernelConfig, tma: bool) -> None:
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
     backend = twin()
-    from megatron_flux.ops import launch
+    from megatron_flux.ops import device
 
-    launch._has_tma.cache_clear()
+    device._has_tma.cache_clear()
     backend.config = plan
     for mp, n, k, transposed, dtype in (
         (32, 64, 48, False, torch.float16),
@@ -131,15 +131,15 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 def operands_of_one_rank_lie_elsewhere() -> None:
     """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
+    from megatron_flux.ops import arguments
     from megatron_flux.ops.backends.reference import ReferenceBackend
-    from megatron_flux.ops.launch import plain as launch
 
     group, stock = dist.group.WORLD, ReferenceBackend()
     backend = twin()
     chosen = []
-    tma = launch.uses_tma
+    tma = arguments.uses_tma
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "uses_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
+        patch.setattr(arguments, "uses_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
         for plan in PLANS.values():
             backend.config = plan
             x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
@@ -265,7 +265,7 @@ def failed_capture() -> None:
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
     nothing_waits = mock.patch.object(Slab, "begin", lambda work: work.begin_captured(1))
-    with one_capture(1), nothing_waits, mock.patch.object(copy_engine, "push", return_value=lambda: None):
+    with one_capture(1), nothing_waits, mock.patch.object(copy_engine.Push, "by_processor"):
         OperatorCall("all_gather", x, None, group).run(backend)
     for number in (2, None):
         want = [torch.empty_like(x) for _ in range(group.size())]
@@ -344,10 +344,10 @@ def gather_across_captures() -> None:
 
 
 def with_tma(function: Any, tma: bool) -> None:
-    from megatron_flux.ops import launch
+    from megatron_flux.ops import device
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    launch._has_tma.cache_clear()
+    device._has_tma.cache_clear()
     function()
 
 

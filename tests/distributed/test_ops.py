@@ -358,9 +358,9 @@ def rank_dispatch() -> tuple[list[tuple[Any, ...]], dict[tuple[str, str], int], 
 def test_a_registered_backend_is_used(world2: WorkerPool) -> None:
     for asked, calls, refusal in world2.run(rank_dispatch):
         assert asked == [
-            ("all_gather_gemm", 2, True, {"transposed": False, "bias": None, "return_gathered": False}),
-            ("gemm_reduce_scatter", 2, True, {"transposed": True, "bias": None, "async_op": True}),
-            ("all_gather", 2, True, {}),
+            ("all_gather_gemm", 3, True, {"transposed": False, "bias": None, "return_gathered": False}),
+            ("gemm_reduce_scatter", 3, True, {"transposed": True, "bias": None, "async_op": True}),
+            ("all_gather", 3, True, {}),
         ]
         assert calls == {
             ("all_gather_gemm", "spy"): 1,

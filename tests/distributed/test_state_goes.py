@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
-from megatron_flux.ops import fast_path
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_chunked import WAYS
@@ -26,8 +28,8 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 CLASSES = {
-    "Alarm", "Decisions", "Entry", "GroupState", "HostLink", "LinkAlarm", "P2PLink", "PreparedGemmReduceScatter",
-    "PreparedStock", "Progress", "Push", "Regions", "Slab", "_Ledger",
+    "Alarm", "AllGatherPlan", "BackendPlan", "Decisions", "GemmReduceScatterPlan", "GroupState", "HostLink",
+    "LinkAlarm", "P2PLink", "Progress", "Push", "Regions", "Slab", "_Ledger",
 }  # fmt: skip
 """Among others a state has these after the calls."""
 
@@ -56,22 +58,22 @@ def use(group: dist.ProcessGroup) -> None:
 
     state, fused = state_of(group), twin()
     x, whole, w = torch.ones(16, 32), torch.ones(16 * group.size(), 32), torch.ones(32, 32)
-    summed = OperatorCall("gemm_all_reduce", x, w, group)
     fused.config = next(iter(PLANS.values()))
-    summed._replace(x=x.half(), weight=w.half()).run(fused)
-    for operator, given in (("all_gather_gemm", x), ("gemm_reduce_scatter", whole), ("all_gather", x)):
-        weight = None if operator == "all_gather" else w.half()
-        OperatorCall(operator, given.half(), weight, group).run(fused)
+    registry._backends["twin"] = fused
+    try:
+        ops.gemm_all_reduce(x.half(), w.half(), group, backend="twin")
+        ops.all_gather_gemm(x.half(), w.half(), group, backend="twin")
+        ops.gemm_reduce_scatter(whole.half(), w.half(), group, backend="twin")
+        ops.all_gather(x.half(), group, backend="twin")
+    finally:
+        del registry._backends["twin"]
+    assert torch.equal(ops.gemm_all_reduce(x, w, group), torch.full((16, 32), 32.0 * group.size()))
     made = {}
     for way in WAYS:
         test_chunked.use(way, group)
         test_chunked.calls("chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0)
         made[way] = state.transports[CPU]
     state.transports |= made  # type: ignore[arg-type]
-    stock = fast_path.PreparedStock(summed)
-    assert torch.equal(stock(x, w).wait(), torch.full((16, 32), 32.0 * group.size()))
-    prepared = fast_path.PreparedGemmReduceScatter(state.slabs["gemm", False], [None, None], (16, 32))
-    state.prepared = {"stock": fast_path.Entry(stock, "tuned", 0), "fused": fast_path.Entry(prepared, "fused", 0)}
     _tuned.tuner.decisions(group)
     state.kept = keep._Ledger()
 
@@ -87,15 +89,16 @@ def rank_goes() -> None:
     held = [
         (type(one).__name__, weakref.ref(one))
         for one in there
-        if type(one).__module__.startswith(("megatron_flux.comm", "megatron_flux.ops.fast_path", "torch"))
+        if type(one).__module__.startswith(("megatron_flux.comm", "megatron_flux.ops", "torch"))
         and type(one).__weakrefoffset__
-        and not isinstance(one, torch.device | torch.dtype)
+        and not isinstance(one, Backend | KernelConfig | torch.device | torch.dtype)
     ]
     dist.destroy_process_group(group)
     del group, there
     gc.collect()
     assert not keeping, "a state keeps its group"
-    assert sorted(name for name, one in held if one() is not None) == [], "what outlives its group"
+    outlives = sorted(name for name, one in held if one() is not None)
+    assert not outlives, outlives
     assert (len(all_states()), slab_bytes()) == before
 
 

@@ -189,7 +189,7 @@ def elsewhere(group):
 
     for call in range(5):
         xs, xl, w = operands(group, 256, 768, 512, torch.bfloat16, False, integer=True)
-        if group.rank() == 0 and call != 2:  # once the call that has been made ready runs on this rank too
+        if group.rank() == 0 and call != 2:  # once the kernel that was launched before runs on this rank too
             xs, xl, w = shifted(xs), shifted(xl), shifted(w)
         poison(group)
         y, full = ops.all_gather_gemm(xs, w, group, return_gathered=True, backend=NAME)
@@ -296,7 +296,7 @@ def replays(group):
         )
         return [tensor.clone() for tensor in found]  # a gathered input is valid until the next call
 
-    for _ in range(4):  # made ready: the warm-up must not take that way
+    for _ in range(4):  # eager: the warm-up must not take their plan
         calls()
     with captured_calls():
         calls()
@@ -447,7 +447,7 @@ def across_streams(group):
     a, b, late = torch.cuda.Stream(), torch.cuda.Stream(), random.Random(group.rank())
     torch.cuda.synchronize()
     try:
-        for plan in (None, KernelConfig()):  # while a plan is set, no call is made ready
+        for plan in (None, KernelConfig()):  # plain kernels are launched by Triton every time
             backend().config = plan
             for call in range(60):
                 first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
@@ -477,7 +477,7 @@ def refused(call) -> str:
 
 
 def exceptions(group):
-    """Caught in the middle of calls, made ready and not: memory that runs out leaves no trace, a launch that fails
+    """Caught in the middle of calls: memory that runs out leaves no trace, a launch that fails
     ends the workspace.
     """
     if torch.cuda.get_device_capability() != (9, 0):
@@ -497,7 +497,7 @@ def exceptions(group):
 
     late = random.Random(group.rank())
     try:
-        for plan in (None, KernelConfig(ws=True)):  # while a plan is set, no call is made ready
+        for plan in (None, KernelConfig(ws=True)):
             backend().config = plan
             for name, call in calls.items():
                 for _ in range(5):
@@ -526,7 +526,7 @@ def exceptions(group):
                     assert torch.equal(calls["all_gather"](), gather(xs, group))
     finally:
         backend().config = None
-    return f"{len(calls)} operators, made ready and not"
+    return f"{len(calls)} operators"
 
 
 def broken_capture(group):
@@ -650,7 +650,7 @@ def late_calls(group, chosen, wrap):
                     work.epochs.fill_(top)
                 torch.cuda.synchronize()
                 dist.barrier(group=group)
-            for turn in range(8 if plan is None else 2 + group.size()):  # without a plan calls are made ready
+            for turn in range(8 if plan is None else 2 + group.size()):
                 round_of_late_calls(group, turn % group.size(), *sizes, gathers=gathers)
             done.append("default" if plan is None else plan.label())
             if wrap:
@@ -707,7 +707,7 @@ def after_calls(group, works, calls):
 
 
 def worn_out(group):
-    """After more than 2^31 calls a late rank is waited for as well: eager calls, made ready too, have a new slab, and
+    """After more than 2^31 calls a late rank is waited for as well: eager calls have a new slab, and
     graphs have their flags written anew.
     """
     sizes, calls = (256, 1024, 512), 2**31 + 100
@@ -756,9 +756,9 @@ def worn_out(group):
 
 
 def stream_change(group):
-    """A call on another stream, made ready too, begins behind the one before, whose stream is busy with other work."""
+    """A call on another stream begins behind the one before, whose stream is busy with other work."""
     xs, _, w = operands(group, 256, 768, 512, torch.bfloat16, False, integer=True)
-    for _ in range(6):  # until calls are made ready
+    for _ in range(6):
         ops.all_gather_gemm(xs, w, group, backend=NAME)
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     for call in range(4):
@@ -780,9 +780,9 @@ def stream_change(group):
 
 
 def kinds(group):
-    """Calls of two dtypes in turn, equal in all else, often enough to be made ready."""
+    """Calls of two dtypes in turn, equal in all else, often enough to be launched again."""
     for call in range(18):
-        dtype = (torch.bfloat16, torch.float16)[call // 6 % 2]  # six of a kind: made ready for both halves
+        dtype = (torch.bfloat16, torch.float16)[call // 6 % 2]  # six of a kind: both halves, again
         xs, xl, w = operands(group, 256, 512, 256, dtype, False, integer=True)
         poison(group)
         want = gather(xs, group)
@@ -800,7 +800,6 @@ def kinds(group):
 def fences(group):
     """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
     from megatron_flux.kernels import launch as relaunch
-    from megatron_flux.ops.launch import plain as launch
     from tests.ptx import missing_fences, missing_in_plain
 
     by_triton, seen = relaunch.by_triton, {}
@@ -815,7 +814,7 @@ def fences(group):
     dist.barrier(group=group)
     group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
-        with mock.patch.object(relaunch, "by_triton", spying), mock.patch.object(launch, "by_triton", spying):
+        with mock.patch.object(relaunch, "by_triton", spying):
             backend().config = KernelConfig()
             compare(group, 256, 512, 256)
             if hopper:

@@ -11,19 +11,22 @@ than a real group takes.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.measure import Backends
 from tests.gpu.emulated_group import EmulatedGroup
@@ -39,9 +42,9 @@ class EmulatedFused(FusedBackend):
 
     def clear(self) -> None:
         """Free all slabs. Only when both processes have finished with them."""
-        for (group, *_), work in self._slabs.items():
+        for work in self._slabs.values():
             work.alarm.close()
-            state_of(group).prepared.clear()  # they hold slabs
+            work.limit = 0  # plans leave it
         self._slabs.clear()
 
     def renew(self, group: dist.ProcessGroup) -> None:
@@ -51,9 +54,16 @@ class EmulatedFused(FusedBackend):
         dist.barrier(group=group.pair if isinstance(group, EmulatedGroup) else group)
         self.clear()
 
-    def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> slab.Slab:
+    def plan(self, call: OperatorCall, config: Any = None) -> Plan:
+        """See the base class; the plan takes its slab from here."""
+        plan = super().plan(call, config)
+        if isinstance(plan, FusedPlan):
+            plan.slab_of = functools.partial(self._slab, plan)  # type: ignore[method-assign]
+        return plan
+
+    def _slab(self, plan: FusedPlan, call: OperatorCall) -> slab.Slab:
         """The slab of calls in which sources are as many bytes and flags apart as in this one."""
-        if captured:
+        if capturing(call.x):
             raise UserError("an emulated group runs no CUDA graphs")
         group = call.group
         if not isinstance(group, EmulatedGroup):
@@ -62,9 +72,9 @@ class EmulatedFused(FusedBackend):
             raise UserError(
                 "an emulated group gathers no scales of blocks: theirs and the numbers' lie in two distances"
             )
-        words = 1
-        if call.operator == "all_gather_gemm" and config is not None:
-            words = _gather_flags(config, call.k)
+        words, nbytes = 1, plan.nbytes_of_half // group.size()
+        if call.operator == "all_gather_gemm":
+            words = _gather_flags(plan.config, call.k)
         key = (group, call.operator == "all_gather", nbytes, words)  # not its name, which a later group may have again
         if key not in self._slabs:
             self._slabs[key] = _make(group, nbytes, words, call.x.device)

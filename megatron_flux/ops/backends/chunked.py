@@ -38,7 +38,7 @@ from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.backend import Backend, BackendPlan, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
@@ -87,11 +87,15 @@ class ChunkedBackend(Backend):
             )
         return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
-    def bytes_received(self, call: OperatorCall, exact: int) -> int:
-        """What a rank receives for ``call``, of which ``exact`` bytes are the numbers as they are."""
+    def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
+        """See the base class; ``pieces`` of a shard, None: by its size."""
+        return BackendPlan(self, call, pieces=pieces)
+
+    def bytes_received(self, call: OperatorCall) -> int:
+        """See the base class: 8-bit wire formats send fewer."""
         scatters = call.operator == "gemm_reduce_scatter"
         if self.wire == wires.EXACT or (call.fp8 is not None and not scatters):
-            return exact
+            return call.bytes_received
         peers, rows = call.group.size() - 1, call.m // call.group.size()
         return peers * wires.nbytes(self.wire, rows, call.n if scatters else call.k, call.out.itemsize)
 

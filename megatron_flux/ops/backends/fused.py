@@ -27,36 +27,29 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import copy_engine, links
-from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import ALL_REDUCE, all_states, state_of
+from megatron_flux.comm import links
+from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
-from megatron_flux.comm.slab import MOST_CALLS, Slab, scale_bytes
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops import fast_path
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
-from megatron_flux.ops.backend import Backend
-from megatron_flux.ops.backends.scatter_gather import scatter_and_gather
-from megatron_flux.ops.call import OperatorCall, aligned, compare_calls
-from megatron_flux.ops.cuda_graphs import capturing, capturing_on_gpu
+from megatron_flux.ops.backend import Backend, Plan
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.device import capability, hopper_kernels, sm_count
 from megatron_flux.ops.fp8_operand import FORMATS
-from megatron_flux.ops.kernel_config import (
-    KernelConfig,
-    ag_config,
-    for_fp8,
-    fp8_config,
-    rs_config,
-    rs_tiles,
+from megatron_flux.ops.fused import (
+    AllGatherGemmPlan,
+    AllGatherPlan,
+    GemmAllReducePlan,
+    GemmReduceScatterPlan,
+    ScatterGatherPlan,
 )
+from megatron_flux.ops.kernel_config import KernelConfig, ag_config, for_fp8, fp8_config, rs_config
 from megatron_flux.settings import one_queue, sm_margin
 
 OFF_NVLINK = (
@@ -86,7 +79,7 @@ class FusedBackend(Backend):
     def config(self, config: KernelConfig | None) -> None:
         self._config = config
         for state in all_states():
-            state.prepared.clear()
+            state.plans.clear()
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet; collective on a group's first call."""
@@ -97,7 +90,7 @@ class FusedBackend(Backend):
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
         beside = links.beside(group)
-        reason = limit(x.dtype, group.size(), _capability(x.device), beside=beside, captured=capturing_on_gpu())
+        reason = limit(x.dtype, group.size(), capability(x.device), beside=beside, captured=capturing(x))
         if reason is not None:
             return reason
         link = links.probe(group, x.device)
@@ -110,113 +103,46 @@ class FusedBackend(Backend):
         link = links.probe(group, x.device)
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
-    def all_gather_gemm(self, call: OperatorCall, config: KernelConfig | None = None) -> Any:
-        """See :class:`~megatron_flux.ops.backend.Backend`; ``config``: how, not what is chosen here."""
-        return self._launch(call, config)
-
-    def gemm_reduce_scatter(self, call: OperatorCall, config: KernelConfig | None = None) -> Pending:
-        """As :meth:`all_gather_gemm`. Always finished: there is nothing left to overlap."""
-        return Pending(self._launch(call, config))
-
-    def gemm_all_reduce(self, call: OperatorCall, config: AllReduceConfig | None = None) -> Pending:
-        """As :meth:`all_gather_gemm`; finished, but for an all_gather behind a reduce-scatter, with ``async_op``."""
-        config = config or _all_reduce_config(call)
-        if config.shots == 0:
-            return scatter_and_gather(call, self)
-        from megatron_flux.ops.launch import all_reduce as launch
-
-        call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
-        compare_calls(call)
-        return Pending(launch.gemm_all_reduce(call, self._sum_slab(call, config, capturing(call.x)), config))
-
-    def all_gather(self, call: OperatorCall) -> Pending:
-        """By copy engine, which takes no SM from the GEMM it hides behind. A capture must hold its ``wait()`` too."""
-        compare_calls(call)
-        work = self._gather_slab(call, capturing(call.x))
-        return copy_engine.all_gather(call.x, work, own_rows=call.return_gathered)
-
-    def prepare(
-        self, call: OperatorCall, shape: tuple[int, ...], config: KernelConfig | AllReduceConfig | None = None
-    ) -> fast_path.PreparedCall | None:
-        """See :class:`~megatron_flux.ops.backend.Backend`; ``config``: that the call was given."""
-        # A configuration that somebody set is looked at in every call.
-        if self.twin or (config is None and self.config is not None) or capturing(call.x):
-            return None
-        # The next call, which all ranks make, replaces a slab that is worn out; this rank alone prepares.
-        if any(work.calls >= MOST_CALLS for work in state_of(call.group).slabs.values()):
-            return None
-        if call.operator == "gemm_all_reduce":
-            made = config or _all_reduce_config(call)
-            if call.fp8 is not None:
-                return None
-            if not isinstance(made, AllReduceConfig) or made.shots == 0:  # two operators, of many rows
-                return None
-            return fast_path.prepare_all_reduce(call, self._sum_slab(call, made, False), made, shape)
-        assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
+    def plan(self, call: OperatorCall, config: KernelConfig | AllReduceConfig | None = None) -> Plan:
+        """See the base class; ``config``: how, not what is chosen here."""
         if call.operator == "all_gather":
-            return fast_path.prepare(call, self._gather_slab(call, False), None, shape)
-        return fast_path.prepare(call, *self._placed(call, config, False), shape)
+            return AllGatherPlan(call)
+        if call.operator == "gemm_all_reduce":
+            assert not isinstance(config, KernelConfig), "that of another operator"  # noqa: S101
+            size, fp8 = call.out.itemsize, call.fp8 is not None
+            shots = config or all_reduce_config(call.m, call.n, call.k, call.group.size(), size, fp8=fp8)
+            if shots.shots == 0:
+                return ScatterGatherPlan(call, self)
+            return GemmAllReducePlan(call, shots)
+        assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
+        chosen = self._chosen(call, config)
+        return (
+            AllGatherGemmPlan(call, chosen)
+            if call.operator == "all_gather_gemm"
+            else GemmReduceScatterPlan(call, chosen)
+        )
 
-    def _launch(self, call: OperatorCall, config: KernelConfig | None) -> Any:
-        from megatron_flux.ops import launch
-        from megatron_flux.ops.launch import plain
-
-        call = call._replace(x=aligned(call.x), weight=aligned(call.weight))
-        if call.fp8 is not None:
-            call = call._replace(fp8=call.fp8.with_aligned_scales())
-        compare_calls(call)
-        work, config = self._placed(call, config, capturing(call.x))
-        kernels: ModuleType = plain
-        if config.ws:
-            kernels = importlib.import_module("megatron_flux.ops.launch.hopper")  # Gluon
-        return getattr(launch, call.operator)(call, work, config, kernels)
-
-    def _placed(self, call: OperatorCall, config: KernelConfig | None, captured: bool) -> tuple[Slab, KernelConfig]:
-        """Slab and configuration of a call with a GEMM; ``ws`` is set in the latter where Hopper's kernels run it."""
-        from megatron_flux.ops import launch
-
-        operator, x, m, n, k, tp = call.operator, call.x, call.m, call.n, call.k, call.group.size()
-        sms, config = launch.sm_count(x.device), config or self.config
-        hopper = launch.hopper_kernels(call, *([] if config is None else [config.bm]))
-        if config is None and call.fp8 is not None:
-            config = fp8_config(operator, m // tp, n, k, tp, sms, hopper, promoted=call.fp8.promoted)
-        elif config is None:
-            choose = ag_config if operator == "all_gather_gemm" else rs_config
-            config = choose(m // tp, n, k, tp, sms, hopper)
-        elif config.ws and not hopper:
-            config = replace(config, ws=False)
-        if call.fp8 is not None:
-            config = for_fp8(config, promoted=call.fp8.promoted)
-        if operator == "all_gather_gemm":
-            nbytes = x.numel() * x.element_size()
-            if (scales := call.sent_scales) is not None:
-                nbytes += scale_bytes(scales.shape)
+    def _chosen(self, call: OperatorCall, config: KernelConfig | None) -> KernelConfig:
+        """How a call with a GEMM runs; ``ws`` is set where Hopper's kernels run it."""
+        operator, m, n, k, tp = call.operator, call.m, call.n, call.k, call.group.size()
+        config = config or self.config
+        hopper = hopper_kernels(call, *([] if config is None else [config.bm]))
+        if config is not None:
+            if config.ws and not hopper:
+                config = replace(config, ws=False)
+        elif call.fp8 is not None:
+            promoted = call.fp8.promoted
+            config = fp8_config(operator, m // tp, n, k, tp, sm_count(call.x.device), hopper, promoted=promoted)
         else:
-            nbytes = rs_tiles(m // tp, n, config) * config.bm * config.bn * call.out.itemsize
-        return self._slab(call, nbytes, config, captured), config
-
-    def _slab(self, call: OperatorCall, nbytes: int, config: KernelConfig | None, captured: bool) -> Slab:
-        """The slab of a call in which one source sends ``nbytes``; ``config``: None of an all_gather."""
-        purpose = "gather" if call.operator == "all_gather" else "gemm"
-        return state_of(call.group).slab(purpose, call.group.size() * nbytes, call.x.device, captured)
-
-    def _sum_slab(self, call: OperatorCall, config: AllReduceConfig, captured: bool) -> Slab:
-        nbytes = config.nbytes(call.m, call.n, call.group.size(), call.out.itemsize)
-        return state_of(call.group).slab(ALL_REDUCE, nbytes, call.x.device, captured)
-
-    def _gather_slab(self, call: OperatorCall, captured: bool) -> Slab:
-        return self._slab(call, call.x.numel() * call.x.element_size(), None, captured)
+            choose = ag_config if operator == "all_gather_gemm" else rs_config
+            config = choose(m // tp, n, k, tp, sm_count(call.x.device), hopper)
+        return config if call.fp8 is None else for_fp8(config, promoted=call.fp8.promoted)
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
         :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
         state_of(group).renew_slabs()
-
-
-def _all_reduce_config(call: OperatorCall) -> AllReduceConfig:
-    fp8 = call.fp8 is not None
-    return all_reduce_config(call.m, call.n, call.k, call.group.size(), call.out.itemsize, fp8=fp8)
 
 
 def limit(
@@ -264,14 +190,4 @@ def _why_blocked(others: bool, high_priority: bool, captured: bool) -> str | Non
             "other process groups run beside this one's CUDA graphs, whose launches CUDA_DEVICE_MAX_CONNECTIONS=1 does "
             f"not put in order with theirs: set {_MARGIN}, or train without graphs"
         )
-    return _MANY_QUEUES if others and not _others_cannot_block() else None
-
-
-def _others_cannot_block() -> bool:
-    """Of calls outside graphs and streams of one priority."""
-    return one_queue() or sm_margin() > 0
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return _MANY_QUEUES if others and not one_queue() else None

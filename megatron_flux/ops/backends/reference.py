@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.backend import Backend, Plan, shaped
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
@@ -38,12 +38,35 @@ def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
     return Fp8Operand(data, x.dtype, scales, x.scaling, group.size())
 
 
+class LocalPlan(Plan):
+    """The GEMM alone, in a group of one rank, and of no rows."""
+
+    backend = "none"
+
+    def __init__(self, call: OperatorCall) -> None:
+        """``call``: checked."""
+        self._tp, self._shape, self._gathered = call.group.size(), call.result_shape, call.gathered_shape
+
+    def run(self, call: OperatorCall) -> Any:
+        """See the base class."""
+        x, fp8 = call.x, call.fp8
+        if call.operator == "all_gather":
+            return Pending(x if self._tp == 1 else x.new_empty(self._gathered))
+        y = shaped(partial(call), self._shape)
+        if call.operator != "all_gather_gemm":
+            return Pending(y)
+        if fp8 is not None:
+            return y, fp8.x if self._tp == 1 else fp8.x.repeated(self._tp)
+        return y, x if self._tp == 1 else x.new_empty(self._gathered)
+
+
 class ReferenceBackend(Backend):
     """Collective, then matmul; matmul, then collective."""
 
     name = "reference"
     automatic = True
     gathers_stay = True
+    takes_leading_dimensions = True
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""

@@ -1,26 +1,23 @@
-"""Which backends exist, which one runs a call, and running it."""
+"""The backends by name, and the plan of a call: the backend that runs it, and how."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.errors import UserError
-from megatron_flux.ops import call_events, fast_path
-from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.reference import LocalPlan, PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.call import OperatorCall, matrix
+from megatron_flux.ops.call import OperatorCall, check_operands, without_rows
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.cuda_graphs import capturing_on_gpu
+from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.tuner.measure import Backends
 from megatron_flux.settings import NO_GPU, WIRES
 
@@ -39,7 +36,7 @@ def register_backend(backend: Backend) -> None:
     _backends[backend.name] = backend
     for state in all_states():
         state.chosen.clear()
-        state.prepared.clear()
+        state.plans.clear()
 
 
 def backend_names() -> list[str]:
@@ -54,59 +51,59 @@ def get_backend(name: str) -> Backend:
     return _backends[name]
 
 
+def plan(call: OperatorCall, name: str) -> Plan:
+    """Decide how calls like ``call`` run, where the caller asks for the backend ``name``. Collective the first time.
+
+    Raises UserError: the operands do not fit each other, not all ranks make this call, unknown name, or a backend asked
+    for by name that cannot take the operands.
+    """
+    check_operands(call)
+    if call.group.size() == 1 or without_rows(call):
+        return LocalPlan(call)
+    with torch.inference_mode(False), torch.no_grad():  # what is made may outlive inference mode
+        backend, reason = _select(name, call.x, call.weight, call.group)
+        reasons = [] if reason is None else [reason]
+        if call.operator not in backend.operators:
+            reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
+            backend = _reference
+        made = backend.plan(call)
+    made.backend, made.nbytes = backend.name, backend.bytes_received(call)
+    made.degraded = (*reasons, *made.degraded)
+    return made
+
+
 def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
-    """The backend that runs this call.
+    """The backend that runs such a call.
 
     On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
     and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
-    slower backend, that is logged once with the reason, and every call is counted; so it is on CPUs, where that is
-    ``reference``. Raises UserError: unknown name, or a backend asked for by name that cannot take these operands.
+    slower backend, that is logged once with the reason; so it is on CPUs, where that is ``reference``. Raises
+    UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
+    return _select(name, x, weight, group)[0]
+
+
+def _select(
+    name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
+) -> tuple[Backend, str | None]:
+    """:func:`select`, and why it is a slower backend than ``auto`` would take: to be counted."""
     if not x.is_cuda:
         backend, reasons = resolve(name, x, weight, group)
-        if reasons and backend is _reference:
-            if NO_GPU not in stats.degraded and group.rank() == 0:
-                logger.warning("megatron_flux: operators run on %s", NO_GPU)
-            stats.degraded[NO_GPU] += 1
-        return backend
-    # Asking the backends for their limits takes longer than a launch.
+        if not reasons or backend is not _reference:
+            return backend, None
+        if NO_GPU not in stats.degraded and group.rank() == 0:
+            logger.warning("megatron_flux: operators run on %s", NO_GPU)
+        return backend, NO_GPU
     chosen = state_of(group).chosen
-    call = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing_on_gpu())
-    found = chosen.get(call)
-    if found is None:
+    key = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing(x))
+    if key not in chosen:
         backend, reasons = resolve(name, x, weight, group)
-        found = chosen[call] = backend, f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
+        reason = f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
         if reasons and group.rank() == 0:
-            logger.warning("megatron_flux: operators run on %s", found[1])
-    backend, degraded = found
-    if degraded is not None:
-        stats.degraded[degraded] += 1
-    return backend
-
-
-def able(backend: Backend, operator: str) -> Backend:
-    """``backend``, or ``reference`` where it does not have ``operator``: that is counted."""
-    if operator in backend.operators:
-        return backend
-    stats.degraded[f"reference instead of {backend.name}: it has no {operator}"] += 1
-    return _reference
-
-
-def run(call: OperatorCall, name: str, key: Hashable | None, shape: tuple[int, ...], nbytes: int) -> Any:
-    """What the backend ``name`` returns of a call that is not prepared, and have it prepared for the next time. The
-    result has ``shape``, and this rank receives ``nbytes`` for it, unless the backend sends fewer.
-    """
-    if torch.is_inference_mode_enabled():  # what is made may outlive it, and must be written to by a training later
-        with torch.inference_mode(False), torch.no_grad():
-            return run(call, name, key, shape, nbytes)
-    if call.wire not in WIRES:
-        raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
-    x = matrix(call.x)
-    chosen = able(select(name, x, call.weight, call.group), call.operator)
-    result = call_events.run(call._replace(x=x), chosen)
-    fast_path.remember(key, chosen, call, shape, nbytes)
-    stats.count(call.operator, chosen.name, chosen.bytes_received(call, nbytes))
-    return result
+            logger.warning("megatron_flux: operators run on %s", reason)
+        chosen[key] = backend, reason
+    found: tuple[Backend, str | None] = chosen[key]
+    return found
 
 
 def resolve(

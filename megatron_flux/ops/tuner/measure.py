@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from megatron_flux.comm import agreement, links, transports
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops import shipped_plans, timing
-from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.all_reduce_config import candidates as all_reduce_candidates
+from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -34,7 +34,7 @@ from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import keys
 from megatron_flux.ops.tuner.cache import Entry, Plan, log_once
 from megatron_flux.ops.tuner.keys import LONG_M, words_of
-from megatron_flux.ops.tuner.ways import CALLS, Planned, Way, beside_wgrad, in_graphs
+from megatron_flux.ops.tuner.ways import CALLS, Way, beside_wgrad, in_graphs
 from megatron_flux.settings import sm_margin, tunes_fully
 
 logger = logging.getLogger("megatron_flux")
@@ -61,13 +61,18 @@ class Backends:
     processes: Callable[[dist.ProcessGroup], dist.ProcessGroup] = _itself
     """The processes that take part in calls of a group; tests emulate ranks."""
 
-    def run(self, call: OperatorCall, entry: Entry) -> Any:
-        """Make ``call`` as ``entry`` says."""
+    def plan(self, call: OperatorCall, entry: Entry) -> CallPlan:
+        """Plan calls like ``call`` as ``entry`` says."""
         if entry.plan is not None:
-            return call.run(self.fused, config=entry.plan)
+            return self.fused.plan(call, entry.plan)
         if (chunked := self.chunked.get(entry.backend)) is not None:
-            return call.run(chunked, pieces=entry.pieces)
-        return call.run(self.reference)
+            return chunked.plan(call, pieces=entry.pieces)
+        return self.reference.plan(call)
+
+    def way(self, call: OperatorCall, entry: Entry) -> Way:
+        """Return what makes ``call`` as ``entry`` says, by one plan, which the first run makes."""
+        plan = functools.cache(lambda: self.plan(call, entry))
+        return lambda: plan().run(call)
 
 
 class _Clock:
@@ -96,18 +101,14 @@ def measure(call: OperatorCall, backends: Backends) -> Entry:
     limit = agreement.first_rank(call.group, about, seconds)  # all measure, or none does
     if limit <= 0:
         return _unmeasured(call, about)
-    clock, listed, prepared = _Clock(call, limit), "full", list[Planned]()
+    clock, listed = _Clock(call, limit), "full"
     if keys.by_chunks(call.x, call.group):
         found = _chunked_candidates(call, backends)
     else:
         full = tunes_fully()
         listed, plans = agreement.first_rank(call.group, about, lambda: list_plans(call, full))
-        found = _fused_candidates(call, backends, plans, clock, prepared)
-    try:
-        ms, sustained_ms, gemm_ms = _times(call, {label: candidate.way for label, candidate in found.items()}, clock)
-    finally:
-        for planned in prepared:
-            planned.forget(call)
+        found = _fused_candidates(call, backends, plans, clock)
+    ms, sustained_ms, gemm_ms = _times(call, {label: candidate.way for label, candidate in found.items()}, clock)
     best = found[ranked(sustained_ms or ms)[0]].entry
     times = {"ms": _rounded(ms), "sustained_ms": _rounded(sustained_ms), "gemm_ms": gemm_ms, "list": listed}
     return best.model_copy(update=times)
@@ -125,7 +126,8 @@ def _unmeasured(call: OperatorCall, about: str) -> Entry:
 
 
 def _stock(call: OperatorCall, backends: Backends) -> _Candidates:
-    return {"reference": _Candidate(Entry(backend="reference"), lambda: call.run(backends.reference))}
+    stock = Entry(backend="reference")
+    return {"reference": _Candidate(stock, backends.way(call, stock))}
 
 
 def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
@@ -135,29 +137,24 @@ def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
         if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
             for pieces in piece_counts(call):
                 entry = Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
-                way = functools.partial(backends.run, call, entry)
+                way = backends.way(call, entry)
                 if not _can_run(call, name, way, backends, transports.renew):
                     break
                 found[entry.label] = _Candidate(entry, way)
     return found
 
 
-def _fused_candidates(
-    call: OperatorCall, backends: Backends, plans: list[Plan], clock: _Clock, prepared: list[Planned]
-) -> _Candidates:
-    """Stock, and the fused plans that compile in time. A gemm_all_reduce is measured prepared; see :mod:`ways`."""
+def _fused_candidates(call: OperatorCall, backends: Backends, plans: list[Plan], clock: _Clock) -> _Candidates:
+    """Stock, and the fused plans that compile in time."""
     found = _stock(call, backends)
     for plan in plans:
         if not clock.is_left():
             break
         entry = Entry(backend="fused", plan=plan)
-        way: Way = functools.partial(backends.run, call, entry)
+        way = backends.way(call, entry)
         # It may have broken off after its slot was claimed, and no call could follow there.
         if not _can_run(call, entry.label, way, backends, backends.fused.renew):
             continue
-        if isinstance(plan, AllReduceConfig) and call.fp8 is None:
-            prepared.append(Planned(backends.fused, plan))
-            way = prepared[-1].way(call, way)
         found[entry.label] = _Candidate(entry, way)
     return found
 
@@ -247,7 +244,7 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
     if call.operator == "gemm_all_reduce":
         sizes = (call.m, call.n, call.k, tp, call.out.itemsize)
         return "full", [*all_reduce_candidates(*sizes, fp8=call.fp8 is not None)]
-    from megatron_flux.ops.launch import hopper_kernels, sm_count
+    from megatron_flux.ops.device import hopper_kernels, sm_count
 
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
     found = candidates(*operands) if call.fp8 is None else fp8_candidates(*operands, promoted=call.fp8.promoted)
@@ -266,7 +263,7 @@ def _gpu(call: OperatorCall) -> str:
     """The GPU's name where shipped plans hold: warp-specialised kernels over NVLink; else an empty one."""
     if not call.x.is_cuda:
         return ""
-    from megatron_flux.ops.launch import hopper_kernels
+    from megatron_flux.ops.device import hopper_kernels
 
     known = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
     return torch.cuda.get_device_name(call.x.device) if known else ""

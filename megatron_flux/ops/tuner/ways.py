@@ -1,26 +1,22 @@
-"""Ways to measure a gemm_all_reduce as it will run: prepared, beside a wgrad, and inside CUDA graphs.
+"""Ways to measure a gemm_all_reduce as it will run: beside a wgrad, and inside CUDA graphs.
 
 A column-parallel layer's dgrad is reduced while its wgrad runs. A way that needs no SM for that may win although it is
 slower by itself, and stock's costs nothing but what it takes from wgrad. So such a call is measured with a GEMM of
 wgrad's size between its begin and its wait.
 
-Calls of few rows take the host longer than the GPU. So they are measured as calls that have been made before are
-(:mod:`megatron_flux.ops.fast_path`), and those that will be captured in graphs of :data:`CALLS` calls.
+Calls of few rows take the host longer than the GPU. So those that will be captured are measured in graphs of
+:data:`CALLS` calls.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import state_of
-from megatron_flux.ops import fast_path
-from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.ops.gemm import fp8_gemm
@@ -28,40 +24,6 @@ from megatron_flux.ops.gemm import fp8_gemm
 CALLS = 10
 
 Way = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A backend, as far as it prepares calls, with ``config`` for all of them.
-
-    Calls so prepared stay in the group's table until :meth:`forget`, or until a slab is replaced.
-    """
-
-    backend: Any
-    config: AllReduceConfig
-    name = "fused"
-
-    def prepare(self, call: OperatorCall, shape: tuple[int, ...]) -> Any:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-        return self.backend.prepare(call, shape, self.config)
-
-    def way(self, call: OperatorCall, first: Way) -> Way:
-        """Return ``first``, which makes ``call``, as a way that is prepared as soon as that can be."""
-        state = state_of(call.group)
-
-        def again() -> Any:
-            found = fast_path.find(state, self, call.x, call.weight)
-            if found is not None:
-                return found.call(call.x, call.weight)
-            result = first()
-            fast_path.remember(self, self, call, (call.m, call.n), 0)
-            return result
-
-        return again
-
-    def forget(self, call: OperatorCall) -> None:
-        """Drop the prepared calls: ``call`` is measured."""
-        state_of(call.group).prepared.pop(self, None)
 
 
 def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:

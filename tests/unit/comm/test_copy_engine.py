@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copy_engine
 from megatron_flux.comm.copy_engine import Edges
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, Turn
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS
 from megatron_flux.ops.kernel_config import KernelConfig
 
 MP, K, HALF = 4, 24, 1
@@ -36,7 +35,7 @@ def slabs(tp: int) -> list[Any]:
     epochs = torch.tensor([7, 9], dtype=torch.int32)
     return [
         SimpleNamespace(
-            tp=tp, rank=rank, data=data, flags=flags, epochs=epochs, half_bytes=size, pushes={}, side=None
+            tp=tp, rank=rank, data=data, flags=flags, epochs=epochs, half_bytes=size, side=None
         )
         for rank in range(tp)
     ]  # fmt: skip
@@ -93,7 +92,8 @@ def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
 def test_every_shard_reaches_every_peer(tp: int, edges: Edges) -> None:
     ranks = slabs(tp)
     for rank, work in enumerate(ranks):
-        copy_engine.push(shard(rank), work, HALF, edges)
+        x = shard(rank)
+        copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges).by_processor(x.data_ptr())
     check(ranks, edges)
 
 
@@ -128,7 +128,6 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
     for rank, work in enumerate(ranks):
         told, x = Told(monkeypatch, work), shard(rank)
         found = copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges)
-        assert copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges) is found
         for value in (x, x + 5):
             found.enqueue(value.data_ptr(), 5)
         data, flags = told.order[::2], told.order[1::2]
@@ -137,27 +136,6 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
         assert [peer for _, peer in data] == [peer for _, peer in flags]
         assert {peer for _, peer in data} == set(range(tp)) - {rank}
     check(ranks, edges, added=5)
-
-
-def test_on_a_gpu_the_copies_go_into_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind what the caller's stream has been given; the caller waits for them when it says so."""
-    work = slabs(2)[0]
-    done: list[str] = []
-    told = Told(monkeypatch, work)
-    stream = SimpleNamespace(cuda_stream=5, wait_event=lambda event: done.append("copies wait"))
-    before = SimpleNamespace(record=lambda: done.append("before"))
-    after = SimpleNamespace(
-        record=lambda side: done.append(f"after {len(told.order)}"), wait=lambda: done.append("wait")
-    )
-    work.side = (stream, before, after)
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    finish = copy_engine.push(shard(0).as_subclass(OnGpu), work, HALF)
-    assert done == ["before", "copies wait", "after 2"]
-    finish()
-    assert done[3:] == ["wait"]
 
 
 def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,35 +150,3 @@ def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.Monke
     words = [int.from_bytes(seen[0][i : i + 8], "little") for i in range(0, len(seen[0]), 8)]
     #        x, y, type, host, address, array, pitch: of the source, of the target; width, rows (cuda.h, CUDA_MEMCPY2D)
     assert words == [0, 0, 4, 0, 0x2000, 0, 96, 0, 0, 4, 0, 0x1000, 0, 96, 48, 4]
-
-
-@pytest.mark.parametrize("own_rows", [True, False])
-def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
-    own_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
-    pytest.importorskip("triton")
-    from megatron_flux.kernels import launch
-
-    done: list[Any] = []
-    x: Any = SimpleNamespace(
-        shape=(4, 8), dtype=torch.bfloat16, device=torch.device("cuda", 0), is_cuda=True, record_stream=done.append
-    )
-    alarm = SimpleNamespace(words=None, limit=1)
-    work: Any = SimpleNamespace(
-        tp=2, rank=0, captured=False, capture=None, flags=[None], ctrl=None, epochs=None, alarm=alarm,
-        side=SimpleNamespace(stream="copies"), kernels={}, open_gather=None, end=lambda: done.append("order"),
-        begin=lambda: Turn(0, False), current_capture=lambda: None, arguments=lambda turn: (),
-        gather_buffers=lambda *of: [mock.MagicMock()],
-    )  # fmt: skip
-    monkeypatch.setattr(copy_engine, "push", lambda *of: lambda: done.append("copies are done"))
-    monkeypatch.setattr(launch, "first_or_again", lambda *of: done.append("kernel"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "first")
-    copy_engine.all_gather(x, work, own_rows=own_rows).wait()
-    assert done == ["order", "kernel", "copies are done"]
-    done.clear()
-    pending = copy_engine.all_gather(x, work, own_rows=own_rows)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "second")
-    pending.wait()
-    assert done == ["order", "kernel", "copies are done", "copies", *([] if own_rows else ["second"])]
-    assert work.open_gather is None

@@ -12,7 +12,7 @@ import torch
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.slab import MIB, MOST_ENTRIES, Cache, Slab
+from megatron_flux.comm.slab import MIB, MOST_CALLS, MOST_ENTRIES, Cache, Slab
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def make(group: Any, half_bytes: int, device: torch.device, captured: bool) -> Any:
-        work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False, calls=0)
+        work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False, calls=0, limit=MOST_CALLS)
         work.alarm = SimpleNamespace(close=lambda: setattr(work, "closed", True))
         found.append(work)
         return work
@@ -84,18 +84,15 @@ def test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it(made: l
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
-def test_a_larger_call_replaces_the_slab_and_what_was_prepared_on_it(made: list[Any], in_graphs: bool) -> None:
+def test_a_larger_call_replaces_the_slab_and_plans_leave_it(made: list[Any], in_graphs: bool) -> None:
     group = Group("tp")
     state = state_of(group)  # type: ignore[arg-type]
     small = state.slab("gemm", MIB, CPU, False)
     small.in_graphs = in_graphs
-    state.prepared["a call"] = object()
     other = state.slab("gather", MIB, CPU, False)
-    assert state.prepared == {}, "which of them hold a slab that is replaced is not known"
-    state.prepared["a call"] = object()
     large = state.slab("gemm", 8 * MIB, CPU, False)
     assert large is not small
-    assert state.prepared == {}
+    assert (small.limit, other.limit, large.limit) == (0, MOST_CALLS, MOST_CALLS)
     assert state.slab("gemm", MIB, CPU, False) is large
     assert state.slab("gather", MIB, CPU, False) is other
     assert state.kept_slabs == ([small] if in_graphs else []), "graphs hold its addresses"
@@ -103,17 +100,10 @@ def test_a_larger_call_replaces_the_slab_and_what_was_prepared_on_it(made: list[
 
 
 def test_shapes_that_never_come_again_take_no_more_memory() -> None:
-    """Of what a rank makes again by itself the oldest goes; an earlier call's views stay those of the slab."""
-    device: Any = torch.zeros(2, dtype=torch.int64)
-    data, empty = [torch.zeros(2 << 20, dtype=torch.uint8)] * 2, torch.empty(0)
-    work, state = Slab(2, 0, 1 << 20, False, data, [], device, *[empty] * 3, None), state_of(Group("tp"))  # type: ignore[arg-type]
-    (first, _) = work.gather_buffers(0, 1, 8, torch.float32)
-    for m in range(2, 2 * MOST_ENTRIES):
-        work.gather_buffers(m % 2, m, 8, torch.float32)
-        state.prepared[m] = m
-    assert len(work.buffers) == len(state.prepared) == MOST_ENTRIES
-    assert (0, 1, 8, torch.float32) not in work.buffers
-    assert list(state.prepared) == list(range(MOST_ENTRIES, 2 * MOST_ENTRIES))
-    assert work.gather_buffers(0, 1, 8, torch.float32)[0].data_ptr() == first.data_ptr()
-    known = (work.buffers, work.pushes, work.descriptors, work.kernels, state.prepared, state.kernels)
-    assert all(isinstance(one, Cache) for one in known)
+    """The oldest entry goes, whatever was looked up: ranks that make the same calls drop the same ones."""
+    state = state_of(Group("tp"))  # type: ignore[arg-type]
+    for m in range(2 * MOST_ENTRIES):
+        state.plans[m] = m
+        assert state.plans.get(m // 2 + MOST_ENTRIES // 2) is None or m
+    assert list(state.plans) == list(range(MOST_ENTRIES, 2 * MOST_ENTRIES))
+    assert all(isinstance(one, Cache) for one in (state.plans, state.compared, state.kernels))

@@ -69,11 +69,11 @@ def test_auto_takes_the_last_registered_that_can() -> None:
     assert selected("first") == "first"
 
 
-def test_calls_that_were_prepared_do_not_pass_a_new_backend_by() -> None:
+def test_plans_do_not_pass_a_new_backend_by() -> None:
     group = group_of(2)
-    state_of(group).prepared["a call"] = "of the backend before"
+    state_of(group).plans["a call"] = "of the backend before"
     ops.register_backend(Named("new"))
-    assert state_of(group).prepared == {}
+    assert state_of(group).plans == {}
 
 
 def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,12 @@ def test_fused_kernels_are_untested_without_nvlink(
 def test_auto_is_reference_where_there_is_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """Counted, and said once; by name it is a choice."""
     ops.stats.reset()
-    assert selected("reference") == "reference"
-    assert not ops.stats.degraded
-    assert selected("auto") == selected("auto") == "reference"
-    assert dict(ops.stats.degraded) == {"reference: no GPU": 2}
+    call = OperatorCall("all_gather_gemm", torch.ones(2, 2), torch.ones(2, 2), group_of(2))
+    assert registry.plan(call, "reference").degraded == ()
+    for count in (1, 2):
+        plan = registry.plan(call, "auto")
+        assert (plan.backend, plan.degraded) == ("reference", ("reference: no GPU",))
+        ops.stats.degraded["reference: no GPU"] = count  # as a call does
     assert caplog.messages == ["megatron_flux: operators run on reference: no GPU"]
     assert megatron_flux.report()["fallbacks"] == {"operators: reference: no GPU": 2}
     ops.stats.reset()
@@ -163,6 +165,7 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
         backend = registry.select("pipelined", x, None, group)
+    x = torch.zeros(2, 2)
     for call in (
         lambda: OperatorCall("all_gather_gemm", x, x, group).run(backend),
         lambda: OperatorCall("gemm_reduce_scatter", x, x, group).run(backend),
@@ -197,7 +200,7 @@ def test_an_8_bit_wire_counts_the_bytes_it_sends() -> None:
     group, x, w = group_of(4), torch.zeros(64, 8), torch.zeros(256, 8)
     sums = OperatorCall("gemm_reduce_scatter", x, w, group)
     gathers = OperatorCall("all_gather", torch.zeros(16, 256), None, group)
-    assert get_backend("chunked").bytes_received(sums, 77) == 77
+    assert get_backend("chunked").bytes_received(sums) == sums.bytes_received == 3 * 16 * 256 * 4
     for name in ("chunked_fp8", "chunked_int8"):
         for call in (sums, gathers):
-            assert get_backend(name).bytes_received(call, 77) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"
+            assert get_backend(name).bytes_received(call) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"

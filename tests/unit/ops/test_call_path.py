@@ -15,12 +15,16 @@ import torch
 
 import megatron_flux
 from megatron_flux import cuda_driver, ops
-from megatron_flux.comm.copy_engine import Copy, Push
+from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream, Slab
-from megatron_flux.ops import fast_path
-from megatron_flux.ops.fast_path import PreparedAllGatherGemm, PreparedGemmAllReduce, Side
+from megatron_flux.ops import fused
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of
+from tests.unit.ops.fakes import on_gpu
 
 pytest.importorskip("triton")
 
@@ -29,39 +33,28 @@ from megatron_flux.kernels.launch import Relaunch
 PACKAGE = str(Path(megatron_flux.__file__).parent) + os.sep
 
 
-def visited(call: Callable[[], Any]) -> list[str]:
-    """Files of the package in which a function ran in ``call``, in order of the first visit."""
-    found: dict[str, None] = {}
+def called(call: Callable[[], Any]) -> list[str]:
+    """Functions of the package that run in ``call``, as ``file:name``, in order; one for all of Triton's kernels."""
+    found: list[str] = []
 
     def see(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            found[frame.f_code.co_filename.removeprefix(PACKAGE)] = None
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            kernel = name.startswith((f"{PACKAGE}kernels/plain", f"{PACKAGE}kernels/device"))
+            if not (kernel and found[-1].startswith("kernel:")):
+                found.append("kernel:" if kernel else f"{name.removeprefix(PACKAGE)}:{frame.f_code.co_name}")
 
     sys.setprofile(see)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return list(found)
+    return found
 
 
-class Operand:
-    """A contiguous tensor on a GPU, as far as a prepared call looks at it."""
-
-    is_cuda, dtype = True, torch.bfloat16
-
-    def __init__(self, *shape: int) -> None:
-        self.shape = torch.Size(shape)
-        self.is_contiguous, self.data_ptr, self.get_device = lambda: True, lambda: 4096, lambda: 0
-        self.t = lambda: Operand(*reversed(shape))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, given: Any, named: Any = None) -> Operand:
-        assert function is torch.matmul
-        return cls(*given[0].shape[:-1], given[1].shape[1])
-
-    def new_empty(self, shape: tuple[int, ...]) -> Operand:
-        return Operand(*shape)
+def visited(call: Callable[[], Any]) -> list[str]:
+    """Files of the package in which a function ran in ``call``, in order of the first visit."""
+    return list(dict.fromkeys(name.partition(":")[0] for name in called(call)))
 
 
 class Driver:
@@ -101,18 +94,28 @@ def slab() -> Slab:
     return Slab(2, 0, 0, False, [], [], device, empty, empty, empty, alarm)
 
 
-def test_a_prepared_all_gather_gemm_visits_nine_files(driver: Driver) -> None:
-    work, empty = slab(), torch.empty(0)
-    pushes = [Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000)] * 2
-    side = Side(20, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
-    prepared = PreparedAllGatherGemm(work, [relaunch()] * 2, (8, 6), [empty, empty], pushes, side)
-    group, x, weight = group_of(2), Operand(4, 4), Operand(6, 4)
-    key = fast_path.key_of("all_gather_gemm", x, weight, None, "auto")  # type: ignore[arg-type]
-    state_of(group).prepared[key] = fast_path.Entry(prepared, "tuned", 99)
-    results = []
-    files = visited(lambda: results.append(ops.all_gather_gemm(x, weight, group)))  # type: ignore[arg-type]
+def made(plan: Any, launches: list[Any]) -> Any:
+    """``plan`` as it is after its first two calls."""
+    plan._slab, plan._launches, plan.backend, plan.nbytes = slab(), launches, "tuned", 99
+    return plan
+
+
+def visits(call: OperatorCall, plan: Any, run: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """Files and functions of the package in the order of calls."""
+    state_of(call.group).plans["auto", call.spec] = plan
+    return visited(run), called(run)
+
+
+def test_a_warm_all_gather_gemm_visits_nine_files(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
+    call = OperatorCall("all_gather_gemm", on_gpu(4, 4), on_gpu(6, 4), group_of(2), return_gathered=False)
+    plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), [relaunch()] * 2)
+    plan._pushes = [Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000)] * 2
+    plan._side, plan._gathered = Side(20, 1, 2, CopyStream(None, None, None)), [torch.empty(0)] * 2  # type: ignore[arg-type]
+    results: list[Any] = []
+    files, functions = visits(call, plan, lambda: results.append(ops.all_gather_gemm(call.x, call.weight, call.group)))
     assert results[0].shape == (8, 6)
-    assert driver.asked == [
+    assert driver.asked[: len(driver.asked) // 2] == [
         "cuEventRecord",
         "cuStreamWaitEvent",
         "cuMemcpyDtoDAsync_v2",  # the shard, and the flag behind it
@@ -122,19 +125,19 @@ def test_a_prepared_all_gather_gemm_visits_nine_files(driver: Driver) -> None:
         "cuStreamWaitEvent",
     ]
     assert len(files) <= 9, files
+    assert len(functions) <= 25, functions
 
 
 @pytest.mark.parametrize("own_gemm", [False, True])
-def test_a_prepared_gemm_all_reduce_is_one_launch_from_ten_files(driver: Driver, own_gemm: bool) -> None:
-    launches = [relaunch(3 if own_gemm else 2)] * 2
-    prepared = PreparedGemmAllReduce(slab(), launches, (1, 2, 6), own_gemm=own_gemm, transposed=False)
-    group, x, weight = group_of(2), Operand(1, 2, 4), Operand(6, 4)
-    key = fast_path.key_of("gemm_all_reduce", x, weight, None, "auto")  # type: ignore[arg-type]
-    state_of(group).prepared[key] = fast_path.Entry(prepared, "tuned", 99)
-    results = []
-    files = visited(lambda: results.append(ops.gemm_all_reduce(x, weight, group)))  # type: ignore[arg-type]
-    assert results[0].shape == (1, 2, 6)
-    assert driver.asked == ["cuLaunchKernel"]  # beside that of torch's GEMM
+def test_a_warm_gemm_all_reduce_is_one_launch_from_ten_files(
+    driver: Driver, own_gemm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
+    call = OperatorCall("gemm_all_reduce", on_gpu(1, 2, 4), on_gpu(6, 4), group_of(2))
+    config = AllReduceConfig(own_gemm=own_gemm)
+    plan = made(GemmAllReducePlan(call, config), [relaunch(3 if own_gemm else 2)] * 2)
+    files, functions = visits(call, plan, lambda: ops.gemm_all_reduce(call.x, call.weight, call.group))
+    assert driver.asked == ["cuLaunchKernel"] * 2  # beside that of torch's GEMM
     assert ("ops/gemm.py" in files) is not own_gemm
     assert len(files) <= 10, files
-    assert "ops/launch/all_reduce.py" not in files
+    assert len(functions) <= 20, functions

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megatron_flux.ops import launch
+from megatron_flux.ops import device, fused
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import (
@@ -125,7 +122,7 @@ def test_a_shard_of_one_block_of_columns_is_not_cut_and_measured_again() -> None
     assert not any(plan.early or plan.late for plan in found)
 
 
-# What a half's flags are enough for; ops/launch/plain.py raises otherwise.
+# What a half's flags are enough for; ops/fused.py raises otherwise.
 
 LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 << 20, 16384, 64)]
 
@@ -137,22 +134,14 @@ LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 <<
 def test_no_candidate_needs_more_flags_than_there_are(
     op: str, m: int, n: int, k: int, tp: int, ws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked of the launch itself, which checks before it takes a turn of the slab."""
-    pytest.importorskip("triton")
-    from megatron_flux.ops import launch
-
-    def begin() -> None:
-        raise StopIteration("the checks are behind")
-
-    work = SimpleNamespace(rank=0, tp=tp, begin=begin)
-    monkeypatch.setattr(launch, "unbroken", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
+    """Asked of the plans themselves, which check before they claim a slot of the slab."""
+    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
     x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
     weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
     found = candidates(op, m // tp, n, k, tp, 132, ws)
+    made = fused.AllGatherGemmPlan if op == "all_gather_gemm" else fused.GemmReduceScatterPlan
     for plan in found:
-        with pytest.raises(StopIteration):
-            getattr(launch, op)(OperatorCall(op, x, weight, group_of(tp)), work, plan, None)
+        made(OperatorCall(op, x, weight, group_of(tp)), plan)
     if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):
         assert found, "wide tiles fit"
         assert all(plan.bn == 256 for plan in found)
@@ -163,8 +152,8 @@ def test_no_candidate_needs_more_flags_than_there_are(
 @pytest.mark.parametrize("mp", [256, 260, 130])
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
 def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "_has_tma", lambda device: True)
+    monkeypatch.setattr(device, "capability", lambda of: (9, 0))
+    monkeypatch.setattr(device, "_has_tma", lambda of: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     rows = mp if operator == "all_gather_gemm" else 2 * mp
     numbers, weight = torch.randn(rows, 256), torch.randn(128, 256)
@@ -172,6 +161,6 @@ def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monk
         pair = Fp8Pair(quantized(numbers, scaling), quantized(weight, of_weight))
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group_of(2), fp8=pair)
         if operator == "all_gather_gemm":
-            assert launch.hopper_kernels(call) == (mp % 128 == 0)
+            assert device.hopper_kernels(call) == (mp % 128 == 0)
         else:
-            assert launch.hopper_kernels(call) == (scaling == "tensor" or mp % 4 == 0)
+            assert device.hopper_kernels(call) == (scaling == "tensor" or mp % 4 == 0)

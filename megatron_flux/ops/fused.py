@@ -1,0 +1,417 @@
+"""Fused calls: a plan for each kind of call, which claims a slot of the slab and enqueues copies and kernel.
+
+A plan is made by the first call of a :class:`~megatron_flux.ops.call.CallSpec` and runs that call and all later ones,
+eager or captured in a CUDA graph, on GPUs and on CPUs (in Triton's interpreter, for tests). It binds to the group's
+slab, and again to the next one where that is replaced: views of the slab, the list of copies, and for each half the
+kernel that has been launched there (:class:`~megatron_flux.kernels.launch.Relaunch`). A half that has no such kernel
+yet is launched by Triton; so is every call of the plain kernels, whose host time is not worth it.
+
+In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one takes a slot by
+:meth:`Slab.step`, and passes raw handles of streams and events to the driver.
+
+Contract
+    * Protocol and exceptions are those of :mod:`megatron_flux.comm.slab`: results are allocated before a call claims
+      its slot, which is the last thing that may fail without a trace; what fails from there on poisons the slab.
+    * Copies are enqueued before the kernel: see the hazards of :mod:`megatron_flux.comm.copy_engine`.
+    * A gathered input is a view of the slab: of an all_gather valid until the group's next all_gather, of an
+      all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
+    * An earlier call that timed out or was broken off is an OperatorError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, Side, finish_open, push_of, side_of
+from megatron_flux.comm.group_state import ALL_REDUCE, state_of
+from megatron_flux.comm.slab import CALL_FLAGS, Slab, broken_off, scale_bytes, waited_elsewhere
+from megatron_flux.errors import UserError
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backend import Backend, Plan
+from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
+from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.device import sm_count
+from megatron_flux.ops.fp8_operand import Fp8Operand
+from megatron_flux.ops.gemm import partial
+from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
+
+if TYPE_CHECKING:
+    from megatron_flux.ops.arguments import Launch, SlabCall
+
+
+class FusedPlan(Plan):
+    """What all fused plans share; see the module."""
+
+    purpose = "gemm"
+    """The group's slab that calls run on."""
+
+    def __init__(self, call: OperatorCall, nbytes: int, config: Any = None) -> None:
+        """Nothing is allocated. ``nbytes``: of a half of the slab. ``config``: how the kernel runs."""
+        x = call.x
+        self.config, self.nbytes_of_half = config, nbytes
+        self._shape, self._out = call.result_shape, call.out
+        self._device, self._cuda, self._captured = x.device, x.is_cuda, capturing(x)
+        self._eager, self._sms = self._cuda and not self._captured, sm_count(x.device)
+        self._slab: Slab | None = None
+        self._number = 0  # of such calls in the group's call table
+        self._launches: list[Any] = [None, None]
+        """By half: a Relaunch; None: not launched yet; False: Triton launches every call."""
+        self._fixed: dict[str, Any] = {}
+
+    def _bind(self, call: OperatorCall) -> Slab:
+        """Take the group's slab, a larger one if need be. Collective where that is made, or the call is new."""
+        # What is made here may outlive inference mode, and must be written to by a training later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._number = compare_calls(call)
+            work = self.slab_of(call)
+            if work is not self._slab:
+                self._slab, self._launches, self._fixed = work, [None, None], {}
+                self._view(work, call)
+        return work
+
+    def slab_of(self, call: OperatorCall) -> Slab:
+        """The group's slab, made if there is none so large."""
+        return state_of(call.group).slab(self.purpose, self.nbytes_of_half, self._device, self._captured)
+
+    def _view(self, work: Slab, call: OperatorCall) -> None:
+        """Make views of ``work`` that calls need."""
+
+    def _begin(self, work: Slab) -> tuple[int, int]:
+        """Claim a slot as :meth:`Slab.step` does, in a capture and on CPUs too."""
+        half = work.begin().half
+        return half, torch._C._cuda_getCurrentRawStream(self._device.index) if self._cuda else 0
+
+    def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
+        """The first launch in a half, from which later ones are made; every one of plain kernels and on CPUs."""
+        from megatron_flux.kernels.launch import by_triton, relaunch
+
+        compiled = by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
+        if self._cuda and launches[half] is None and launch.operands is not None:
+            launches[half] = relaunch(compiled, launch.grid, launch.arguments, launch.operands)
+
+    def _slab_call(self, call: OperatorCall, y: torch.Tensor, half: int) -> SlabCall:
+        """``call`` as the kernels' arguments need it, with matrices."""
+        from megatron_flux.ops.arguments import SlabCall
+
+        assert self._slab is not None  # noqa: S101
+        out = y.view(-1, y.shape[-1])
+        return SlabCall(call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed)
+
+    def _arguments_of(self) -> Any:
+        """The module whose functions give the arguments of kernels of a KernelConfig."""
+        if self.config.ws:
+            from megatron_flux.ops import hopper_arguments
+
+            return hopper_arguments
+        from megatron_flux.ops import arguments
+
+        return arguments
+
+
+class _Gathering(FusedPlan):
+    """A plan whose copies go to the peers' slabs."""
+
+    def __init__(self, call: OperatorCall, config: KernelConfig | None, edges: Edges) -> None:
+        """``edges``: what is sent ahead or behind."""
+        scales, x = call.sent_scales, call.x
+        self._scale_shape = None if scales is None else scales.shape
+        nbytes = x.numel() * x.element_size() + (0 if scales is None else scale_bytes(scales.shape))
+        super().__init__(call, call.group.size() * nbytes, config)
+        self._edges = edges
+        self._pushes: list[Push] = []
+        self._gathered: list[torch.Tensor] = []
+        """By half: the buffer of this rank, with the leading dimensions of x."""
+        self._scales: list[torch.Tensor] | None = None
+        self._side: Side | None = None
+
+    def _view(self, work: Slab, call: OperatorCall) -> None:
+        m, k, dtype, shape = call.m, call.k, call.x.dtype, self._scale_shape
+        buffers = [work.gather_buffers(half, m, k, dtype)[work.rank] for half in (0, 1)]
+        self._gathered = [whole.view(call.gathered_shape) for whole in buffers]
+        if shape is not None:
+            self._scales = [work.scale_buffers(half, m * k * dtype.itemsize, shape)[work.rank] for half in (0, 1)]
+        self._pushes = [push_of(work, half, m // work.tp, k, dtype, self._edges, shape) for half in (0, 1)]
+        self._side = side_of(work) if self._cuda else None
+
+    def _push(self, x: torch.Tensor, half: int, stream: int, scales: int = 0) -> None:
+        """Enqueue the copies behind what ``stream`` has been given, and ``side.after`` behind them; ``scales``: the
+        address of those that travel with x.
+        """
+        side, push = self._side, self._pushes[half]
+        if side is None:
+            push.by_processor(x.data_ptr(), scales)
+            return
+        driver.record(side.before, stream)
+        driver.wait(side.stream, side.before)
+        push.enqueue(x.data_ptr(), side.stream, scales)
+        driver.record(side.after, side.stream)
+
+
+class AllGatherGemmPlan(_Gathering):
+    """all_gather_gemm.
+
+    The warp-specialised kernel reads the local shard from x; without ``return_gathered`` that is not copied into the
+    gathered x. The plain one has it copied in any case, and reads it there.
+    """
+
+    def __init__(self, call: OperatorCall, config: KernelConfig) -> None:
+        """``config``: what :meth:`FusedBackend.plan` has chosen."""
+        super().__init__(call, config, config.edges(call.k) if config.ws else WHOLE)
+        self._own_scales: list[torch.Tensor] = []
+        """By half: where the scales of the local shard go for the caller, if a kernel does not put them there."""
+        self._gathered_fp8: list[Fp8Operand] = []
+
+    def _view(self, work: Slab, call: OperatorCall) -> None:
+        super()._view(work, call)
+        if self._scales is not None and call.fp8 is not None:
+            both = zip(self._gathered, self._scales, strict=True)
+            x, tp = call.fp8.x, work.tp
+            self._gathered_fp8 = [Fp8Operand(to.view(torch.uint8), x.dtype, by, x.scaling, tp) for to, by in both]
+            copied = self.config.ws and call.return_gathered
+            self._own_scales = [by[work.rank] for by in self._scales] if copied else []
+
+    def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
+        """See the base class."""
+        call = call.addressable()
+        x, weight, bias, fp8, work = call.x, call.weight, call.bias, call.fp8, self._slab
+        if work is None or work.calls >= work.limit:
+            work = self._bind(call)
+        y, scales = x.new_empty(self._shape, dtype=self._out), 0
+        others: tuple[Any, ...] = () if bias is None else (bias,)
+        if fp8 is not None:
+            others = (*others, fp8.x.scale_inv, fp8.weight.scale_inv)
+            scales = fp8.x.scale_inv.data_ptr()
+        try:
+            if work.table is not None:
+                work.table.spec = self._number
+            half, stream = work.step() if self._eager else self._begin(work)
+            self._push(x, half, stream, scales)
+            if launch := self._launches[half]:
+                launch(stream, x, weight, y, x, *others)
+            else:
+                self._first(call, y, half)
+            if self._own_scales:
+                self._own_scales[half].copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
+            if self._side is not None:
+                driver.wait(stream, self._side.after)
+            else:
+                work.check()
+        except BaseException as error:
+            broken_off(work, "all_gather_gemm", error)
+            raise
+        if fp8 is None or not call.return_gathered:
+            return y, self._gathered[half]
+        if self._gathered_fp8:
+            return y, self._gathered_fp8[half]
+        gathered = self._gathered[half].view(torch.uint8)
+        return y, Fp8Operand(gathered, fp8.x.dtype, fp8.x.scale_inv, fp8.x.scaling, work.tp)
+
+    def _first(self, call: OperatorCall, y: torch.Tensor, half: int) -> None:
+        at = self._slab_call(call, y, half)
+        at.gathered = matrix(self._gathered[half])
+        at.scales = None if self._scales is None else self._scales[half]
+        self._launch_by_triton(self._arguments_of().all_gather_gemm(at), self._launches, half)
+
+
+class GemmReduceScatterPlan(FusedPlan):
+    """gemm_reduce_scatter. Always finished: there is nothing left to overlap."""
+
+    def __init__(self, call: OperatorCall, config: KernelConfig) -> None:
+        """Raises UserError: more tiles than a slab has flags."""
+        tp = call.group.size()
+        mp, n = call.m // tp, call.n
+        tiles = rs_tiles(mp, n, config) * tp
+        if tiles > CALL_FLAGS:
+            raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {config.label()}")
+        super().__init__(call, tiles * config.bm * config.bn * call.out.itemsize, config)
+
+    def run(self, call: OperatorCall) -> Pending:
+        """See the base class."""
+        call = call.addressable()
+        x, weight, fp8, work = call.x, call.weight, call.fp8, self._slab
+        if work is None or work.calls >= work.limit:
+            work = self._bind(call)
+        y = x.new_empty(self._shape, dtype=self._out)
+        scales = () if fp8 is None else (fp8.x.scale_inv, fp8.weight.scale_inv)
+        try:
+            if work.table is not None:
+                work.table.spec = self._number
+            half, stream = work.step() if self._eager else self._begin(work)
+            if launch := self._launches[half]:
+                launch(stream, x, weight, y, *scales)
+            else:
+                at = self._slab_call(call, y, half)
+                self._launch_by_triton(self._arguments_of().gemm_reduce_scatter(at), self._launches, half)
+            if not self._cuda:
+                work.check()
+        except BaseException as error:
+            broken_off(work, "gemm_reduce_scatter", error)
+            raise
+        return Pending(y)
+
+
+class GemmAllReducePlan(FusedPlan):
+    """gemm_all_reduce in one kernel, or torch's GEMM and a kernel that adds in one or two shots."""
+
+    purpose = ALL_REDUCE
+
+    def __init__(self, call: OperatorCall, config: AllReduceConfig) -> None:
+        """``config``: in shots."""
+        super().__init__(call, config.nbytes(call.m, call.n, call.group.size(), call.out.itemsize), config)
+
+    def run(self, call: OperatorCall) -> Pending:
+        """See the base class; finished."""
+        call = call.addressable()
+        x, weight, work = call.x, call.weight, self._slab
+        if work is None or work.calls >= work.limit:
+            work = self._bind(call)
+        y = x.new_empty(self._shape, dtype=self._out)
+        operands: Sequence[Any] = (x, weight) if self.config.own_gemm else (partial(call),)
+        try:
+            if work.table is not None:
+                work.table.spec = self._number
+            half, stream = work.step() if self._eager else self._begin(work)
+            if launch := self._launches[half]:
+                launch(stream, *operands, y)
+            else:
+                self._first(call, operands, y, half)
+            if not self._cuda:
+                work.check()
+        except BaseException as error:
+            broken_off(work, "gemm_all_reduce", error)
+            raise
+        return Pending(y)
+
+    def _first(self, call: OperatorCall, operands: Sequence[Any], y: torch.Tensor, half: int) -> None:
+        from megatron_flux.ops import arguments
+
+        at = self._slab_call(call, y, half)
+        launch = arguments.gemm_one_shot(at) if self.config.own_gemm else arguments.shots(at, *operands)
+        self._launch_by_triton(launch, self._launches, half)
+
+
+class AllGatherPlan(_Gathering):
+    """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
+
+    ``wait()`` makes the current stream wait for the peers' shards. Without ``return_gathered`` the local shard is left
+    out: the caller reads x, on the stream that waits. One gather is open at once: starting another waits for it first.
+    One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()`` is a UserError.
+    """
+
+    purpose = "gather"
+
+    def __init__(self, call: OperatorCall) -> None:
+        """Nothing is allocated."""
+        super().__init__(call, None, WHOLE)
+        self._own: list[torch.Tensor] = []
+
+    def _view(self, work: Slab, call: OperatorCall) -> None:
+        super()._view(work, call)
+        rows = self._gathered[0].shape[0] // work.tp
+        own = slice(work.rank * rows, (work.rank + 1) * rows)
+        self._own = [whole[own] for whole in self._gathered] if call.return_gathered else []
+
+    def run(self, call: OperatorCall) -> Pending:
+        """See the base class."""
+        x, work = call.x if call.x.is_contiguous() else call.x.contiguous(), self._slab
+        if work is None or work.calls >= work.limit:
+            work = self._bind(call)
+        if work.open_gather is not None:
+            finish_open(work)
+        # wait() holds no call: the slab has the open gather, and must not hold the group.
+        side, launches, device, own_rows = self._side, self._launches, self._device, call.return_gathered
+        try:
+            if work.table is not None:
+                work.table.spec = self._number
+            half, begun = work.step() if self._eager else self._begin(work)
+            capture = work.capture
+            self._push(x, half, begun)
+            if self._own:
+                self._own[half].copy_(x)
+
+            def wait() -> None:
+                if work.current_capture() != capture:
+                    raise waited_elsewhere(capture)
+                try:
+                    # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
+                    if side is None:
+                        self._launch_by_triton(_gather_wait(work, half), launches, half)
+                        work.end()
+                    else:
+                        work.end()
+                        stream = torch._C._cuda_getCurrentRawStream(device.index)
+                        if launch := launches[half]:
+                            launch(stream)
+                        else:
+                            self._launch_by_triton(_gather_wait(work, half), launches, half)
+                        driver.wait(stream, side.after)
+                        if stream != begun:  # which does not wait for the copies of x, and x may be its memory
+                            x.record_stream(side.keep.stream)
+                            if not own_rows:  # the caller reads x there
+                                x.record_stream(torch.cuda.current_stream())
+                    if work.open_gather is pending:
+                        work.open_gather = None
+                except BaseException as error:
+                    broken_off(work, "all_gather", error)
+                    raise
+
+            pending = Pending(self._gathered[half], wait, keep=(x,), own_rows=own_rows)
+            work.open_gather = pending
+        except BaseException as error:
+            broken_off(work, "all_gather", error)
+            raise
+        return pending
+
+
+def _gather_wait(work: Slab, half: int) -> Launch:
+    """The kernel of one CTA that waits for the shards of all peers."""
+    from megatron_flux.kernels.device import gather_wait_kernel
+    from megatron_flux.ops.arguments import Launch
+
+    constants = {"TP": work.tp, "CPU": not work.data_table.is_cuda, "THREADS": 32, "num_warps": 1}
+    return Launch(gather_wait_kernel, 1, (work.flags[work.rank], *work.arguments(half), work.rank), constants, ())
+
+
+class ScatterGatherPlan(Plan):
+    """gemm_all_reduce of many rows as two operators: gemm_reduce_scatter, then an all_gather of what that left.
+
+    The reduce-scatter hides behind its GEMM. The gather hides behind what the caller does before it waits: the wgrad
+    of a column-parallel layer, as stock's all-reduce does. By copy engine it takes no SM from that, and ends in the
+    group's gather buffer, which the next gather overwrites: the result is copied out of it.
+    """
+
+    def __init__(self, call: OperatorCall, backend: Backend) -> None:
+        """``tp`` divides m; ``backend`` plans both operators."""
+        self._shape, self._backend = call.result_shape, backend
+        self._scatter = backend.plan(self._scattered(call))
+        self._gather: Plan | None = None
+
+    @staticmethod
+    def _scattered(call: OperatorCall) -> OperatorCall:
+        return call.matrix()._replace(operator="gemm_reduce_scatter", async_op=False)
+
+    def run(self, call: OperatorCall) -> Pending:
+        """See the base class; finished unless ``async_op``."""
+        part = self._scatter.run(self._scattered(call)).wait()
+        state, gather = state_of(call.group), OperatorCall("all_gather", part, None, call.group)
+        plan = self._gather = self._gather or self._backend.plan(gather)
+        result = torch.empty(self._shape, dtype=part.dtype, device=part.device)
+        state.gathers_begun += 1  # what an earlier one has left is overwritten
+        pending, begun = plan.run(gather), state.gathers_begun
+
+        def wait() -> None:
+            whole = pending.wait()  # finished it must be all the same
+            if state.gathers_begun != begun:
+                state.gathers_begun += 1
+                whole = plan.run(gather).wait()
+            result.copy_(whole.view(self._shape))
+
+        whole = Pending(result, wait, keep=(part,))
+        if not call.async_op:
+            whole.wait()
+        return whole

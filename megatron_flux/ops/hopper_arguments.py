@@ -1,0 +1,113 @@
+"""Arguments of the warp-specialised Hopper kernels; as :mod:`megatron_flux.ops.arguments`. Imports Gluon."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron_flux.kernels.hopper import pieces
+from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
+from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.ops.arguments import DTYPES, Launch, Scales, SlabCall
+from megatron_flux.ops.kernel_config import cdiv, workers
+
+PIECE, LINE = pieces.PIECE.value, pieces.LINE.value
+SM_FLOP_PER_NS = 5300  # sustained, of one SM of an H200
+
+
+def all_gather_gemm(at: SlabCall) -> Launch:
+    """Fill ``out``; the rows of x must be a multiple of the tile's. Without ``return_gathered`` the local shard is not
+    copied into ``gathered``: the kernel reads it from x.
+    """
+    call, work, config, out, gathered = at.call, at.work, at.config, at.out, at.gathered
+    x, weight, bias, scales = call.x, call.weight, call.bias, Scales(call)
+    (mp, k), n = x.shape, call.n
+    edges = config.edges(k)
+    by = (scales.x, scales.x, scales.weight)
+    if at.scales is not None:
+        local, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, at.scales))
+        by = (local, all_ranks, _scales_of_weight(scales.weight, config.bn))
+    chunk_k = edges.columns or cdiv(k, config.bk) * config.bk
+    arguments = (
+        _descriptor(gathered, config.bm, config.bk),
+        _descriptor(x, config.bm, config.bk),
+        _descriptor(weight, *at.weight_box()),
+        _descriptor(out, config.bm, PIECE),
+        x.view(torch.uint8) if call.fp8 else x, x if bias is None else bias,
+        *by,
+        work.data_table, work.flags[work.rank],
+        *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
+        n, k, mp, chunk_k, work.rank,
+    )  # fmt: skip
+    constants = at.constants() | {
+        "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
+        "EARLY": edges.early, "LATE": edges.late, "KEEP": call.return_gathered, "STAGES": config.stages,
+        "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams, "num_warps": 8 // config.teams,
+    }  # fmt: skip
+    operands = ("xd", "b", "c", "x", *(() if bias is None else ("bias",)), *_scale_names(call))
+    return Launch(hopper_ag_gemm_kernel, at.sms, arguments, constants, operands)
+
+
+def gemm_reduce_scatter(at: SlabCall) -> Launch:
+    """Fill ``out``; any number of rows."""
+    call, work, config, out = at.call, at.work, at.config, at.out
+    x, weight, scales, space = call.x, call.weight, Scales(call), at.workspaces()[work.rank]
+    (mp, n), k = out.shape, x.shape[1]
+    by = (scales.x, scales.weight)
+    if call.fp8 is not None and call.fp8.blocks:
+        by = (_scales_of(scales.x, config.bm), _scales_of_weight(scales.weight, config.bn))
+    arguments = (
+        _descriptor(x, config.bm, config.bk),
+        _descriptor(weight, *at.weight_box()),
+        *_sinks(at), *by,
+        work.flag_table, work.flags[work.rank], space, out,
+        *work.arguments(at.half), at.half * (space.shape[0] // 2),
+        n, cdiv(k, config.bk), mp, work.rank,
+        2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
+    )  # fmt: skip
+    constants = at.constants() | {
+        "STEPS": work.tp, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
+        "TEAMS": config.teams, "WORKERS": workers(config, mp, n, work.tp, at.sms), "num_warps": 8 // config.teams,
+    }  # fmt: skip
+    return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, ("a", "b", "out", *_scale_names(call)))
+
+
+def _scale_names(call: Any) -> tuple[str, ...]:
+    return () if call.fp8 is None else ("xs", "ws")
+
+
+def _sinks(at: SlabCall) -> list[Any]:
+    """Every step's destination as a descriptor, None beyond the group's ranks."""
+    work, config = at.work, at.config
+    tp = work.tp
+
+    def make() -> list[Any]:
+        spaces = at.workspaces()
+        return [_descriptor(spaces[(work.rank + 1 + step) % tp], config.bm, PIECE) for step in range(tp)]
+
+    return at.get_or_create("sinks", make) + [None] * (8 - tp)
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    layout = _layout(rows, cols, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], layout)
+
+
+def _scales_of(scales: torch.Tensor, rows: int) -> TensorDescriptor:
+    """``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
+    return _descriptor(scales.view(-1, scales.shape[-1]), 1, rows)
+
+
+def _scales_of_weight(scales: torch.Tensor, columns: int) -> TensorDescriptor:
+    """A line of scales of ``columns`` in a block of k, and the blocks after it; ``[nb, ld]``."""
+    rows = columns // 128
+    return _descriptor(scales, rows, LINE // rows)
+
+
+@functools.cache
+def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], DTYPES[dtype])

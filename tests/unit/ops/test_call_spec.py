@@ -1,0 +1,85 @@
+"""The key of calls: every part that a plan depends on is in it, and every part that ranks must not differ in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
+from tests.unit.groups import group_of
+
+F16 = torch.float16
+
+
+def spec(operator: str = "all_gather_gemm", **changed: Any) -> Any:
+    call = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "group": group_of(2)}
+    return OperatorCall(operator, **(call | changed)).spec
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"operator": "gemm_reduce_scatter"},
+        {"wire": "int8"},
+        {"transposed": True},
+        {"return_gathered": False},
+        {"async_op": True},
+        {"x": torch.zeros(8, 8)},
+        {"x": torch.zeros(2, 2, 8)},
+        {"x": torch.zeros(4, 8, dtype=F16)},
+        {"weight": None},
+        {"weight": torch.zeros(8, 8)},
+        {"weight": torch.zeros(6, 8, dtype=F16)},
+        {"weight": torch.zeros(8, 6).t()},
+        {"bias": torch.zeros(6)},
+        {"bias": torch.zeros(5)},
+        {"bias": torch.zeros(6, dtype=F16)},
+        {"late_bias": torch.zeros(6)},
+        {"late_bias": torch.zeros(6, dtype=F16)},
+        {"group": group_of(4)},
+        {"fp8": Fp8Pair(quantized(torch.ones(4, 8), "tensor"), quantized(torch.ones(6, 8), "tensor"))},
+    ],
+    ids=str,
+)
+def test_another_call_has_another_spec(changed: dict[str, Any]) -> None:
+    assert spec() == spec()
+    assert hash(spec()) == hash(spec())
+    assert spec(**changed) != spec()
+
+
+def test_a_bias_in_the_epilogue_is_another_call_than_one_behind_it() -> None:
+    assert spec(bias=torch.zeros(6)) != spec(late_bias=torch.zeros(6))
+
+
+def test_calls_for_graphs_have_specs_of_their_own() -> None:
+    eager = spec()
+    with captured_calls():
+        assert spec() == eager._replace(captured=True)
+
+
+def test_what_ranks_exchange_leaves_out_what_each_may_choose() -> None:
+    """Layers of a rank with a frozen weight need no gathered x; shapes and dtypes must agree."""
+    one, other = spec(), spec(return_gathered=False, bias=torch.zeros(6), x=torch.zeros(2, 2, 8))
+    assert one.exchanged == other.exchanged
+    assert one.exchanged == ("all_gather_gemm", 8, 6, 8, torch.float32, None, False)
+    assert str(one) == "all_gather_gemm m=8 n=6 k=8 dtype=torch.float32 transposed=False"
+    assert spec(x=torch.zeros(4, 8, dtype=F16)).exchanged != one.exchanged
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "received"),
+    [
+        ("all_gather_gemm", (4, 3, 6), 2 * 3 * 8 * 4),
+        ("gemm_reduce_scatter", (1, 3, 6), 3 * 6 * 4),
+        ("gemm_all_reduce", (2, 3, 6), 2 * 3 * 6 * 4),
+        ("all_gather", (4, 3, 8), 2 * 3 * 8 * 4),
+    ],
+)
+def test_shapes_and_bytes_of_results(operator: str, shape: tuple[int, ...], received: int) -> None:
+    weight = None if operator == "all_gather" else torch.zeros(6, 8)
+    call = OperatorCall(operator, torch.zeros(2, 3, 8), weight, group_of(2))
+    assert (call.result_shape, call.bytes_received) == (shape, received)

@@ -1,0 +1,398 @@
+"""Fused plans: which half they use, what is enqueued in which order, what they launch again, and what poisons a slab.
+
+Triton and the driver are recorded instead of called (``fakes``); the whole runs in tests/distributed on CPUs, and in
+tests/gpu.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux import cuda_driver, ops
+from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.slab import CopyStream
+from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops import call_events, fused
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.fp8_operand import Fp8Operand, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, for_fp8
+from tests.unit.groups import group_of
+from tests.unit.ops.fakes import AFTER, BEFORE, SIDE, STREAM, Gpu, OnGpu, Work, gpu, no_launch, on_gpu
+
+__all__ = ["gpu"]  # a fixture
+
+HOPPER = KernelConfig(ws=True)
+SUMS = {
+    "one shot": AllReduceConfig(),
+    "two shots": AllReduceConfig(shots=2),
+    "own GEMM": AllReduceConfig(own_gemm=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_flux.ops.backends import fused as backend
+
+    monkeypatch.setattr(backend, "hopper_kernels", lambda *_: True)
+
+
+def shifted(t: Any) -> Any:
+    """The same numbers where TMA cannot address them."""
+    memory = torch.zeros(t.numel() + 1, dtype=t.dtype).as_subclass(OnGpu)
+    return memory[1:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu, bias: bool) -> None:
+    """By Triton once in each half, then again; with leading dimensions, of which the kernel sees rows."""
+    backend = gpu.backend(HOPPER)
+    inside = on_gpu(32) if bias else None
+    for number in range(5):
+        x, weight, half = on_gpu(64, 2, 64), on_gpu(32, 64), number & 1
+        y, gathered = ops.all_gather_gemm(
+            x, weight, gpu.group, bias=inside, epilogue_bias=True, return_gathered=True, backend="one way"
+        )
+        assert y.shape == (128, 2, 32)
+        assert gathered.shape == (128, 2, 64)
+        assert gathered.data_ptr() == gpu.work.gather_buffers(half, 256, 64, torch.bfloat16)[1].data_ptr()
+        name = "hopper_ag_gemm_kernel"
+        launched = ("triton", name, 132)
+        if number > 1:
+            launched = (f"{name} again", STREAM, x, weight, y, x, *([inside] if bias else []))
+        assert [one[0] for one in gpu.done] == [one[0] for one in (
+            ("record",), ("wait",), ("copy",), ("copy",), ("record",), launched, ("wait",)
+        )]  # fmt: skip
+        assert gpu.done[:5] == [
+            ("record", BEFORE, STREAM),
+            ("wait", SIDE, BEFORE),
+            ("copy", 1000 + half, x.data_ptr(), 64, SIDE),
+            ("copy", 2000 + half, 3000 + half, 4, SIDE),
+            ("record", AFTER, SIDE),
+        ]
+        assert [id(one) for one in gpu.done[5]][2:] == [id(one) for one in launched][2:] or number < 2
+        assert gpu.done[6] == ("wait", STREAM, AFTER)
+        gpu.done.clear()
+    assert gpu.operands == ("xd", "b", "c", "x", *(["bias"] if bias else []))
+    assert backend.plans == 1
+    assert ops.stats.calls["all_gather_gemm", "one way"] >= 5
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "blocks"])
+def test_fp8_travels_with_its_scales(gpu: Gpu, scaling: str) -> None:
+    kinds = ("tensor", "tensor") if scaling == "tensor" else ("1x128", "128x128")
+    gpu.backend(for_fp8(HOPPER, promoted=scaling == "blocks"))
+
+    def operand(rows: int, kind: Any) -> Fp8Operand:
+        made = quantized(torch.randn(rows, 256), kind)
+        return Fp8Operand(made.data.as_subclass(OnGpu), made.dtype, made.scale_inv.as_subclass(OnGpu), kind)
+
+    for number in range(4):
+        x, weight, half = operand(128, kinds[0]), operand(64, kinds[1]), number & 1
+        y, gathered = ops.all_gather_gemm(x, weight, gpu.group, return_gathered=True, backend="one way")
+        assert (y.shape, y.dtype, gathered.shards) == ((256, 64), torch.bfloat16, 2)
+        copies = [one for one in gpu.done if one[0] == "copy"]
+        if scaling == "blocks":
+            assert copies[0] == ("copy", 4000 + half, x.scale_inv.data_ptr(), 96, SIDE), "before their shard"
+            assert gathered.scale_inv.data_ptr() == gpu.work.scales[half].data_ptr()
+            assert gathered.scale_inv[1].equal(x.scale_inv), "the local shard's are for the caller alone"
+        else:
+            assert len(copies) == 2
+            assert gathered.scale_inv is x.scale_inv
+        if number > 1:
+            launched = next(one for one in gpu.done if one[0].endswith("again"))
+            assert [t.data_ptr() for t in launched[-2:]] == [x.scale_inv.data_ptr(), weight.scale_inv.data_ptr()]
+        gpu.done.clear()
+    assert gpu.operands == ("xd", "b", "c", "x", "xs", "ws")
+    assert gpu.constants["SCALES"] == scaling
+    assert (gpu.constants["num_warps"], gpu.constants["TEAMS"]) == ((4, 2) if scaling == "blocks" else (8, 1))
+    whole = operand(256, kinds[0])
+    for _ in range(3):
+        y = ops.gemm_reduce_scatter(whole, weight, gpu.group, backend="one way")
+    assert y.shape == (128, 64)
+    assert gpu.operands == ("a", "b", "out", "xs", "ws")
+    assert gpu.done[-1][0] == "hopper_gemm_rs_kernel again"
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gemm_reduce_scatter_is_one_launch(gpu: Gpu, async_op: bool) -> None:
+    gpu.backend(HOPPER)
+    for _ in range(4):
+        gpu.done.clear()
+        x, weight = on_gpu(64, 2, 64), on_gpu(32, 64)
+        y = ops.gemm_reduce_scatter(x, weight, gpu.group, async_op=async_op, backend="one way")
+        y = y.wait() if async_op else y
+        assert y.shape == (32, 2, 32)
+    ((name, stream, *operands),) = gpu.done
+    assert (name, stream) == ("hopper_gemm_rs_kernel again", STREAM)
+    assert [id(one) for one in operands] == [id(one) for one in (x, weight, y)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("config", SUMS.values(), ids=SUMS)
+def test_gemm_all_reduce_is_one_launch(gpu: Gpu, config: AllReduceConfig, transposed: bool) -> None:
+    backend = gpu.backend(config)
+    for number in range(5):
+        gpu.done.clear()
+        x, weight = on_gpu(2, 8, 64), on_gpu(*((64, 32) if transposed else (32, 64)))
+        y = ops.gemm_all_reduce(x, weight, gpu.group, transposed=transposed, backend="one way")
+        assert y.shape == (2, 8, 32)
+        ((name, *told),) = gpu.done
+        assert (name == "triton") is (number < 2)
+    stream, *operands = told
+    assert stream == STREAM
+    assert operands[-1] is y
+    if config.own_gemm:
+        assert operands[0] is x
+        assert operands[1] is weight
+    else:
+        assert torch.equal(operands[0], x @ (weight if transposed else weight.t()))
+    ops.gemm_all_reduce(x, weight, gpu.group, transposed=transposed, async_op=True, backend="one way")
+    assert backend.plans == 2, "beside wgrad the tuner may choose otherwise"
+
+
+def test_plain_kernels_are_launched_by_triton(gpu: Gpu) -> None:
+    gpu.backend(KernelConfig())
+    for _ in range(3):
+        ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
+    assert [one[:2] for one in gpu.done] == [("triton", "gemm_rs_kernel")] * 3
+
+
+def test_operands_that_lie_wrong_are_copied(gpu: Gpu) -> None:
+    """Wherever the operands of this rank lie, it makes the same call as its peers."""
+    backend = gpu.backend(SUMS["own GEMM"])
+    x, weight = on_gpu(16, 64), on_gpu(32, 64)
+    for _ in range(2):
+        ops.gemm_all_reduce(x, weight, gpu.group, backend="one way")
+    for given in ((shifted(x), weight), (x, shifted(weight)), (x.t().contiguous().t(), weight)):
+        gpu.done.clear()
+        ops.gemm_all_reduce(*given, gpu.group, backend="one way")
+        ((_, _, *operands),) = gpu.done
+        assert all(one.data_ptr() % 16 == 0 and one.is_contiguous() for one in operands)
+        assert torch.equal(operands[0], x)
+        assert torch.equal(operands[1], weight)
+    assert backend.plans == 1
+
+
+def test_a_slab_that_is_replaced_or_worn_out_is_left(gpu: Gpu) -> None:
+    """A slab that another call has outgrown; and one after very many calls, to which all ranks come alike."""
+    gpu.backend(HOPPER)
+
+    def call() -> str:
+        gpu.done.clear()
+        ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
+        return str(gpu.done[0][0])
+
+    assert [call() for _ in range(3)] == ["triton", "triton", "hopper_gemm_rs_kernel again"]
+    old = gpu.work
+    state_of(gpu.group)._retire(old)  # type: ignore[arg-type]
+    gpu.use(Work())
+    assert [call() for _ in range(3)] == ["triton", "triton", "hopper_gemm_rs_kernel again"]
+    assert (old.calls, gpu.work.calls) == (3, 3)
+    gpu.work.limit = 3
+    made: list[Any] = []
+    state_of(gpu.group).slab = lambda *of: made.append(of) or Work()  # type: ignore[assignment, func-returns-value]
+    call()
+    assert len(made) == 1
+
+
+def test_a_configuration_set_later_is_not_passed_by() -> None:
+    backend, group = FusedBackend(), group_of(2)
+    state_of(group).plans["a call"] = object()
+    backend.config = KernelConfig()
+    assert state_of(group).plans == {}
+
+
+def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their own plan; in the capture itself no plan is kept that was not there before."""
+    backend, captured = gpu.backend(HOPPER), Work()
+    state_of(gpu.group).slabs["gemm", True] = captured  # type: ignore[assignment]
+    captured.begin = lambda: SimpleNamespace(half=captured.step()[0])  # type: ignore[method-assign]
+
+    def call(rows: int = 64) -> None:
+        ops.gemm_reduce_scatter(on_gpu(rows, 64), on_gpu(32, 64), gpu.group, backend="one way")
+
+    call()
+    with captured_calls():
+        call()
+    assert (gpu.work.calls, captured.calls, backend.plans) == (1, 1, 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call()
+    assert (gpu.work.calls, captured.calls, backend.plans) == (1, 2, 2)
+    for _ in range(2):
+        call(128)
+    assert backend.plans == 4
+
+
+def test_watched_calls_run_by_the_same_plan(gpu: Gpu) -> None:
+    backend = gpu.backend(HOPPER)
+    for _ in range(2):
+        with call_events.ranges(profiler=True):
+            ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
+    assert (backend.plans, gpu.work.calls) == (1, 2)
+
+
+# Gathers
+
+
+def gather(gpu: Gpu, *, own_rows: bool = True) -> Any:
+    return ops.all_gather(on_gpu(4, 4), gpu.group, own_rows=own_rows, backend="one way")
+
+
+@pytest.mark.parametrize("own_rows", [True, False])
+def test_a_gather_finishes_the_one_before_and_waits_once(gpu: Gpu, own_rows: bool) -> None:
+    gpu.backend()
+    for _ in range(2):
+        gather(gpu, own_rows=own_rows).wait()
+    finished: list[str] = []
+    gpu.work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
+    gpu.work.data[1].zero_()
+    gpu.work.ended = 0
+    pending = gather(gpu, own_rows=own_rows)
+    assert finished == ["earlier"]
+    assert gpu.work.open_gather is pending
+    assert pending.own_rows == own_rows
+    gpu.done.clear()
+    whole = pending.wait()
+    assert whole[4:].ne(0).all() == own_rows  # rank 1's
+    assert pending.wait() is whole
+    assert gpu.done == [("gather_wait_kernel again", STREAM), ("wait", STREAM, AFTER)]
+    assert (gpu.work.ended, gpu.work.open_gather) == (1, None)
+
+
+def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(gpu: Gpu) -> None:
+    gpu.backend()
+    gather(gpu)
+    gpu.work.poison("all_gather", RuntimeError())
+    gpu.done.clear()
+    with pytest.raises(OperatorError, match="an earlier call was broken off"):
+        gather(gpu)
+    assert gpu.done == []
+
+
+@pytest.mark.parametrize("own_rows", [True, False])
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
+    gpu: Gpu, own_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
+    gpu.backend()
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    monkeypatch.setattr(Work, "end", lambda _: gpu.done.append(("order",)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the other")
+    for _ in range(2):
+        gather(gpu, own_rows=own_rows).wait()
+    assert recorded == []
+    pending = gather(gpu, own_rows=own_rows)
+    gpu.done.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    pending.wait()
+    assert gpu.done == [("order",), ("gather_wait_kernel again", 11), ("wait", 11, AFTER)]
+    assert recorded == (["side"] if own_rows else ["side", "the other"])
+
+
+def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.backend()
+    pending = gather(gpu)
+    gpu.done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
+        pending.wait()
+    assert (gpu.done, gpu.work.poisoned, gpu.work.open_gather) == ([], [], pending)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pending.wait()
+    assert [one[0] for one in gpu.done] == ["triton", "wait"]
+
+
+# Exceptions
+
+CALLS = {
+    "all_gather_gemm": lambda gpu: ops.all_gather_gemm(on_gpu(128, 64), on_gpu(32, 64), gpu.group, backend="one way"),
+    "gemm_reduce_scatter": lambda gpu: ops.gemm_reduce_scatter(
+        on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way"
+    ),
+    "all_gather": lambda gpu: gather(gpu).wait(),
+    "gemm_all_reduce": lambda gpu: ops.gemm_all_reduce(on_gpu(16, 64), on_gpu(32, 64), gpu.group, backend="one way"),
+}
+CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("operator", CALLS)
+def test_a_call_broken_off_poisons_its_slab(
+    operator: str, first: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When Triton launches it, and later; the caller's stream comes behind the copies that are on their way."""
+    from megatron_flux.kernels import launch
+
+    gpu.backend(CONFIGS.get(operator, HOPPER))
+    behind: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=behind.append))
+    gpu.work.side = CopyStream("the copies' stream", None, None)  # type: ignore[arg-type]
+    if first:
+        monkeypatch.setattr(launch, "by_triton", no_launch)
+    else:
+        gpu.again = lambda name: no_launch
+        for _ in range(2):
+            CALLS[operator](gpu)
+    with pytest.raises(OperatorError, match="CUDA refused a launch") as caught:
+        CALLS[operator](gpu)
+    assert gpu.work.poisoned == [(operator, caught.value)]
+    assert behind == ["the copies' stream"]
+    with pytest.raises(OperatorError, match="an earlier call was broken off"):
+        CALLS[operator](gpu)
+
+
+@pytest.mark.parametrize("operator", ["all_gather", "all_gather_gemm"])
+def test_copies_that_cannot_be_enqueued_poison_too(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.backend(CONFIGS.get(operator, HOPPER))
+    monkeypatch.setattr(cuda_driver, "copy", lambda *given: no_launch(0))
+    with pytest.raises(OperatorError):
+        CALLS[operator](gpu)
+    assert [one for one, _ in gpu.work.poisoned] == [operator]
+    assert gpu.work.open_gather is None
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_memory_runs_out_before_a_slot_is_claimed(
+    operator: str, partial: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.backend(CONFIGS.get(operator, HOPPER))
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    if partial:
+        monkeypatch.setattr(fused, "partial", no_memory)
+        operator = "gemm_all_reduce"
+        gpu.backend(CONFIGS[operator])
+    else:
+        monkeypatch.setattr(torch.Tensor, "new_empty", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        CALLS[operator](gpu)
+    assert (gpu.work.calls, gpu.work.poisoned, gpu.done) == (0, [], [])
+
+
+def test_an_all_reduce_of_many_rows_is_two_operators() -> None:
+    """Of which either has a plan of its own."""
+    call = OperatorCall("gemm_all_reduce", torch.zeros(16, 64), torch.zeros(32, 64), group_of(2))
+    plan = FusedBackend(twin=True).plan(call, AllReduceConfig(shots=0))
+    assert isinstance(plan, fused.ScatterGatherPlan)
+    assert isinstance(plan._scatter, fused.GemmReduceScatterPlan)
+
+
+def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind the flags of a half is the other half's data."""
+    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
+    x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
+    call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
+    with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):
+        fused.GemmReduceScatterPlan(call, KernelConfig(ws=True))

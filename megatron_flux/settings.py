@@ -15,7 +15,7 @@
 Of those from ``CUDA_DEVICE_MAX_CONNECTIONS`` to ``MEGATRON_FLUX_TIMEOUT_S``, a value set after CUDA's start does not
 count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
 or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
-this is read in prepared calls. A bad value is a UserError.
+this is read in later calls. A bad value is a UserError.
 """
 
 from __future__ import annotations

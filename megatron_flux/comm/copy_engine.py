@@ -100,7 +100,7 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     """What a rank sends in which order: ``(step, piece, columns)``; step ``d`` goes to rank ``r - d``."""
     small = edges.columns
     last = (k - 1) // small * small if small else 0
-    pieces = [(slice(0, k),)] * tp
+    pieces: list[tuple[slice, ...]] = [(slice(0, k),)] * tp
     if edges.early:
         pieces[1:3] = [(slice(0, small), slice(small, k))] * len(pieces[1:3])
     if edges.late and (tp > 3 or not edges.early):

@@ -29,9 +29,9 @@ tuned          whichever of these measures fastest for the call's shape, remembe
 auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the reason counted
 =============  =====================================================================================================
 
-Read ``operators`` (of FP8 ``fp8_operand``, ``fp8_operators``), ``call``, ``backends``, ``kernel_config``, ``launch``,
-then ``fast_path`` (calls made before); ``cuda_graphs``, ``call_events`` (counts, names, times) and ``timing`` stand by
-themselves.
+Read ``operators``, ``call`` (what a call is, and the one key of it), ``backend`` (backends and plans), ``fused`` (the
+plans of the fused backend) with ``arguments``, then ``backends`` and ``tuner``; ``cuda_graphs``, ``call_events``
+(counts, names, times) and ``timing`` stand by themselves.
 """
 
 from megatron_flux.ops.backend import Backend

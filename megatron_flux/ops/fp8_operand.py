@@ -102,7 +102,7 @@ class Fp8Operand:
         return self.data.view(self.dtype)
 
     def _fits(self) -> bool:
-        shape = self.scale_inv.shape
+        shape: tuple[int, ...] = self.scale_inv.shape
         if self.scaling == "tensor":
             return self.scale_inv.numel() in (1, self.shards)
         if self.scaling == "128x128":

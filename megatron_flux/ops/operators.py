@@ -244,4 +244,5 @@ def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, tran
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise UserError("no process group: call torch.distributed.init_process_group first, or pass group=")
-    return dist.group.WORLD
+    group: Any = dist.group.WORLD
+    return group

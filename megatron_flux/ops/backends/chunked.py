@@ -294,9 +294,9 @@ def _used_behind(begun: torch.cuda.Stream | None, *parts: torch.Tensor) -> None:
 def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
     """Rows of x times the weight, into what comes second; with the bias inside where the call has one."""
     weight = call.weight if call.transposed else call.weight.t()  # type: ignore[union-attr]
-    if call.bias is None:
+    if (bias := call.bias) is None:
         return lambda x, out: torch.mm(x, weight, out=out)
-    return lambda x, out: torch.addmm(call.bias, x, weight, out=out)
+    return lambda x, out: torch.addmm(bias, x, weight, out=out)
 
 
 def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], object]:

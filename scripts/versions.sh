@@ -31,6 +31,8 @@ fi
 pip() { "$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints" "$@"; }
 "$python" -c 'import torch' 2>/dev/null ||
     pip "${MEGATRON_FLUX_TORCH:-torch}" --extra-index-url https://download.pytorch.org/whl/cpu
-pip --upgrade --upgrade-strategy eager --editable ".[quant,run,wandb]" hypothesis pytest
+upgrade=()
+[[ $which == lowest ]] || upgrade=(--upgrade --upgrade-strategy eager)
+pip ${upgrade[@]+"${upgrade[@]}"} --editable ".[quant,run,wandb]" hypothesis pytest
 "$python" -m pip list --disable-pip-version-check
 exec "$python" -m pytest -m fast tests/unit "$@"

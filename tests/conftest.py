@@ -36,13 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder; docs/testing.md says what the markers mean."""
     for item in items:
         folder, *below = item.path.relative_to(TESTS).parts
+        longer = item.get_closest_marker("slow") or "warm_python" in getattr(item, "fixturenames", ())
         if folder in RANKS:
             item.add_marker("ranks")
-        elif (
-            folder == "unit"
-            and below[0] in WITHOUT_MEGATRON
-            and not (item.get_closest_marker("slow") or item.path.name.startswith(LONGER))
-        ):
+        elif folder == "unit" and below[0] in WITHOUT_MEGATRON and not (longer or item.path.name.startswith(LONGER)):
             item.add_marker("fast")
 
 

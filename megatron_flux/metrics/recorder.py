@@ -31,7 +31,7 @@ MAX_PROBLEMS = 5
 
 
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
-    """Appends records to a file, usually ``<run>/<arm>/metrics.jsonl``."""
+    """Appends records to a file, usually ``<run>/<variant>/metrics.jsonl``."""
 
     def __init__(self, path: str | os.PathLike[str], resume_from: int | None = None) -> None:
         """Open ``path`` for appending, creating its folder. Raises UserError: it cannot be written.

@@ -95,11 +95,13 @@ def compare(run_path: Path, results_path: Path, bands: Mapping[str, float] = BAN
                 f"{now.path} and {then.path} cannot be compared in {' and '.join(quantities)}: {', '.join(unequal)}; "
                 f"give results of the same settings, or a --band of {others} alone"
             )
-    arms = [arm for arm, records in then.arms.items() if records]
+    variants = [variant for variant, records in then.variants.items() if records]
     for run in (now, then):
-        if missing := [arm for arm in arms if not timed(run.arms[arm])] or ([] if arms else ["baseline or flux"]):
+        if missing := [variant for variant in variants if not timed(run.variants[variant])] or (
+            [] if variants else ["baseline or flux"]
+        ):
             raise UserError(f"{run.path} has no timed step of {missing[0]}; give a run of more steps than warm-up")
-    checked = [one for arm in arms for one in _checked(arm, now, then, bands)]
+    checked = [one for variant in variants for one in _checked(variant, now, then, bands)]
     if all(one.state == _UNCHECKED for one in checked):
         raise UserError(
             f"nothing of {', '.join(bands)} is known in both {run_path} and {results_path}; give results that "
@@ -108,24 +110,24 @@ def compare(run_path: Path, results_path: Path, bands: Mapping[str, float] = BAN
     return Result(then.name, checked, [f"{run.name}: {problem}" for run in (now, then) for problem in run.problems])
 
 
-def _checked(arm: str, now: Run, then: Run, bands: Mapping[str, float]) -> Iterator[Checked]:
-    earlier, current = (run.summary["arms"][arm] for run in (then, now))
+def _checked(variant: str, now: Run, then: Run, bands: Mapping[str, float]) -> Iterator[Checked]:
+    earlier, current = (run.summary["arms"][variant] for run in (then, now))
     if (band := bands.get("step-time")) is not None:
-        medians = [side["step_time_ms"]["median"] for side in (earlier, current)]
-        yield _at_most(f"{arm} step time, median (ms)", band, milliseconds, *medians)
+        medians = [variant["step_time_ms"]["median"] for variant in (earlier, current)]
+        yield _at_most(f"{variant} step time, median (ms)", band, milliseconds, *medians)
     if (band := bands.get("loss")) is not None:
-        both = relative_differences(then.arms[arm], now.arms[arm], "lm loss")
+        both = relative_differences(then.variants[variant], now.variants[variant], "lm loss")
         if not both:
-            raise UserError(f"{now.path} and {then.path} have no iteration of {arm} in common; run as many steps")
+            raise UserError(f"{now.path} and {then.path} have no iteration of {variant} in common; run as many steps")
         difference, last = largest(both), both[-1][0]
-        a, b = (next(r["lm loss"] for r in run.arms[arm] if r["iteration"] == last) for run in (then, now))
+        a, b = (next(r["lm loss"] for r in run.variants[variant] if r["iteration"] == last) for run in (then, now))
         # A loss that is not finite is in no band.
         state = _OK if difference is not None and finite(difference) and difference <= band else _OUTSIDE
-        quantity, change = f"{arm} loss over {len(both)} iterations", f"up to {relative(difference)}"
+        quantity, change = f"{variant} loss over {len(both)} iterations", f"up to {relative(difference)}"
         yield Checked(quantity, f"{a:.6f}", f"{b:.6f}", change, f"{100 * band:g} %", state)
     if (band := bands.get("memory")) is not None:
-        peaks = [side["peak_memory_bytes"] for side in (earlier, current)]
-        yield _at_most(f"{arm} peak memory", band, memory, *peaks)
+        peaks = [variant["peak_memory_bytes"] for variant in (earlier, current)]
+        yield _at_most(f"{variant} peak memory", band, memory, *peaks)
 
 
 def _at_most(quantity: str, band: float, form: Form, then: float | None, now: float | None) -> Checked:

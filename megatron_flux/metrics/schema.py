@@ -71,7 +71,7 @@ class StepRecord(BaseModel):
         "peak-memory-bytes", "byte", "maximum over ranks of `flux/allocated_peak_bytes` + `flux/workspace_bytes`"
     )
     block: Count = _field(
-        "block", "", "consecutive steps of one side, counted over both: A B B A is baseline 0, flux 1, 2, baseline 3"
+        "block", "", "consecutive steps of one variant, counted over both: A B B A is baseline 0, flux 1, 2, baseline 3"
     )
     warmup: bool = _field("warmup", "", "excluded from timing statistics; its loss counts")
     active_layers: Count = _field("flux/active_layers", "", "linear layers that flux runs, in one copy of the model")
@@ -89,7 +89,7 @@ class StepRecord(BaseModel):
     allocated_peak: Count | None = _optional(
         "flux/allocated_peak_bytes",
         "byte",
-        "peak of torch's allocator for this side, on the rank with the largest `peak-memory-bytes`; null on CPUs",
+        "peak of torch's allocator for this variant, on the rank with the largest `peak-memory-bytes`; null on CPUs",
     )
     workspace: Count | None = _optional("flux/workspace_bytes", "byte", "symmetric memory of that rank's operators")
     kept: Count | None = _optional(

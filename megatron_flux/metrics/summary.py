@@ -3,9 +3,9 @@
 Rules for what is not normal, so that nothing vanishes:
 
 * Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
-* A side without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
+* A variant without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
 * Sides of different length: medians over what each has, differences over the iterations both have.
-* A loss that is not finite: the largest relative difference is ``"NaN"``, and the side says how many there are and
+* A loss that is not finite: the largest relative difference is ``"NaN"``, and the variant says how many there are and
   where the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * On CPUs ``speedup`` is null: such a run shows what flux computes, not how fast. ``without_gpu`` says what ran.
 * Every such finding is one sentence in ``"notes"``.
@@ -28,7 +28,7 @@ from megatron_flux.settings import NO_GPU
 
 Record = dict[str, Any]
 
-ARMS = ("baseline", "flux")
+VARIANTS = ("baseline", "flux")
 VALIDATION = "lm loss validation"
 
 MIN_PAIRED_BLOCKS = 6
@@ -69,10 +69,10 @@ def median_of(records: Sequence[Record], name: str) -> float | None:
 
 
 def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tuple[list[float], list[float]]]:
-    """Pair the k-th blocks of both sides: their step times (s) without warm-up.
+    """Pair the k-th blocks of both variants: their step times (s) without warm-up.
 
     In A B B A order these blocks are neighbours in time, so drift of the machine hits both alike. A pair in which
-    either side has no timed step is left out, and so are blocks whose partner never ran.
+    either variant has no timed step is left out, and so are blocks whose partner never ran.
     """
 
     def blocks(records: Sequence[Record]) -> list[list[float]]:
@@ -96,8 +96,8 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
     if len(pairs) < MIN_PAIRED_BLOCKS:
         return None
     draws = np.random.default_rng(SEED).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
-    arms = [[np.asarray(times) for times in arm] for arm in zip(*pairs, strict=True)]
-    baseline, flux = (np.array([np.median(np.concatenate([of[i] for i in draw])) for draw in draws]) for of in arms)
+    variants = [[np.asarray(times) for times in variant] for variant in zip(*pairs, strict=True)]
+    baseline, flux = (np.array([np.median(np.concatenate([of[i] for i in draw])) for draw in draws]) for of in variants)
     return np.percentile(baseline / flux, [2.5, 97.5]).tolist()
 
 
@@ -112,7 +112,7 @@ def relative_difference(baseline: float, flux: float) -> float:
 
 
 def relative_differences(baseline: Sequence[Record], flux: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Return ``(iteration, relative difference)`` of a field over the iterations that both sides have, in order."""
+    """Return ``(iteration, relative difference)`` of a field over the iterations that both variants have, in order."""
     of_flux = {record["iteration"]: record[name] for record in flux}
     both = [(record["iteration"], record[name]) for record in baseline if record["iteration"] in of_flux]
     return [(iteration, relative_difference(value, of_flux[iteration])) for iteration, value in both]
@@ -154,8 +154,8 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
     of the first start that recorded it. ``without_gpu`` is null on GPUs; on CPUs it is :func:`without_gpu`, and there
     is no speed-up.
     """
-    arms = {"baseline": _side(baseline), "flux": _side(flux)}
-    base_ms, flux_ms = (arms[arm]["step_time_ms"]["median"] for arm in ARMS)
+    variants = {"baseline": _variant(baseline), "flux": _variant(flux)}
+    base_ms, flux_ms = (variants[variant]["step_time_ms"]["median"] for variant in VARIANTS)
     pairs = paired_blocks(baseline, flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
     # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
@@ -168,7 +168,7 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
     on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if no_gpu else None
     summary = {
         "schema_version": SCHEMA_VERSION,
-        "arms": arms,
+        "arms": variants,
         "speedup": base_ms / flux_ms if base_ms is not None and flux_ms and on_cpus is None else None,
         "speedup_ci95": speedup_interval(pairs) if on_cpus is None else None,
         "paired_blocks": len(pairs),
@@ -219,8 +219,8 @@ def _largest(records: Sequence[Record], name: str) -> int | None:
     return max((record.get(name) or 0 for record in records), default=0) or None
 
 
-def _side(records: Sequence[Record]) -> dict[str, Any]:
-    """Summarize one side: medians over timed steps, losses over all steps, the largest memory."""
+def _variant(records: Sequence[Record]) -> dict[str, Any]:
+    """Summarize one variant: medians over timed steps, losses over all steps, the largest memory."""
     steps = timed(records)
     diverged = _not_finite(records)
     # Peaks that lack their parts were measured in another way: by the whole process.
@@ -279,11 +279,11 @@ def verdict(summary: Mapping[str, Any]) -> str:
     An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio,
     and without a GPU nothing but what the losses say.
     """
-    arms, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
+    variants, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
     if summary["without_gpu"] and summary["compared_iterations"]:
         parts = [f"{losses(summary)}; no verdict on speed ({summary['without_gpu']})"]
     elif not isinstance(speedup, int | float):
-        empty = [arm for arm in arms if not arms[arm]["step_time_ms"]["n"]]
+        empty = [variant for variant in variants if not variants[variant]["step_time_ms"]["n"]]
         parts = [f"no comparison: {' and '.join(empty) or 'one side'} without timed steps"]
     elif interval is None:
         known = f"{pairs} pair{'' if pairs == 1 else 's'} of blocks"
@@ -296,7 +296,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
         parts = [f"flux {speedup:.{digits}f}x ({low:.{digits}f}…{high:.{digits}f}): {finding}"]
     if summary["flux_active_layers"] == 0:
         parts.append("no layer ran flux, so stock was compared with stock")
-    parts += [f"{arm} loss is not finite" for arm in arms if arms[arm]["non_finite_losses"]]
+    parts += [f"{variant} loss is not finite" for variant in variants if variants[variant]["non_finite_losses"]]
     if not summary["baseline_is_stock"]:
         parts.append("the baseline ran flux operators")
     return "; ".join(parts)

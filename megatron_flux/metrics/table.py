@@ -131,13 +131,13 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("loss, last step", "final_loss", "{:.6f}".format, False),
     ("validation loss, last", "final_validation_loss", "{:.6f}".format, False),
 )
-"""Label, key in a side's summary, format, whether the difference is shown. A row that neither side has is left out."""
+"""Label, key in the summary, format, whether the difference is shown. A row that neither variant has is left out."""
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table; without GPUs no difference is shown: it would be one of speed."""
-    sides = baseline, flux = summary["arms"]["baseline"], summary["arms"]["flux"]
-    times = [side["step_time_ms"] for side in sides]
+    variants = baseline, flux = summary["arms"]["baseline"], summary["arms"]["flux"]
+    times = [variant["step_time_ms"] for variant in variants]
     medians = [time["median"] for time in times]
     spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
     change_of = (lambda *_: "") if summary.get("without_gpu") else percent_change
@@ -146,9 +146,13 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
         *(
-            (label, *(shown(side[key], form) for side in sides), change_of(baseline[key], flux[key]) if change else "")
+            (
+                label,
+                *(shown(variant[key], form) for variant in variants),
+                change_of(baseline[key], flux[key]) if change else "",
+            )
             for label, key, form, change in _ROWS
-            if any(side[key] is not None for side in sides)
+            if any(variant[key] is not None for variant in variants)
         ),
     ]
 

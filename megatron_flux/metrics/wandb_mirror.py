@@ -259,8 +259,8 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
 
     ``speedup``, ``speedup_low`` and ``speedup_high`` (its 95 % interval), ``paired_blocks``, the largest relative
-    differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<arm>_exposed_communication_ms/*`` by
-    operator (median of the sampled steps that are timed) and ``<arm>_exposed_communication_traced_ms``.
+    differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<variant>_exposed_communication_ms/*``
+    by operator (median of the sampled steps that are timed) and ``<variant>_exposed_communication_traced_ms``.
     """
     low, high = summary["speedup_ci95"] or (None, None)
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *_DIFFERENCES, "verdict")}
@@ -270,14 +270,14 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
         "baseline": [baseline_exposed_ms(record) for record in flux],
         "flux": [record.get("flux/exposed_communication_ms") or {} for record in flux],
     }
-    for arm, samples in exposed.items():
+    for variant, samples in exposed.items():
         for operator in dict.fromkeys(operator for sample in samples for operator in sample):
             if known := [sample[operator] for sample in samples if sample.get(operator) is not None]:
-                found[f"{arm}_exposed_communication_ms/{operator}"] = statistics.median(known)
+                found[f"{variant}_exposed_communication_ms/{operator}"] = statistics.median(known)
         try:
-            breakdown = read_json_object(folder / arm / "breakdown.json")
+            breakdown = read_json_object(folder / variant / "breakdown.json")
             parts = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
         except UserError:  # missing or damaged
             parts = {}
-        found[f"{arm}_exposed_communication_traced_ms"] = parts.get("communication_exposed")
+        found[f"{variant}_exposed_communication_traced_ms"] = parts.get("communication_exposed")
     return {f"compare/{name}": value for name, value in found.items()}

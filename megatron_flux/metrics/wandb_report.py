@@ -16,7 +16,7 @@ from megatron_flux.errors import FluxError, UserError, one_line, require
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED, ID_FILE, PROJECT
 
 logger = logging.getLogger("megatron_flux")
@@ -118,8 +118,8 @@ def save(paths: Sequence[Path]) -> list[str]:
         verdicts: list[Any] = [f"{run.name}: {run.verdict}" for run in runs]
         blocks: list[Any] = [reports.H1(text="Stock Megatron against flux"), reports.UnorderedList(items=verdicts)]
         for title, panels in sections.items():
-            filters = {arm: f"{in_groups} and Metric('JobType') == '{arm}'" for arm in ARMS}
-            runsets = [reports.Runset(**where, name=arm, filters=text) for arm, text in filters.items()]
+            filters = {variant: f"{in_groups} and Metric('JobType') == '{variant}'" for variant in VARIANTS}
+            runsets = [reports.Runset(**where, name=variant, filters=text) for variant, text in filters.items()]
             blocks += [reports.H2(text=title), reports.PanelGrid(runsets=runsets, panels=panels)]
         saved = workspace.save().url
         report = reports.Report(**where, title=name, width="fluid", blocks=blocks)

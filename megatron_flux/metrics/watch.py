@@ -16,7 +16,7 @@ from rich.text import Text
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.run import json_or_problem
-from megatron_flux.metrics.summary import ARMS, Record, median_of, summarize, timed
+from megatron_flux.metrics.summary import VARIANTS, Record, median_of, summarize, timed
 from megatron_flux.metrics.table import HEAD, findings, grid, milliseconds, rows
 
 RECENT = 20
@@ -78,7 +78,7 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
+        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
         self.config: dict[str, Any] = {}
         self.problems: list[str] = []
         """Files beside the records that are damaged."""
@@ -102,7 +102,7 @@ class Watched:
     @property
     def records(self) -> dict[str, list[Record]]:
         """The records of baseline and flux so far."""
-        return {arm: tail.records for arm, tail in self.tails.items()}
+        return {variant: tail.records for variant, tail in self.tails.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -111,26 +111,28 @@ class Watched:
         return settings if isinstance(settings, dict) else {}
 
     @property
-    def arms(self) -> list[str]:
-        """The sides that there are or will be."""
+    def variants(self) -> list[str]:
+        """The variants that there are or will be."""
         if self.settings.get("command") == "compare":
-            return list(ARMS)
-        known = [arm for arm, records in self.records.items() if records]
+            return list(VARIANTS)
+        known = [variant for variant, records in self.records.items() if records]
         return known or ["flux" if self.settings.get("flux", True) else "baseline"]
 
     @property
     def last(self) -> dict[str, int]:
         """Iteration of each side's last record; 0 before the first."""
-        return {arm: self.records[arm][-1]["iteration"] if self.records[arm] else 0 for arm in self.arms}
+        return {
+            variant: self.records[variant][-1]["iteration"] if self.records[variant] else 0 for variant in self.variants
+        }
 
     def _end(self) -> tuple[str, str] | None:
         if (file := self.path / "ended.json").exists():
             state = str(json_or_problem(file, self.problems).get("state", "unknown"))
             if state == "finished":
                 return ended(state), "green"
-            at = ", ".join(f"{arm} after step {iteration}" for arm, iteration in self.last.items())
+            at = ", ".join(f"{variant} after step {iteration}" for variant, iteration in self.last.items())
             return f"{ended(state)}, {at}", "yellow"
-        notes = [note for arm in ARMS for note in (self.path / arm).glob("failure-rank*.json")]
+        notes = [note for variant in VARIANTS for note in (self.path / variant).glob("failure-rank*.json")]
         if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
             first = json_or_problem(min(failed, key=lambda note: note.stat().st_mtime), self.problems)
             where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
@@ -155,42 +157,52 @@ def view(watched: Watched, now: float) -> Group:
     words += [f"{device.get('count', '?')} x {device.get('name', '?')}"] if isinstance(device, dict) else []
     lines = [Text(line, style=style) for line, style in _lines(watched, summary, now)]
     title = Text(", ".join(filter(None, words)))
-    shown = [0, *(1 + ARMS.index(arm) for arm in watched.arms), *([3] if len(watched.arms) > 1 else [])]
+    shown = [
+        0,
+        *(1 + VARIANTS.index(variant) for variant in watched.variants),
+        *([3] if len(watched.variants) > 1 else []),
+    ]
     table = grid([HEAD[i] for i in shown], [[row[i] for i in shown] for row in rows(summary)])
     return Group(title, Text(_progress(watched), style="bold"), table, *lines)
 
 
 def _progress(watched: Watched) -> str:
     steps, last = watched.settings.get("steps"), watched.last
-    paces = {arm: median_of(watched.records[arm][-RECENT:], "iteration-time") for arm in last}
+    paces = {variant: median_of(watched.records[variant][-RECENT:], "iteration-time") for variant in last}
     at = [f", {milliseconds(1000 * pace)} ms a step" if pace else "" for pace in paces.values()]
     if not isinstance(steps, int) or steps < 1:
-        return "; ".join(f"{arm} {iteration}{pace}" for (arm, iteration), pace in zip(last.items(), at, strict=True))
+        return "; ".join(
+            f"{variant} {iteration}{pace}" for (variant, iteration), pace in zip(last.items(), at, strict=True)
+        )
     parts = [
-        f"{arm} {iteration} of {steps} ({100 * iteration / steps:.0f} %){pace}"
-        for (arm, iteration), pace in zip(last.items(), at, strict=True)
+        f"{variant} {iteration} of {steps} ({100 * iteration / steps:.0f} %){pace}"
+        for (variant, iteration), pace in zip(last.items(), at, strict=True)
     ]
     if watched.end is None and None not in paces.values():
-        parts.append(f"{duration(sum((paces[arm] or 0.0) * max(0, steps - last[arm]) for arm in last))} left")
+        parts.append(
+            f"{duration(sum((paces[variant] or 0.0) * max(0, steps - last[variant]) for variant in last))} left"
+        )
     return "; ".join(parts)
 
 
 def _lines(watched: Watched, summary: dict[str, Any], now: float) -> Iterator[tuple[str, str]]:
     """Yield lines with their style: findings, the state, the verdict, damage."""
     for label, text in findings(summary):
-        if len(watched.arms) > 1 or label == "fallback to stock":
+        if len(watched.variants) > 1 or label == "fallback to stock":
             yield f"{label}: {text}", "yellow" if label == "note" else ""
     written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
-    usual = max(median_of(timed(watched.records[arm]), "iteration-time") or 0.0 for arm in watched.arms)
+    usual = max(median_of(timed(watched.records[variant]), "iteration-time") or 0.0 for variant in watched.variants)
     # Without a configuration, the first record is the only sign of a start.
     state, stalled = activity(now, watched.begun or written, written if any(watched.last.values()) else None, usual)
     yield watched.end or (state, "red" if stalled else "")
-    if len(watched.arms) > 1:
+    if len(watched.variants) > 1:
         yield f"{'' if watched.end else 'so far: '}{summary['verdict']}", "bold"
     yield from ((problem, "red") for problem in dict.fromkeys(watched.problems))
     # The last line of a running job may be half written: only whole lines can be damaged.
-    for arm in watched.arms:
-        yield from ((f"{arm}/metrics.jsonl: {found}", "red") for found in watched.tails[arm].problems(ended=False))
+    for variant in watched.variants:
+        yield from (
+            (f"{variant}/metrics.jsonl: {found}", "red") for found in watched.tails[variant].problems(ended=False)
+        )
 
 
 def ended(state: str) -> str:

@@ -35,7 +35,7 @@ from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import parse_record, read_records
 from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import ARMS, median_of, summarize, write_summary
+from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, write_summary
 from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
 from megatron_flux.metrics.watch import RECENT, activity, ended
 from megatron_flux.run.folder import CONFIG, ENDED
@@ -86,7 +86,9 @@ def repetitions(root: Path) -> list[Repetition]:
     found = []
     for folder in (path for path in root.glob("rep-*") if path.is_dir()):
         run, index = folder / "run", folder.name.removeprefix("rep-")
-        last = {variant: _recent(run / variant / "metrics.jsonl")[-1:] for variant in ARMS if (run / variant).is_dir()}
+        last = {
+            variant: _recent(run / variant / "metrics.jsonl")[-1:] for variant in VARIANTS if (run / variant).is_dir()
+        }
         iterations = {variant: records[0]["iteration"] if records else 0 for variant, records in last.items()}
         steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
         state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
@@ -161,7 +163,7 @@ def doing(repetition: Repetition, now: float) -> str | None:
     began, written, usual = _began(repetition), None, 0.0
     if not began or repetition.state == "finished":
         return None
-    for variant in ARMS:
+    for variant in VARIANTS:
         file = repetition.run / variant / "metrics.jsonl"
         records = _recent(file)[-RECENT:]
         # A run that resumes writes its earlier records anew before it adds to them.
@@ -267,15 +269,16 @@ def collect(root: Path) -> dict[str, Any]:
 def _collected(repetition: Repetition) -> dict[str, Any]:
     run, finished = repetition.run, repetition.state == "finished"
     records = {
-        variant: read_records(file) if (file := run / variant / "metrics.jsonl").is_file() else [] for variant in ARMS
+        variant: read_records(file) if (file := run / variant / "metrics.jsonl").is_file() else []
+        for variant in VARIANTS
     }
     summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
     if finished and not (run / "summary.json").is_file():
         write_summary(run / "summary.json", summary)
     return {
         **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
-        "step_time_ms": {variant: summary["arms"][variant]["step_time_ms"]["median"] for variant in ARMS},
-        "final_loss": {variant: summary["arms"][variant]["final_loss"] for variant in ARMS},
+        "step_time_ms": {variant: summary["arms"][variant]["step_time_ms"]["median"] for variant in VARIANTS},
+        "final_loss": {variant: summary["arms"][variant]["final_loss"] for variant in VARIANTS},
         **{name: summary[name] for name in ("speedup", "speedup_ci95")},
         "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
         **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
@@ -291,7 +294,7 @@ def table(collected: dict[str, Any]) -> str:
     lines.append(f"| {' | '.join('---' for _ in header.split(' | '))} |")
     for one in collected["repetitions"]:
         times = [
-            UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][variant] for variant in ARMS)
+            UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][variant] for variant in VARIANTS)
         ]
         speedup = UNKNOWN if one["speedup"] is None else f"{one['speedup']:.3f}"
         interval = UNKNOWN if one["speedup_ci95"] is None else "…".join(f"{end:.3f}" for end in one["speedup_ci95"])

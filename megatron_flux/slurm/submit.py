@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import Resolved, check_time
@@ -206,6 +206,7 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
 def _checkpoint(folder: Path, is_comparison: bool) -> str | None:
     """Return the newest checkpoint's step, of both variants where there are two; None where one is missing."""
     found = [
-        status.text(part / TRACKER) for part in ([folder / variant for variant in ARMS] if is_comparison else [folder])
+        status.text(part / TRACKER)
+        for part in ([folder / variant for variant in VARIANTS] if is_comparison else [folder])
     ]
     return "/".join(dict.fromkeys(found)) if all(found) else None

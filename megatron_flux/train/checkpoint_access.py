@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.files import locked
-from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.run import folder as run_folder
 from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
@@ -35,7 +35,7 @@ _LOCK = ".megatron_flux.lock"
 
 def folders(root: Path, config: RunConfig) -> list[Path]:
     """Return the checkpoint folders under ``root``: one, or, in a comparison, one for baseline and one for flux."""
-    return [root / name for name in ARMS] if config.command == "compare" else [root]
+    return [root / name for name in VARIANTS] if config.command == "compare" else [root]
 
 
 def is_saved(config: RunConfig) -> bool:

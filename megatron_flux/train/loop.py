@@ -23,7 +23,7 @@ from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
-from megatron_flux.metrics.summary import ARMS, summarize, write_summary
+from megatron_flux.metrics.summary import VARIANTS, summarize, write_summary
 from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
@@ -44,7 +44,7 @@ def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
     with StopRequest(device, Peers()) as stop:
-        names = ARMS if comparing else ("flux" if config.flux else "baseline",)
+        names = VARIANTS if comparing else ("flux" if config.flux else "baseline",)
         variants = {name: Variant(name, config, datasets, device) for name in names}
         if config.load is not None:
             for variant, saved in zip(variants.values(), folders(config.load, config), strict=True):
@@ -59,7 +59,7 @@ def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
                 recording.enter_context(variant)
             stopped = _train(config, variants, iterations, save, stop)
             if comparing and not stopped and dist.get_rank() == 0:
-                baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in ARMS)
+                baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in VARIANTS)
                 summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():

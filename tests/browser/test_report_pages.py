@@ -18,7 +18,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from megatron_flux.metrics.report import write_reports
 from tests.browser.page import DESKTOP, PHONE, faults, look
 from tests.unit.metrics.metrics_records import interleaved, write_run
-from tests.unit.metrics.report_runs import RESULTS, cluster_arms, full_arms, full_run
+from tests.unit.metrics.report_runs import RESULTS, cluster_variants, full_run, full_variants
 
 BACKGROUND = "return getComputedStyle(document.body).backgroundColor"
 PLOTS = (
@@ -37,7 +37,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs and benchmarks; one run has 128 ranks, one of them a straggler."""
     folder = tmp_path_factory.mktemp("several")
     names = ("compare-h200x2-gpt3", "ops-h200x4-nvlink/smaller", "layer-h200x4-nvlink")
-    return write_reports([full_run(folder / "run", cluster_arms()), *(RESULTS / name for name in names)], folder)
+    return write_reports([full_run(folder / "run", cluster_variants()), *(RESULTS / name for name in names)], folder)
 
 
 @pytest.mark.parametrize(("size", "dark"), [(PHONE, False), (DESKTOP, True)], ids=["phone", "dark"])
@@ -77,9 +77,9 @@ def test_paper(driver: Any, full: Path) -> None:
 
 
 def test_damage_is_readable_on_a_phone(driver: Any, tmp_path: Path) -> None:
-    arms = full_arms()
-    arms["flux"][4] |= {"lm loss": math.nan, "flux/fallbacks": {"a reason that goes on " * 20: 7}}
-    run = full_run(tmp_path / ("a-long-name-" * 6), arms)
+    variants = full_variants()
+    variants["flux"][4] |= {"lm loss": math.nan, "flux/fallbacks": {"a reason that goes on " * 20: 7}}
+    run = full_run(tmp_path / ("a-long-name-" * 6), variants)
     (run / "summary.json").unlink()
     with (run / "baseline" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"iteration": 1, "x" * 300: "y" * 300}) + "\n" + "{" * 50)
@@ -88,8 +88,8 @@ def test_damage_is_readable_on_a_phone(driver: Any, tmp_path: Path) -> None:
 
 def test_what_the_checks_find(driver: Any, tmp_path: Path) -> None:
     """A page with every fault, so that the checks above are known to see them."""
-    arms = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
-    page = write_reports([write_run(tmp_path / "run", arms, {"config": {"preset": "tiny"}})], tmp_path)
+    variants = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
+    page = write_reports([write_run(tmp_path / "run", variants, {"config": {"preset": "tiny"}})], tmp_path)
     broken = page.read_text().replace("</main>", '<p style="width: 2000px">wide</p></main>')
     broken = broken.replace('"use strict";', '"use strict"; console.error("said"); fetch("x.json");')
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', broken).group(1))

@@ -62,6 +62,6 @@ def test_a_slow_rank_is_named(
     records = read_records(tmp_path / "run" / "flux" / "metrics.jsonl")
     assert {record["flux/slowest_rank"] for record in records} == {2}
     assert min(record["flux/rank_spread_ms"] for record in records) > 100
-    ((_, finding),) = ranks.findings(ranks.of_arms({"baseline": [], "flux": records}))
+    ((_, finding),) = ranks.findings(ranks.of_variants({"baseline": [], "flux": records}))
     assert finding.startswith("rank 2 on ")
     assert said in finding

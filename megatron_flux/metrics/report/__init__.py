@@ -18,7 +18,7 @@ from megatron_flux.metrics.report import benchmarks, page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
 
 _IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeout")
@@ -66,7 +66,8 @@ def _overview(runs: Sequence[Run]) -> Chapter:
     notes = [
         ("", f"{first.name} and {second.name} trained in different ways ({', '.join(unequal)}): do not compare them.")
         for first, second in combinations(trained, 2)
-        if {first.only_arm, second.only_arm} == set(ARMS) and (unequal := differing(first, second, TIME_SETTINGS))
+        if {first.only_variant, second.only_variant} == set(VARIANTS)
+        and (unequal := differing(first, second, TIME_SETTINGS))
     ]
     if notes:
         parts.append(Part("notes", "Notes", table=Table(notes)))
@@ -82,14 +83,14 @@ def _overview(runs: Sequence[Run]) -> Chapter:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    summary, arms = run.summary, run.summary["arms"]
+    summary, variants = run.summary, run.summary["arms"]
     interval = summary["speedup_ci95"]
     return (
         run.name,
-        *(shown(arms[arm]["step_time_ms"]["median"], milliseconds) for arm in ARMS),
+        *(shown(variants[variant]["step_time_ms"]["median"], milliseconds) for variant in VARIANTS),
         shown(summary["speedup"], "{:.3f}".format) + (f" ({interval[0]:.3f}…{interval[1]:.3f})" if interval else ""),
         relative(summary["max_relative_loss_difference"]),
-        shown(arms["flux"]["peak_memory_bytes"] or arms["baseline"]["peak_memory_bytes"], memory),
+        shown(variants["flux"]["peak_memory_bytes"] or variants["baseline"]["peak_memory_bytes"], memory),
     )
 
 

@@ -14,7 +14,7 @@ from megatron_flux.metrics.report.page import Figure
 from megatron_flux.metrics.summary import Record, counts, relative_differences, sampled
 from megatron_flux.metrics.table import counted, finite
 
-Arms = Mapping[str, Sequence[Record]]
+Variants = Mapping[str, Sequence[Record]]
 Drawn = tuple[Figure | None, str]
 
 MAX_POINTS = 2000
@@ -88,35 +88,35 @@ def _thinned(points: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return kept
 
 
-def _in_order(arms: Arms) -> list[tuple[str, Record]]:
-    """Return ``(arm, record)`` in order of execution."""
-    steps = [(arm, record) for arm, records in arms.items() for record in records]
+def _in_order(variants: Variants) -> list[tuple[str, Record]]:
+    """Return ``(variant, record)`` in order of execution."""
+    steps = [(variant, record) for variant, records in variants.items() for record in records]
     return sorted(steps, key=lambda step: (step[1]["block"], step[1]["iteration"], step[0]))
 
 
-def curves(arms: Arms, name: str, unit: str, points_of: str = "") -> Drawn:
-    """Draw a field of both sides over the iterations; as points the field ``points_of`` where it is known."""
+def curves(variants: Variants, name: str, unit: str, points_of: str = "") -> Drawn:
+    """Draw a field of both variants over the iterations; as points the field ``points_of`` where it is known."""
     traces, notes = [], []
-    for arm, records in arms.items():
+    for variant, records in variants.items():
         lost = sum(not math.isfinite(record[name]) for record in records)
         if lost < len(records):
-            style: Figure = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[arm]}
+            style: Figure = {"mode": "lines" if len(records) > 1 else "markers", **_STYLES[variant]}
             points = _thinned([(record["iteration"], record[name]) for record in records])
-            traces.append(trace_of(arm, arm, points, f"{arm} %{{y:.7g}}<br>iteration %{{x}}", **style))
+            traces.append(trace_of(variant, variant, points, f"{variant} %{{y:.7g}}<br>iteration %{{x}}", **style))
         if points := [(r["iteration"], r[points_of]) for r in records if r.get(points_of) is not None]:
-            shown = f"{arm}, {points_of}"
-            traces.append(trace_of(shown, arm, points, f"{shown} %{{y:.7g}}<br>iteration %{{x}}", SYMBOLS[arm]))
+            shown = f"{variant}, {points_of}"
+            traces.append(trace_of(shown, variant, points, f"{shown} %{{y:.7g}}<br>iteration %{{x}}", SYMBOLS[variant]))
         if lost:
-            notes.append(f"The {arm} {name} is not finite in {counted(lost)}.")
+            notes.append(f"The {variant} {name} is not finite in {counted(lost)}.")
         if not records:
-            notes.append(f"There are no records of {arm}.")
+            notes.append(f"There are no records of {variant}.")
     title = f"{name} ({unit})" if unit else name
     return figure_of(traces, "iteration", title) if traces else None, " ".join(notes)
 
 
-def difference(arms: Arms, name: str) -> Drawn:
-    """Draw |flux - baseline| / |baseline| of a field over the iterations that both sides have."""
-    differences = relative_differences(arms["baseline"], arms["flux"], name)
+def difference(variants: Variants, name: str) -> Drawn:
+    """Draw |flux - baseline| / |baseline| of a field over the iterations that both variants have."""
+    differences = relative_differences(variants["baseline"], variants["flux"], name)
     if not differences:
         return None, "Baseline and flux have no iteration in common, so there is no difference to show."
     known = [value for _, value in differences if math.isfinite(value)]
@@ -132,24 +132,26 @@ def difference(arms: Arms, name: str) -> Drawn:
     return figure_of([drawn], "iteration", "relative difference", yaxis=axis, height=280), caption
 
 
-def step_times(arms: Arms) -> Drawn:
+def step_times(variants: Variants) -> Drawn:
     """Draw the step time (ms) over the order of execution; steps that do not count as open markers."""
-    steps = [(arm, record, 1000 * record["iteration-time"]) for arm, record in _in_order(arms)]
+    steps = [(variant, record, 1000 * record["iteration-time"]) for variant, record in _in_order(variants)]
     times = [time for _, record, time in steps if counts(record) and math.isfinite(time)]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
     traces = []
-    for arm in arms:
+    for variant in variants:
         for counting in (True, False):
             points = [
                 (x, time, record["iteration"], record["block"])
                 for x, (of, record, time) in enumerate(steps, 1)
-                if of == arm and counts(record) is counting
+                if of == variant and counts(record) is counting
             ]
             if points:
-                name, symbol = (arm, SYMBOLS[arm]) if counting else (f"{arm}, not timed", f"{SYMBOLS[arm]}-open")
-                hover = f"{arm} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
-                traces.append(trace_of(name, arm, _thinned(points), hover, symbol, size=7))
+                name, symbol = (
+                    (variant, SYMBOLS[variant]) if counting else (f"{variant}, not timed", f"{SYMBOLS[variant]}-open")
+                )
+                hover = f"{variant} %{{y:.4g}} ms<br>iteration %{{customdata[0]}}, block %{{customdata[1]}}"
+                traces.append(trace_of(name, variant, _thinned(points), hover, symbol, size=7))
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
     low, high = min(times), max(time for *_, time in steps if time <= 1.25 * max(times))
     pad = 0.08 * (high - low) or 0.05 * high
@@ -160,15 +162,17 @@ def step_times(arms: Arms) -> Drawn:
     return figure, caption + (f"; above the axis: {above}." if above else ".")
 
 
-def samples(arms: Arms, title: str, pick: Callable[[Record], Any]) -> Drawn:
+def samples(variants: Variants, title: str, pick: Callable[[Record], Any]) -> Drawn:
     """Draw what ``pick`` returns for each timed sample over the order of execution."""
-    usable = {id(record) for records in arms.values() for record in sampled(records)}
-    order = [(arm, pick(record) if id(record) in usable else None) for arm, record in _in_order(arms)]
+    usable = {id(record) for records in variants.values() for record in sampled(records)}
+    order = [(variant, pick(record) if id(record) in usable else None) for variant, record in _in_order(variants)]
     traces, count = [], 0
-    for arm in arms:
-        if points := [(x, y) for x, (of, y) in enumerate(order, 1) if of == arm and finite(y)]:
+    for variant in variants:
+        if points := [(x, y) for x, (of, y) in enumerate(order, 1) if of == variant and finite(y)]:
             count += len(points)
-            traces.append(trace_of(arm, arm, points, f"{arm} %{{y:.4g}}<br>step %{{x}}", SYMBOLS[arm], size=8))
+            traces.append(
+                trace_of(variant, variant, points, f"{variant} %{{y:.4g}}<br>step %{{x}}", SYMBOLS[variant], size=8)
+            )
     if not traces:
         return None, ""
     caption = f"{counted(count, 'timed sampled step')}."

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.report.figures import Arms, samples
+from megatron_flux.metrics.report.figures import Variants, samples
 from megatron_flux.metrics.report.page import Part, Table
 from megatron_flux.metrics.summary import Record, sampled
 from megatron_flux.metrics.table import finite, milliseconds, percent, shown
@@ -34,9 +34,9 @@ COLUMNS = {
 
 @dataclass
 class Ranks:
-    """The sampled steps of one side since its ranks were last placed on nodes."""
+    """The sampled steps of one variant since its ranks were last placed on nodes."""
 
-    arm: str
+    variant: str
     samples: int
     nodes: list[str]
     """By rank; empty names if they were not recorded."""
@@ -75,14 +75,14 @@ class Ranks:
         """The worst rank, how often it was slowest, and by how much; empty if there is none."""
         if self.worst is None:
             return ""
-        text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.arm}"
+        text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.variant}"
         if not math.isfinite(self.excess_ms):
             return text
         by = f"{milliseconds(abs(self.excess_ms))} ms ({percent(abs(self.excess), 1)})"
         return f"{text}, {self.compared.format(f'{by} above' if self.excess_ms >= 0 else f'{by} below')}"
 
 
-def _of_arm(arm: str, records: Sequence[Record]) -> Ranks | None:
+def _of_variant(variant: str, records: Sequence[Record]) -> Ranks | None:
     about: Mapping[str, Any] = {}
     usable, placed = {id(record) for record in sampled(records)}, (None, None)
     kept: list[Record] = []
@@ -104,7 +104,7 @@ def _of_arm(arm: str, records: Sequence[Record]) -> Ranks | None:
     worst = max(slowest, key=lambda rank: (slowest[rank], medians["own_ms"][rank] or 0.0), default=None)
     excess, usual, compared = _excess(worst, medians["own_ms"], about)
     times = slowest[worst] if worst is not None else 0
-    return Ranks(arm, len(kept), _nodes(about, width), medians, worst, times, excess, excess / usual, compared)
+    return Ranks(variant, len(kept), _nodes(about, width), medians, worst, times, excess, excess / usual, compared)
 
 
 def _excess(worst: int | None, own: list[float | None], run: Mapping[str, Any]) -> tuple[float, float, str]:
@@ -150,19 +150,19 @@ def _nodes(run: Mapping[str, Any], width: int) -> list[str]:
     return [str(names[place]) for place in places] if len(places) == width else [""] * width
 
 
-def of_arms(arms: Arms) -> list[Ranks]:
-    """Return the ranks of each side that has sampled them."""
-    return [found for arm, records in arms.items() if (found := _of_arm(arm, records)) is not None]
+def of_variants(variants: Variants) -> list[Ranks]:
+    """Return the ranks of each variant that has sampled them."""
+    return [found for variant, records in variants.items() if (found := _of_variant(variant, records)) is not None]
 
 
 def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
-    """Return a line for each side that a straggler holds up."""
+    """Return a line for each variant that a straggler holds up."""
     return [("straggler", of.finding) for of in known if of.straggles]
 
 
-def part(arms: Arms, known: Sequence[Ranks]) -> Part:
+def part(variants: Variants, known: Sequence[Ranks]) -> Part:
     """Show the spread of the ranks over time, and every rank in a table: of many those with the longest times."""
-    spread, caption = samples(arms, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
+    spread, caption = samples(variants, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
     caption = f"Spread: how far the slowest rank is behind those it compares with; {caption}" if spread else ""
     names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
     rows, listed = [], ""
@@ -174,7 +174,7 @@ def part(arms: Arms, known: Sequence[Ranks]) -> Part:
         if len(slowest) < len(of.nodes):
             listed = f" Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
         for rank in sorted(slowest):
-            name = f"{of.arm}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
+            name = f"{of.variant}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
             rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
     head = ("", *(COLUMNS[name][0] for name in names))
     return Part("ranks", "Ranks: medians of sampled steps", spread, f"{caption}{listed}".strip(), Table(rows, head))

@@ -15,7 +15,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import ARMS, Record, summarize, verdict
+from megatron_flux.metrics.summary import VARIANTS, Record, summarize, verdict
 from megatron_flux.metrics.table import finite
 
 Kind = Literal["training", "operators", "layers"]
@@ -35,7 +35,7 @@ LOSS_SETTINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, or two of one side each as one comparison (:func:`with_pairs`)."""
+    """One run folder, or two of one variant each as one comparison (:func:`with_pairs`)."""
 
     path: Path
     name: str
@@ -44,9 +44,9 @@ class Run:
     """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records, or a benchmark's ``summary.json``."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``: configuration, versions, device, command."""
-    arms: dict[str, list[Record]] = field(default_factory=dict)
+    variants: dict[str, list[Record]] = field(default_factory=dict)
     breakdowns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """``breakdown.json`` by side, of runs that traced some steps."""
+    """``breakdown.json`` by variant, of runs that traced some steps."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -56,15 +56,15 @@ class Run:
         return inner if isinstance(inner, Mapping) else self.config
 
     @property
-    def only_arm(self) -> str | None:
-        """The side of a training run that recorded only one."""
-        known = [arm for arm, records in self.arms.items() if records]
+    def only_variant(self) -> str | None:
+        """The variant of a training run that recorded only one."""
+        known = [variant for variant, records in self.variants.items() if records]
         return known[0] if len(known) == 1 else None
 
     @property
-    def trained_arm(self) -> str | None:
-        """The side of a run of ``train``, which never has a second one."""
-        return self.only_arm if self.settings.get("command") == "train" else None
+    def trained_variant(self) -> str | None:
+        """The variant of a run of ``train``, which never has a second one."""
+        return self.only_variant if self.settings.get("command") == "train" else None
 
     @property
     def verdict(self) -> str:
@@ -73,13 +73,13 @@ class Run:
             noun = "operator calls" if self.kind == "operators" else "layer timings"
             device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
             return f"{len(self.summary['rows'])} {noun}, {device}, tp {tp}"
-        if not any(self.arms.values()):
+        if not any(self.variants.values()):
             return "no step has been recorded"
-        if (arm := self.trained_arm) is None:
+        if (variant := self.trained_variant) is None:
             return verdict(self.summary)
-        time = self.summary["arms"][arm]["step_time_ms"]
+        time = self.summary["arms"][variant]["step_time_ms"]
         timed = f"{time['median']:.4g} ms per step (median of {time['n']})" if time["n"] else "no step was timed"
-        return "; ".join(filter(None, (f"{arm} alone: {timed}", self.summary["without_gpu"])))
+        return "; ".join(filter(None, (f"{variant} alone: {timed}", self.summary["without_gpu"])))
 
 
 def load(path: Path) -> Run:
@@ -112,7 +112,7 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def _looks_like_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *ARMS))
+    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *VARIANTS))
 
 
 def _load(path: Path) -> Run:
@@ -124,25 +124,29 @@ def _load(path: Path) -> Run:
     kind = _bench_kind(path / "summary.json", stored)
     if kind is not None:
         return Run(path, name, kind, stored, config, problems=problems)
-    tails = {arm: RecordTail(path / arm / "metrics.jsonl") for arm in ARMS}
+    tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
     settings = config.get("config")
     begun = isinstance(settings, Mapping) and "preset" in settings
     if not begun and not any(tail.path.exists() for tail in tails.values()):
         raise UserError(
-            f"{path} is not a run folder: it has no {' or '.join(f'{arm}/metrics.jsonl' for arm in ARMS)}, and no "
-            "summary.json of a benchmark; name a folder that megatron-flux compare, train or bench has written"
+            f"{path} is not a run folder: it has neither records of {' or '.join(VARIANTS)} nor a benchmark's "
+            "summary.json; name a folder that megatron-flux compare, train or bench has written"
         )
-    for arm, tail in tails.items():
+    for variant, tail in tails.items():
         tail.poll()
-        problems += [f"{arm}/metrics.jsonl: {problem}." for problem in tail.problems()]
-    arms = {arm: tail.records for arm, tail in tails.items()}
-    breakdowns = {arm: found for arm in ARMS if (found := json_or_problem(path / arm / "breakdown.json", problems))}
+        problems += [f"{variant}/metrics.jsonl: {problem}." for problem in tail.problems()]
+    variants = {variant: tail.records for variant, tail in tails.items()}
+    breakdowns = {
+        variant: found
+        for variant in VARIANTS
+        if (found := json_or_problem(path / variant / "breakdown.json", problems))
+    }
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
     about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "link", "layout", "command")}
-    summary = summarize(arms["baseline"], arms["flux"], about)
-    if all(arms.values()) and not (path / "summary.json").exists():
+    summary = summarize(variants["baseline"], variants["flux"], about)
+    if all(variants.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")
-    return Run(path, name, "training", summary, config, arms, breakdowns, problems)
+    return Run(path, name, "training", summary, config, variants, breakdowns, problems)
 
 
 _TEXT: dict[Kind, tuple[str, ...]] = {"operators": ("op",), "layers": ("arm", "model")}
@@ -186,14 +190,16 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     Runs whose step times say nothing about each other are not compared. Of others notes say that they were not
     interleaved, and in which settings of their losses they differ.
     """
-    baselines, fluxes = ([run for run in runs if run.kind == "training" and run.only_arm == arm] for arm in ARMS)
+    baselines, fluxes = (
+        [run for run in runs if run.kind == "training" and run.only_variant == variant] for variant in VARIANTS
+    )
     if len(baselines) != 1 or len(fluxes) != 1 or differing(baselines[0], fluxes[0], TIME_SETTINGS):
         return list(runs)
     baseline, flux = baselines[0], fluxes[0]
-    # Blocks count the order of execution over both sides; these ran one after the other.
-    first = baseline.arms["baseline"]
+    # Blocks count the order of execution over both variants; these ran one after the other.
+    first = baseline.variants["baseline"]
     after = 1 + max(record["block"] for record in first)
-    second = [{**record, "block": record["block"] + after} for record in flux.arms["flux"]]
+    second = [{**record, "block": record["block"] + after} for record in flux.variants["flux"]]
     summary = summarize(first, second, flux.config)
     summary["notes"].append(
         "Baseline and flux are two separate runs: what else changed between them (machine, clocks, other jobs) is in "
@@ -201,9 +207,9 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     )
     if unequal := differing(baseline, flux, LOSS_SETTINGS):
         summary["notes"].append(f"Their losses cannot be compared: {', '.join(unequal)}.")
-    arms, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
+    variants, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
-    return [Run(flux.path, name, "training", summary, flux.config, arms, breakdowns), *runs]
+    return [Run(flux.path, name, "training", summary, flux.config, variants, breakdowns), *runs]
 
 
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:

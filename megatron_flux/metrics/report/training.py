@@ -12,7 +12,7 @@ import numpy as np
 from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
 from megatron_flux.metrics.report import figures, ranks
-from megatron_flux.metrics.report.figures import Arms
+from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
@@ -25,7 +25,7 @@ NOT_RECORDED = "Not recorded"
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8")
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
-"""Comparable between baseline and flux: waiting for peers is in one of the three on either side."""
+"""Comparable between baseline and flux: waiting for peers is in one of the three in either."""
 
 OWN_MEMORY = (
     "Peak memory is that of the rank with the most: torch's allocator and symmetric-memory workspaces, without what "
@@ -51,29 +51,29 @@ TERMS = {
 
 def chapter(run: Run, id_: str) -> Chapter:
     """Return every part of the run's chapter, in order."""
-    arms, summary = run.arms, run.summary
+    variants, summary = run.variants, run.summary
     of_ranks: list[ranks.Ranks] = []
 
     def rank_parts() -> list[Part]:
-        of_ranks.extend(ranks.of_arms(arms))
+        of_ranks.extend(ranks.of_variants(variants))
         missing = Part("ranks", "Ranks", caption=f"{NOT_RECORDED}: no step sampled its ranks.")
-        return [ranks.part(arms, of_ranks) if of_ranks else missing]
+        return [ranks.part(variants, of_ranks) if of_ranks else missing]
 
     sampled_parts = [
         *_shown("time", "Where the time goes", lambda: [_breakdown(run)]),
-        *_shown("e-overlap", "Overlap efficiency", lambda: _efficiency(arms["flux"], summary["without_gpu"])),
+        *_shown("e-overlap", "Overlap efficiency", lambda: _efficiency(variants["flux"], summary["without_gpu"])),
         *_shown("ranks", "Ranks", rank_parts),
-        *_shown("gpus", "GPUs", lambda: _gpus(arms)),
+        *_shown("gpus", "GPUs", lambda: _gpus(variants)),
     ]
     findings = [*table.findings(summary), *ranks.findings(of_ranks), *(("damage", text) for text in run.problems)]
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table(findings)),
-        Part("step-times", "Step time, in order of execution", *figures.step_times(arms)),
-        Part("loss", "Loss", *figures.curves(arms, "lm loss", "nat/token", VALIDATION)),
-        Part("loss-difference", "Loss, relative difference", *figures.difference(arms, "lm loss")),
-        Part("grad-norm", "Gradient norm", *figures.curves(arms, "grad-norm", "")),
-        Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(arms, "grad-norm")),
+        Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
+        Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token", VALIDATION)),
+        Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
+        Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
+        Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),
         *(part for part in sampled_parts if not part.caption.startswith(NOT_RECORDED)),
     ]
     missing = [part for part in sampled_parts if part.caption.startswith(NOT_RECORDED)]
@@ -98,8 +98,8 @@ def _shown(id_: str, title: str, make: Callable[[], list[Part]]) -> list[Part]:
 
 def _subtitle(run: Run) -> str:
     device, layout, preset = run.summary.get("device"), run.summary.get("layout"), run.settings.get("preset")
-    sides = {"baseline": "stock Megatron (baseline)", "flux": "patched Megatron (flux)"}
-    words = [sides.get(run.trained_arm or "", "stock Megatron (baseline) against the patched one (flux)")]
+    variants = {"baseline": "stock Megatron (baseline)", "flux": "patched Megatron (flux)"}
+    words = [variants.get(run.trained_variant or "", "stock Megatron (baseline) against the patched one (flux)")]
     if preset not in (None, run.name):
         words.append(str(preset))
     if isinstance(device, dict):
@@ -111,17 +111,23 @@ def _subtitle(run: Run) -> str:
 
 def _breakdown(run: Run) -> Part:
     title, found = "Where the time goes", run.breakdowns
-    figure = figures.time_parts({arm: one["parts"] for arm, one in found.items()}, "step")
+    figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()}, "step")
     if figure is None:
         return Part("time", title, caption=f"{NOT_RECORDED}: no step was traced; --profile-steps traces some.")
     about, columns = [], []
-    for arm, one in found.items():
+    for variant, one in found.items():
         parts, steps = one["parts"], one["steps"]
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
-        about.append(f"{arm}: steps {steps[0]} to {steps[1]} of rank {one['rank']}, timeline of the {one['source']}.")
-    about += [f"The {arm} side has no breakdown.json." for arm in run.arms if run.arms[arm] and arm not in found]
+        about.append(
+            f"{variant}: steps {steps[0]} to {steps[1]} of rank {one['rank']}, timeline of the {one['source']}."
+        )
+    about += [
+        f"The {variant} variant has no breakdown.json."
+        for variant in run.variants
+        if run.variants[variant] and variant not in found
+    ]
     names = [*figures.TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
     drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
     rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
@@ -178,16 +184,16 @@ def _median(values: Iterable[Any]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _gpus(arms: Arms) -> list[Part]:
+def _gpus(variants: Variants) -> list[Part]:
     """Show clocks, power and what held clocks down, which explain noise."""
     throttled = [
         {reason for reason, gpus in record["flux/throttle_reasons"].items() if gpus}
-        for records in arms.values()
+        for records in variants.values()
         for record in sampled(records)
         if record.get("flux/throttle_reasons") is not None
     ]
     if not throttled:
-        runs = (record.get("flux/run") or {} for records in arms.values() for record in records)
+        runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
         why = next((str(run["gpu_source"]) for run in runs if run.get("gpu_source")), "no step sampled its GPUs")
         return [Part("gpus", "Clocks, power and throttling", caption=f"{NOT_RECORDED}: {why}.")]
     counts = Counter(reason for reasons in throttled for reason in reasons)
@@ -195,7 +201,7 @@ def _gpus(arms: Arms) -> list[Part]:
     caption = f"Over all GPUs. Clocks held down, of {counted(len(throttled), 'sample')}: {held}."
     parts = []
     for name, title in GPU.items():
-        plot, _ = figures.samples(arms, title, partial(_gpu_value, name))
+        plot, _ = figures.samples(variants, title, partial(_gpu_value, name))
         parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, caption))
     return parts
 

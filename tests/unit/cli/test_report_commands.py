@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
+from tests.unit.metrics.report_runs import RESULTS, full_run, full_variants
 
 CPU = RESULTS / "report-cpu-tiny"
 
@@ -64,10 +64,10 @@ def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
 
 def test_against(tmp_path: Path) -> None:
     results = full_run(tmp_path / "results")
-    arms = full_arms()
-    for item in arms["flux"]:
+    variants = full_variants()
+    for item in variants["flux"]:
         item["iteration-time"] *= 1.2
-    slower = full_run(tmp_path / "slower", arms)
+    slower = full_run(tmp_path / "slower", variants)
     code, output = run("report", slower, "--against", results, "--out", tmp_path / "out")
     assert code == 1
     last = output.strip().splitlines()[-1]

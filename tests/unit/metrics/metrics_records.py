@@ -168,23 +168,23 @@ def breakdown(*, flux: bool = False) -> dict[str, Any]:
 
 
 def interleaved(pairs: int, times: dict[str, list[float]], per_block: int = 3) -> dict[str, list[Record]]:
-    """A B B A blocks; ``times[arm]`` is the step time of each block of that arm, in seconds."""
-    arms: dict[str, list[Record]] = {"baseline": [], "flux": []}
+    """A B B A blocks; ``times[variant]`` is the step time of each block of that variant, in seconds."""
+    variants: dict[str, list[Record]] = {"baseline": [], "flux": []}
     for pair in range(pairs):
         order = ("baseline", "flux") if pair % 2 == 0 else ("flux", "baseline")
-        for position, arm in enumerate(order):
+        for position, variant in enumerate(order):
             for _ in range(per_block):
-                changes = {"iteration-time": times[arm][pair], "block": 2 * pair + position}
-                arms[arm].append(record(len(arms[arm]) + 1, flux=arm == "flux", **changes))
-    return arms
+                changes = {"iteration-time": times[variant][pair], "block": 2 * pair + position}
+                variants[variant].append(record(len(variants[variant]) + 1, flux=variant == "flux", **changes))
+    return variants
 
 
-def write_run(folder: Path, arms: dict[str, list[Record]], info: dict[str, Any]) -> Path:
+def write_run(folder: Path, variants: dict[str, list[Record]], info: dict[str, Any]) -> Path:
     """A run folder as compare leaves it, without its report."""
-    for arm, records in arms.items():
-        with JsonlRecorder(folder / arm / "metrics.jsonl") as recorder:
+    for variant, records in variants.items():
+        with JsonlRecorder(folder / variant / "metrics.jsonl") as recorder:
             for item in records:
                 recorder.write(item)
     (folder / "config.json").write_text(json.dumps(info))
-    write_summary(folder / "summary.json", summarize(arms["baseline"], arms["flux"], info))
+    write_summary(folder / "summary.json", summarize(variants["baseline"], variants["flux"], info))
     return folder

@@ -27,13 +27,13 @@ def info(**changes: Any) -> dict[str, Any]:
     }
 
 
-def full_arms(pairs: int = 6) -> dict[str, list[Record]]:
+def full_variants(pairs: int = 6) -> dict[str, list[Record]]:
     """Every third step sampled; losses that drift apart a little; flux a tenth faster, with some noise."""
     noise = [1 + 0.01 * math.sin(7 * n) for n in range(2 * pairs)]
     times = {"baseline": [0.1 * n for n in noise[::2]], "flux": [0.09 * n for n in noise[1::2]]}
-    arms = interleaved(pairs, times)
-    for arm, records in arms.items():
-        flux = arm == "flux"
+    variants = interleaved(pairs, times)
+    for variant, records in variants.items():
+        flux = variant == "flux"
         for index, item in enumerate(records):
             n = item["iteration"]
             loss = 3 + 2 / n + (1e-6 * n if flux else 0.0)
@@ -43,24 +43,26 @@ def full_arms(pairs: int = 6) -> dict[str, list[Record]]:
             make = sampled_record if n % 3 == 1 else record
             records[index] = make(n, flux=flux, **kept)
         records[0] |= {"warmup": True, "iteration-time": 4.0}
-    return arms
+    return variants
 
 
-def full_run(folder: Path, arms: dict[str, list[Record]] | None = None, **settings: Any) -> Path:
+def full_run(folder: Path, variants: dict[str, list[Record]] | None = None, **settings: Any) -> Path:
     """A comparison with samples and breakdowns."""
-    write_run(folder, arms or full_arms(), info(**settings))
-    for arm in ("baseline", "flux"):
-        (folder / arm / "breakdown.json").write_text(json.dumps(breakdown(flux=arm == "flux")))
+    write_run(folder, variants or full_variants(), info(**settings))
+    for variant in ("baseline", "flux"):
+        (folder / variant / "breakdown.json").write_text(json.dumps(breakdown(flux=variant == "flux")))
     return folder
 
 
-def one_arm(folder: Path, arm: str, **settings: Any) -> Path:
-    """What ``train`` leaves: one arm, no summary, one block. It appears whole, for readers that wait for it."""
-    records = [item | {"block": 0} for item in full_arms()[arm]]
+def one_variant(folder: Path, variant: str, **settings: Any) -> Path:
+    """What ``train`` leaves: one variant, no summary, one block. It appears whole, for readers that wait for it."""
+    records = [item | {"block": 0} for item in full_variants()[variant]]
     part = folder.with_name(f"{folder.name}.part")
-    write_run(part, {"baseline": [], "flux": [], arm: records}, info(command="train", flux=arm == "flux", **settings))
+    write_run(
+        part, {"baseline": [], "flux": [], variant: records}, info(command="train", flux=variant == "flux", **settings)
+    )
     (part / "summary.json").unlink()
-    other = "flux" if arm == "baseline" else "baseline"
+    other = "flux" if variant == "baseline" else "baseline"
     (part / other / "metrics.jsonl").unlink()
     (part / other).rmdir()
     return part.rename(folder)
@@ -69,25 +71,25 @@ def one_arm(folder: Path, arm: str, **settings: Any) -> Path:
 STRAGGLER, NODES = 77, [f"gpu-node-{number:03d}.cluster.example" for number in range(16)]
 
 
-def cluster_arms(ranks: int = 128) -> dict[str, list[Record]]:
+def cluster_variants(ranks: int = 128) -> dict[str, list[Record]]:
     """Ranks of 16 nodes of which one, :data:`STRAGGLER`, is 5 % behind as of the second third; every 2nd step sampled.
 
     A sampled step takes 2 % longer, as one that is measured may.
     """
-    arms = interleaved(6, {"baseline": [1.2] * 6, "flux": [1.1] * 6}, per_block=8)
-    for arm, records in arms.items():
+    variants = interleaved(6, {"baseline": [1.2] * 6, "flux": [1.1] * 6}, per_block=8)
+    for variant, records in variants.items():
         for index, item in enumerate(records):
             if (n := item["iteration"]) % 2:
                 continue
             step = 1020 * item["iteration-time"]
             # Of stock nothing is seen but steps of nearly the same length: ranks wait for each other.
-            least = 0.9 if arm == "flux" else 1.0
+            least = 0.9 if variant == "flux" else 1.0
             own = [step * (least + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
-            if n > len(records) // 3 and ranks > STRAGGLER and arm == "flux":
+            if n > len(records) // 3 and ranks > STRAGGLER and variant == "flux":
                 own[STRAGGLER] = 0.945 * step
             kept = {key: item[key] for key in ("block", "warmup")} | {"iteration-time": step / 1000}
-            made = sampled_record(n, flux=arm == "flux", ranks=ranks, **kept)
-            taken = [step - time if arm == "flux" else 0.0 for time in own]
+            made = sampled_record(n, flux=variant == "flux", ranks=ranks, **kept)
+            taken = [step - time if variant == "flux" else 0.0 for time in own]
             steps = [time + operators for time, operators in zip(own, taken, strict=True)]
             made["flux/ranks"] |= {"step_ms": steps, "operators_ms": taken}
             made |= {"flux/slowest_rank": own.index(max(own)), "flux/rank_spread_ms": max(own) - min(own)}
@@ -96,4 +98,4 @@ def cluster_arms(ranks: int = 128) -> dict[str, list[Record]]:
             else:
                 del made["flux/run"]
             records[index] = made
-    return arms
+    return variants

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.regression import BANDS, compare, parse_bands
-from tests.unit.metrics.report_runs import RESULTS, full_arms, full_run
+from tests.unit.metrics.report_runs import RESULTS, full_run, full_variants
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +25,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return full_run(tmp_path_factory.mktemp("earlier") / "results")
 
 
-def changed(folder: Path, arm: str, change: dict[str, Any], **settings: Any) -> Path:
-    """A run whose records of one side differ; a function of the old value, or the new value."""
-    arms = full_arms()
-    for item in arms[arm]:
+def changed(folder: Path, variant: str, change: dict[str, Any], **settings: Any) -> Path:
+    """A run whose records of one variant differ; a function of the old value, or the new value."""
+    variants = full_variants()
+    for item in variants[variant]:
         item |= {name: value(item[name]) if callable(value) else value for name, value in change.items()}
-    return full_run(folder, arms, **settings)
+    return full_run(folder, variants, **settings)
 
 
 def test_the_same_run_stays_in_every_band(tmp_path: Path, results: Path) -> None:
@@ -60,9 +60,9 @@ def test_bands(tmp_path: Path, results: Path, change: dict[str, Any], quantity: 
 
 
 def test_one_diverged_step_is_enough(tmp_path: Path, results: Path) -> None:
-    arms = full_arms()
-    arms["baseline"][9]["lm loss"] = math.inf
-    (one,) = compare(full_run(tmp_path / "run", arms), results).outside
+    variants = full_variants()
+    variants["baseline"][9]["lm loss"] = math.inf
+    (one,) = compare(full_run(tmp_path / "run", variants), results).outside
     assert one.quantity == "baseline loss over 18 iterations"
 
 
@@ -72,8 +72,8 @@ def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     result = compare(*runs)
     assert [one.state for one in result.checked if one.quantity == "flux peak memory"] == ["not checked"]
     assert result.verdict.startswith("against results: 5 of 5")
-    arms = {arm: [item | unknown for item in items] for arm, items in full_arms().items()}
-    none = full_run(tmp_path / "none", arms)
+    variants = {variant: [item | unknown for item in items] for variant, items in full_variants().items()}
+    none = full_run(tmp_path / "none", variants)
     with pytest.raises(UserError, match="nothing of memory is known in both"):
         compare(none, none, {"memory": 0.05})
 
@@ -115,12 +115,15 @@ def test_another_device(tmp_path: Path, results: Path) -> None:
 
 
 def test_missing_sides_and_steps(tmp_path: Path, results: Path) -> None:
-    arms = full_arms()
+    variants = full_variants()
     with pytest.raises(UserError, match="has no timed step of flux"):
-        compare(full_run(tmp_path / "one", {**arms, "flux": []}), results)
+        compare(full_run(tmp_path / "one", {**variants, "flux": []}), results)
     with pytest.raises(UserError, match="has no timed step of flux"):
         compare(changed(tmp_path / "warm", "flux", {"warmup": True}), results)
-    late = {arm: [item | {"iteration": item["iteration"] + 100} for item in items] for arm, items in arms.items()}
+    late = {
+        variant: [item | {"iteration": item["iteration"] + 100} for item in items]
+        for variant, items in variants.items()
+    }
     with pytest.raises(UserError, match="no iteration of baseline in common"):
         compare(full_run(tmp_path / "late", late), results)
     with pytest.raises(UserError, match="layer-h200x4-nvlink is a benchmark"):

@@ -21,7 +21,7 @@ from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.telemetry.call_sampler import FIELDS
 from tests.unit.metrics.metrics_records import Record, interleaved, record, sampled_record, write_run
-from tests.unit.metrics.report_runs import RESULTS, SHAPE, cluster_arms, full_arms, full_run, one_arm
+from tests.unit.metrics.report_runs import RESULTS, SHAPE, cluster_variants, full_run, full_variants, one_variant
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
@@ -33,14 +33,14 @@ INFO: dict[str, Any] = {
 }
 
 
-def plain_arms(pairs: int = 6) -> dict[str, list[Record]]:
+def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
     """Nothing was sampled."""
-    arms = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
-    arms["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
-    arms["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
-    for item in arms["flux"]:
+    variants = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
+    variants["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
+    variants["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
+    for item in variants["flux"]:
         item["lm loss"] *= 1 + 1e-7
-    return arms
+    return variants
 
 
 class Page(HTMLParser):
@@ -89,18 +89,18 @@ def parts(shown: Chapter) -> dict[str, Part]:
     return found
 
 
-def trained(folder: Path, arms: dict[str, list[Record]]) -> dict[str, Part]:
-    return parts(chapter(load(full_run(folder / "run", arms)), "run1"))
+def trained(folder: Path, variants: dict[str, list[Record]]) -> dict[str, Part]:
+    return parts(chapter(load(full_run(folder / "run", variants)), "run1"))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", plain_arms(), INFO)
+    return write_run(tmp_path / "run", plain_variants(), INFO)
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
-    return trained(tmp_path_factory.mktemp("full"), full_arms())
+    return trained(tmp_path_factory.mktemp("full"), full_variants())
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
@@ -123,8 +123,8 @@ def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
-    arms = plain_arms()
-    arms["flux"][-1]["flux/fallbacks"] = {HOSTILE: 2}
+    variants = plain_variants()
+    variants["flux"][-1]["flux/fallbacks"] = {HOSTILE: 2}
     hostile = {
         "config": {HOSTILE: HOSTILE, "nested": {"path": HOSTILE}},
         "versions": {"torch": HOSTILE},
@@ -132,7 +132,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
         "layout": {"tp": HOSTILE},
         "command": HOSTILE,
     }
-    shown = page(write_run(tmp_path / "a <b>&run", arms, hostile))
+    shown = page(write_run(tmp_path / "a <b>&run", variants, hostile))
     assert len(shown.scripts) == 3
     assert "img" not in [tag for tag, _ in shown.tags]
     assert not any("onerror" in attrs for _, attrs in shown.tags)
@@ -182,7 +182,7 @@ def test_everything_that_was_recorded_is_shown(full: dict[str, Part]) -> None:
 
 
 def test_step_times_are_in_order_of_execution() -> None:
-    figure, caption = figures.step_times(plain_arms(2))
+    figure, caption = figures.step_times(plain_variants(2))
     where = {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]}
     assert where["baseline"][0] == [2, 3, 10, 11, 12]
     assert where["flux"][0] == [5, 6, 7, 8, 9]
@@ -195,10 +195,10 @@ def test_step_times_are_in_order_of_execution() -> None:
 
 def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
     part = full["time"]
-    for index, arm in enumerate(reversed(["baseline", "flux"])):
-        assert part.figure["data"][0]["y"][index] == arm
+    for index, variant in enumerate(reversed(["baseline", "flux"])):
+        assert part.figure["data"][0]["y"][index] == variant
         stacked = sum(trace["x"][index] for trace in part.figure["data"])
-        assert stacked == pytest.approx(100.0 if arm == "baseline" else 95.0)
+        assert stacked == pytest.approx(100.0 if variant == "baseline" else 95.0)
     rows = {row[0]: row[1:] for row in part.table.rows}
     assert rows["fused operators"] == ("0.00", "12.00")
     assert rows[WAITS_INCLUDED] == ("58.00", "53.00")
@@ -209,32 +209,32 @@ def test_overlap_efficiencies(full: dict[str, Part], tmp_path: Path) -> None:
     part = full["e-overlap"]
     assert part.figure["data"][0]["x"] == pytest.approx([50.0, 80.0])
     assert [row[-2:] for row in part.table.rows] == [("0.4", "80 %"), ("0.5", "50 %")]
-    arms = full_arms()
-    for item in arms["flux"]:
+    variants = full_variants()
+    for item in variants["flux"]:
         for call in item.get("flux/calls", [])[:1]:
             call |= {"exposed_ms": None, "e_overlap": None, "withheld": "the clocks were others"}
-    part = trained(tmp_path, arms)["e-overlap"]
+    part = trained(tmp_path, variants)["e-overlap"]
     assert "5 of 10 sampled calls: the clocks were others" in part.caption
     assert [row[-2:] for row in part.table.rows] == [("\u2014", "\u2014"), ("0.5", "50 %")]
 
 
 def test_what_cuda_graphs_hide_is_said(tmp_path: Path) -> None:
-    arms = full_arms()
+    variants = full_variants()
     counts = ("all_gather_gemm_calls", "gemm_reduce_scatter_calls", "bytes_received", "fallback_calls")
-    for item in arms["flux"]:
+    for item in variants["flux"]:
         item |= {f"flux/{name}": None for name in counts}
         if item.get("flux/sampled"):
             item |= dict.fromkeys((*FIELDS, "flux/slowest_rank", "flux/rank_spread_ms"))
-    shown = trained(tmp_path, arms)
+    shown = trained(tmp_path, variants)
     assert "CUDA graphs" in dict(shown["missing"].table.rows)["Overlap efficiency per operator"]
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    arms = plain_arms()
-    for item in arms["baseline"] + arms["flux"]:
+    variants = plain_variants()
+    for item in variants["baseline"] + variants["flux"]:
         item |= {"lm loss": 3.0}
-    arms["flux"][3]["lm loss"] = math.nan
-    shown = parts(chapter(load(write_run(tmp_path, arms, INFO)), "run1"))
+    variants["flux"][3]["lm loss"] = math.nan
+    shown = parts(chapter(load(write_run(tmp_path, variants, INFO)), "run1"))
     assert re.search(r"identical in 17 iterations of 18\..* in 1 iteration", shown["loss-difference"].caption)
     assert "identical in 18 iterations of 18" in shown["grad-norm-difference"].caption
     assert "flux lm loss is not finite in 1 iteration" in shown["loss"].caption
@@ -247,9 +247,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 
 def test_validation_losses_are_points_on_the_loss() -> None:
-    arms = {"baseline": [record(n) for n in range(1, 5)], "flux": []}
-    arms["baseline"][2]["lm loss validation"] = 4.5
-    drawn, caption = figures.curves(arms, "lm loss", "nat/token", "lm loss validation")
+    variants = {"baseline": [record(n) for n in range(1, 5)], "flux": []}
+    variants["baseline"][2]["lm loss validation"] = 4.5
+    drawn, caption = figures.curves(variants, "lm loss", "nat/token", "lm loss validation")
     line, points = drawn["data"]
     assert (points["name"], points["mode"]) == ("baseline, lm loss validation", "markers")
     assert (points["x"], points["y"], len(line["x"])) == ([3], [4.5], 4)
@@ -258,12 +258,12 @@ def test_validation_losses_are_points_on_the_loss() -> None:
 
 def test_long_runs_are_thinned_without_losing_peaks() -> None:
     steps = 5 * figures.MAX_POINTS
-    arms = {arm: [record(n, block=n // 50) for n in range(1, steps + 1)] for arm in ("baseline", "flux")}
-    arms["flux"][4321] |= {"lm loss": 9e9, "iteration-time": 0.12}
+    variants = {variant: [record(n, block=n // 50) for n in range(1, steps + 1)] for variant in ("baseline", "flux")}
+    variants["flux"][4321] |= {"lm loss": 9e9, "iteration-time": 0.12}
     for drawn, _ in (
-        figures.step_times(arms),
-        figures.curves(arms, "lm loss", ""),
-        figures.difference(arms, "lm loss"),
+        figures.step_times(variants),
+        figures.curves(variants, "lm loss", ""),
+        figures.difference(variants, "lm loss"),
     ):
         assert all(len(trace["x"]) <= figures.MAX_POINTS + 1 for trace in drawn["data"])
         peak = max(value for trace in drawn["data"] for value in trace["y"])
@@ -276,11 +276,11 @@ def test_long_runs_are_thinned_without_losing_peaks() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> dict[str, list[Record]]:
-    return cluster_arms()
+    return cluster_variants()
 
 
-def of_ranks(arms: dict[str, list[Record]]) -> Part:
-    return ranks.part(arms, ranks.of_arms(arms))
+def of_ranks(variants: dict[str, list[Record]]) -> Part:
+    return ranks.part(variants, ranks.of_variants(variants))
 
 
 def test_the_straggler_among_many_ranks(cluster: dict[str, list[Record]]) -> None:
@@ -304,7 +304,7 @@ def test_one_of_two_ranks_is_slower_by_chance(times: int, found: list[str]) -> N
         slow = int(n <= times)
         timings = {"step_ms": [100.0, 100.0], "operators_ms": [10.0 + 10 * slow, 20.0 - 10 * slow]}
         records.append(sampled_record(n, flux=True, **{"flux/ranks": timings, "flux/slowest_rank": slow}))
-    known = ranks.of_arms({"baseline": [], "flux": records})
+    known = ranks.of_variants({"baseline": [], "flux": records})
     assert [name for name, _ in ranks.findings(known)] == found
 
 
@@ -379,7 +379,10 @@ def test_several_runs(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
-    runs = [load(one_arm(tmp_path / "flux-job", "flux", seed=1)), load(one_arm(tmp_path / "stock-job", "baseline"))]
+    runs = [
+        load(one_variant(tmp_path / "flux-job", "flux", seed=1)),
+        load(one_variant(tmp_path / "stock-job", "baseline")),
+    ]
     assert runs[0].verdict == "flux alone: 90.17 ms per step (median of 17)"
     joined = with_pairs(runs)[0]
     assert (joined.name, joined.verdict) == (
@@ -388,7 +391,7 @@ def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
     separate, unequal = joined.summary["notes"]
     assert "two separate runs" in separate
     assert unequal == "Their losses cannot be compared: seed 1234 and 1."
-    blocks = [{item["block"] for item in joined.arms[arm]} for arm in ("baseline", "flux")]
+    blocks = [{item["block"] for item in joined.variants[variant]} for variant in ("baseline", "flux")]
     assert blocks == [{0}, {1}]
     runs[1].summary["device"] = {**runs[1].summary["device"], "name": "NVIDIA A100"}
     assert with_pairs(runs) == runs
@@ -403,8 +406,8 @@ def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
 )
 def test_sides_of_other_steps_are_not_compared(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     """A step of twice the batch takes twice as long: their ratio is no speed-up."""
-    runs = [load(one_arm(tmp_path / "stock-job", "baseline"))]
-    runs.append(load(one_arm(tmp_path / "flux-job", "flux", **settings)))
+    runs = [load(one_variant(tmp_path / "stock-job", "baseline"))]
+    runs.append(load(one_variant(tmp_path / "flux-job", "flux", **settings)))
     assert with_pairs(runs) == runs
     text = write_reports([run.path for run in runs], tmp_path / "out").read_text()
     assert f"stock-job and flux-job trained {said}: do not compare them" in text

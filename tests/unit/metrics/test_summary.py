@@ -27,12 +27,12 @@ from megatron_flux.metrics.summary import (
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
 
-def side(times: list[float], *, flux: bool = False) -> list[Record]:
+def variant(times: list[float], *, flux: bool = False) -> list[Record]:
     return [record(n, flux=flux, **{"iteration-time": time}) for n, time in enumerate(times, 1)]
 
 
 def test_figures_of_one_side() -> None:
-    records = side([n / 1000 for n in range(1, 12)])
+    records = variant([n / 1000 for n in range(1, 12)])
     records[3] |= {"peak-memory-bytes": 3 * 2**30, "tokens-per-second": 1.0}
     records[1] |= {"lm loss validation": 3.5, "flux/host_memory_bytes": 2**30}
     records[2] |= {"lm loss validation": 3.25, "flux/host_memory_bytes": 2**29}
@@ -53,18 +53,18 @@ def test_figures_of_one_side() -> None:
 
 def test_peaks_without_their_parts_are_of_the_whole_process() -> None:
     """Records in results/ are older than the parts."""
-    records = side([0.1, 0.1])
+    records = variant([0.1, 0.1])
     for item in records:
         del item["flux/allocated_peak_bytes"], item["flux/workspace_bytes"]
     assert summarize(records, [], {})["arms"]["baseline"]["peak_memory_bytes"] is None
 
 
 def test_warmup_and_profiled_steps_are_left_out_of_timing_only() -> None:
-    flux = side([9.0, 0.1, 0.1, 50.0], flux=True)
+    flux = variant([9.0, 0.1, 0.1, 50.0], flux=True)
     flux[0] |= {"warmup": True, "tokens-per-second": 1.0, "lm loss": 50.0, "peak-memory-bytes": 2**40}
     flux[0] |= {"flux/active_layers": 0}
     flux[3] |= {"profiled": True}
-    summary = summarize(side([0.1] * 4), flux, {})
+    summary = summarize(variant([0.1] * 4), flux, {})
     figures = summary["arms"]["flux"]
     assert figures["step_time_ms"] == pytest.approx({"median": 100, "p10": 100, "p90": 100, "n": 2})
     assert (figures["tokens_per_second"], figures["first_loss"]) == (10_000, 50.0)
@@ -74,9 +74,9 @@ def test_warmup_and_profiled_steps_are_left_out_of_timing_only() -> None:
 
 
 def test_ratio_differences_and_layers() -> None:
-    flux = side([0.1, 0.1, 0.4], flux=True)
+    flux = variant([0.1, 0.1, 0.4], flux=True)
     flux[1] |= {"lm loss": 4.8 * (1 - 1e-4), "grad-norm": 1.5 * 1.02, "flux/active_layers": 2}
-    summary = summarize(side([0.1, 0.2, 0.9]), flux, {})
+    summary = summarize(variant([0.1, 0.2, 0.9]), flux, {})
     assert summary["speedup"] == pytest.approx(2.0)
     assert summary["max_relative_loss_difference"] == pytest.approx(1e-4)
     assert summary["max_relative_grad_norm_difference"] == pytest.approx(0.02)
@@ -101,9 +101,9 @@ def test_relative_difference(baseline: float, flux: float, expected: float) -> N
 
 
 def test_loss_that_is_not_finite() -> None:
-    flux = side([0.1] * 4, flux=True)
+    flux = variant([0.1] * 4, flux=True)
     flux[1]["lm loss"] = math.nan
-    summary = summarize(side([0.1] * 4), flux, {})
+    summary = summarize(variant([0.1] * 4), flux, {})
     assert summary["max_relative_loss_difference"] == "NaN"
     found = [summary["arms"]["flux"][name] for name in ("non_finite_losses", "first_non_finite_loss")]
     assert (found, summary["arms"]["baseline"]["non_finite_losses"]) == ([1, 2], 0)
@@ -113,8 +113,8 @@ def test_loss_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize("empty", ["baseline", "flux", "both"])
 def test_a_side_without_records(empty: str) -> None:
-    baseline = [] if empty != "flux" else side([0.1])
-    flux = [] if empty != "baseline" else side([0.1], flux=True)
+    baseline = [] if empty != "flux" else variant([0.1])
+    flux = [] if empty != "baseline" else variant([0.1], flux=True)
     summary = summarize(baseline, flux, {})
     for name in ("speedup", "speedup_ci95", "max_relative_loss_difference"):
         assert summary[name] is None
@@ -127,13 +127,13 @@ def test_a_side_without_records(empty: str) -> None:
 
 
 def test_notes_of_warmup_alone_and_of_other_lengths() -> None:
-    flux = side([0.1] * 3, flux=True)
-    assert summarize(side([0.1] * 3), flux, {})["notes"] == []
-    (note,) = summarize(side([0.1] * 5), flux, {})["notes"]
+    flux = variant([0.1] * 3, flux=True)
+    assert summarize(variant([0.1] * 3), flux, {})["notes"] == []
+    (note,) = summarize(variant([0.1] * 5), flux, {})["notes"]
     assert "5 iterations and flux 3" in note
     for item in flux:
         item["warmup"] = True
-    summary = summarize(side([0.1] * 3), flux, {})
+    summary = summarize(variant([0.1] * 3), flux, {})
     assert (summary["speedup"], summary["flux_active_layers"]) == (None, 8)
     assert "warm-up steps only of flux" in summary["notes"][0]
 
@@ -141,7 +141,7 @@ def test_notes_of_warmup_alone_and_of_other_lengths() -> None:
 @pytest.mark.parametrize("said", [True, False])
 def test_fallbacks_of_all_starts_are_counted(said: bool) -> None:
     """26 calls a step, in three starts of which the second begins with as many as the first had."""
-    flux = side([0.1] * 4, flux=True)
+    flux = variant([0.1] * 4, flux=True)
     for item, steps in zip(flux, [1, 2, 2 if said else 1, 1], strict=True):
         item["flux/fallbacks"] = {"fp8": 26 * steps} | ({"tp": 1} if steps == 2 else {})
     if said:
@@ -151,10 +151,10 @@ def test_fallbacks_of_all_starts_are_counted(said: bool) -> None:
 
 
 def test_patched_baseline_is_told() -> None:
-    summary = summarize(side([0.1], flux=True), side([0.1], flux=True), {})
+    summary = summarize(variant([0.1], flux=True), variant([0.1], flux=True), {})
     assert summary["baseline_is_stock"] is False
     assert "baseline ran flux" in summary["verdict"]
-    assert summarize(side([0.1]), side([0.1], flux=True), {})["baseline_is_stock"] is True
+    assert summarize(variant([0.1]), variant([0.1], flux=True), {})["baseline_is_stock"] is True
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
@@ -165,11 +165,11 @@ def test_spread(values: list[float]) -> None:
 
 
 def test_blocks_pair_in_order_and_warmup_blocks_do_not_shift_them() -> None:
-    arms = interleaved(3, {"baseline": [1, 2, 3], "flux": [10, 20, 30]}, per_block=1)
-    assert paired_blocks(arms["baseline"], arms["flux"]) == [([1], [10]), ([2], [20]), ([3], [30])]
-    arms["flux"][0]["warmup"] = True
-    assert paired_blocks(arms["baseline"], arms["flux"]) == [([2], [20]), ([3], [30])]
-    assert paired_blocks(arms["baseline"], arms["flux"][:2]) == [([2], [20])]
+    variants = interleaved(3, {"baseline": [1, 2, 3], "flux": [10, 20, 30]}, per_block=1)
+    assert paired_blocks(variants["baseline"], variants["flux"]) == [([1], [10]), ([2], [20]), ([3], [30])]
+    variants["flux"][0]["warmup"] = True
+    assert paired_blocks(variants["baseline"], variants["flux"]) == [([2], [20]), ([3], [30])]
+    assert paired_blocks(variants["baseline"], variants["flux"][:2]) == [([2], [20])]
 
 
 def noisy(pairs: int, speedup: float) -> dict[str, list[Record]]:
@@ -180,20 +180,20 @@ def noisy(pairs: int, speedup: float) -> dict[str, list[Record]]:
 
 @pytest.mark.parametrize(("speedup", "finding"), [(1.2, "faster"), (1.0, "no difference measured")])
 def test_interval_holds_the_speedup_and_is_repeatable(speedup: float, finding: str) -> None:
-    arms = noisy(10, speedup)
-    summary = summarize(arms["baseline"], arms["flux"], {})
+    variants = noisy(10, speedup)
+    summary = summarize(variants["baseline"], variants["flux"], {})
     low, high = summary["speedup_ci95"]
     assert speedup - 0.05 < low < speedup < high < speedup + 0.05
     assert summary["verdict"].endswith(finding)
-    assert summarize(arms["baseline"], arms["flux"], {}) == summary
+    assert summarize(variants["baseline"], variants["flux"], {}) == summary
 
 
 def test_interval_draws_pairs_not_steps() -> None:
     # Machine drift is shared by a pair: every pair says exactly 1.1, so there is no uncertainty about the ratio's sign
-    # although the times of one side vary tenfold.
+    # although the times of one variant vary tenfold.
     times = [1.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    arms = interleaved(6, {"baseline": times, "flux": [time / 1.1 for time in times]})
-    assert summarize(arms["baseline"], arms["flux"], {})["speedup_ci95"] == pytest.approx([1.1, 1.1])
+    variants = interleaved(6, {"baseline": times, "flux": [time / 1.1 for time in times]})
+    assert summarize(variants["baseline"], variants["flux"], {})["speedup_ci95"] == pytest.approx([1.1, 1.1])
 
 
 def test_too_few_blocks_give_no_interval() -> None:
@@ -208,9 +208,9 @@ def test_too_few_blocks_give_no_interval() -> None:
 def test_the_file_is_strict_json(tmp_path: Path) -> None:
     info: dict[str, Any] = {"versions": {"torch": "2.13"}, "device": {"name": "cpu"}, "layout": {"tp": 2}}
     info |= {"command": "megatron-flux compare"}
-    baseline = side([0.1])
+    baseline = variant([0.1])
     baseline[0]["lm loss"] = math.inf
-    summary = summarize(baseline, side([0.1], flux=True), info | {"config": {"path": Path("data")}})
+    summary = summarize(baseline, variant([0.1], flux=True), info | {"config": {"path": Path("data")}})
     assert summary["schema_version"] == SCHEMA_VERSION
     assert {name: summary[name] for name in info} == info
     write_summary(tmp_path / "summary.json", summary)

@@ -19,10 +19,10 @@ STOCK = {"flux/fallbacks": {"operators: reference: no GPU": 36}}
 
 
 def comparison(info: dict[str, Any] | None = None, pairs: int = 6, **changes: Any) -> dict[str, Any]:
-    arms = interleaved(pairs, {"baseline": [0.1234] * pairs, "flux": [0.1111] * pairs})
-    for item in arms["flux"]:
+    variants = interleaved(pairs, {"baseline": [0.1234] * pairs, "flux": [0.1111] * pairs})
+    for item in variants["flux"]:
         item |= {"peak-memory-bytes": 2**31, **changes}
-    return summarize(arms["baseline"], arms["flux"], info or {})
+    return summarize(variants["baseline"], variants["flux"], info or {})
 
 
 def piped(summary: dict[str, Any], encoding: str = "utf-8") -> str:
@@ -73,10 +73,10 @@ def test_a_comparison() -> None:
 
 def test_what_stock_was_allowed_to_use_stands_below_the_table() -> None:
     gpu = {"device": {"kind": "cuda"}}
-    assert "both sides: NVLink multicast: not recorded\n" in piped(comparison(gpu))
+    assert "both variants: NVLink multicast: not recorded\n" in piped(comparison(gpu))
     variables = {"environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     text = piped(comparison(gpu, **{"flux/run": variables}))
-    assert "both sides: NVLink multicast off (NCCL_NVLS_ENABLE 0), CUDA_DEVICE_MAX_CONNECTIONS 1\n" in text
+    assert "both variants: NVLink multicast off (NCCL_NVLS_ENABLE 0), CUDA_DEVICE_MAX_CONNECTIONS 1\n" in text
     assert "multicast" not in piped(comparison(CPU))
 
 
@@ -107,8 +107,8 @@ def test_unknown_and_odd_values() -> None:
     ],
 )
 def test_verdict(flux: list[float], expected: str) -> None:
-    arms = interleaved(len(flux), {"baseline": [0.1] * len(flux), "flux": flux})
-    assert verdict(summarize(arms["baseline"], arms["flux"], {})) == expected
+    variants = interleaved(len(flux), {"baseline": [0.1] * len(flux), "flux": flux})
+    assert verdict(summarize(variants["baseline"], variants["flux"], {})) == expected
 
 
 def test_verdict_tells_that_flux_never_ran() -> None:

@@ -46,7 +46,7 @@ def test_offline_files_read_back_and_hold_no_secret(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_API_KEY", API_KEY)
     monkeypatch.setenv("SOME_VARIABLE", "value-of-a-variable")
     monkeypatch.setattr(sys, "argv", ["megatron-flux", "--argument", "value-of-an-argument"])
-    # Both arms at once, as in a comparison.
+    # Both variants at once, as in a comparison.
     with (
         mirror("offline", tmp_path / "baseline", "baseline") as baseline,
         mirror("offline", tmp_path / "flux", tags=["tiny", "night"]) as flux,
@@ -186,12 +186,12 @@ def test_a_cpu_has_no_exposed_communication() -> None:
 def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
     found = wandb_mirror.comparison_summary(folder, json.loads((folder / "summary.json").read_text()))
-    for arm in ("baseline", "flux"):
-        with mirror("offline", tmp_path / "run" / arm, arm) as opened:
-            opened.write(sampled_record(1, flux=arm == "flux"))
+    for variant in ("baseline", "flux"):
+        with mirror("offline", tmp_path / "run" / variant, variant) as opened:
+            opened.write(sampled_record(1, flux=variant == "flux"))
             opened.summarize(found)
-    for arm in ("baseline", "flux"):
-        (file,) = (folder / arm / "wandb").glob("offline-run-*/*.wandb")
+    for variant in ("baseline", "flux"):
+        (file,) = (folder / variant / "wandb").glob("offline-run-*/*.wandb")
         shown = json.loads(inspect(file, "--summary"))["summary"]
         assert shown["compare/speedup"] == pytest.approx(1.11, abs=0.03)
         assert 1 < shown["compare/speedup_low"] <= shown["compare/speedup"] <= shown["compare/speedup_high"] < 1.3
@@ -203,13 +203,13 @@ def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> No
         assert shown["compare/flux_exposed_communication_traced_ms"] == 1
         assert shown["compare/verdict"].startswith("flux 1.1")
         curve = "baseline/exposed_communication_ms/gemm_reduce_scatter"
-        assert shown.get(curve) == (pytest.approx(32) if arm == "flux" else None)
+        assert shown.get(curve) == (pytest.approx(32) if variant == "flux" else None)
 
 
 def test_what_is_not_known_of_a_comparison_is_null(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
-    for arm in ("baseline", "flux"):
-        (folder / arm / "breakdown.json").unlink()
+    for variant in ("baseline", "flux"):
+        (folder / variant / "breakdown.json").unlink()
     unsampled = [record(n, flux=True) for n in range(1, 4)]
     unsampled[1] = sampled_record(2, flux=True, **{"flux/serial_time_ms": {"all_gather_gemm": None}})
     (folder / "flux" / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in unsampled))

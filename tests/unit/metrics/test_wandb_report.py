@@ -17,7 +17,7 @@ import wandb
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import schema
 from megatron_flux.metrics.report.run import load
-from megatron_flux.metrics.summary import ARMS
+from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED
 from megatron_flux.metrics.wandb_report import SECTIONS, _where, save
 from tests.unit.metrics.report_runs import RESULTS, full_run
@@ -26,8 +26,8 @@ from tests.unit.metrics.wandb_server import KEY, serving
 
 def mirrored(folder: Path, project: str = "project-x", mode: str = "online") -> Path:
     run = full_run(folder)
-    for arm in ARMS:
-        (run / arm / "wandb.json").write_text(json.dumps({"id": "x", "project": project, "mode": mode}))
+    for variant in VARIANTS:
+        (run / variant / "wandb.json").write_text(json.dumps({"id": "x", "project": project, "mode": mode}))
     return run
 
 
@@ -58,10 +58,10 @@ def test_dashboards(run: Path) -> None:
     assert len(grids) == len(SECTIONS)
     for grid in grids:
         runsets = grid["metadata"]["runSets"]
-        assert [runset["name"] for runset in runsets] == list(ARMS)
-        for arm, runset in zip(ARMS, runsets, strict=True):
+        assert [runset["name"] for runset in runsets] == list(VARIANTS)
+        for variant, runset in zip(VARIANTS, runsets, strict=True):
             text = json.dumps(runset["filters"])
-            assert f'"{arm}"' in text
+            assert f'"{variant}"' in text
             assert '"group-x"' in text
     assert "flux 1.1" in json.dumps(document[1]["blocks"])
 

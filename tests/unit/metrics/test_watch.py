@@ -19,7 +19,7 @@ from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.report.run import load
 from megatron_flux.metrics.watch import Watched, view, watch
 from tests.unit.metrics.metrics_records import record, sampled_record
-from tests.unit.metrics.report_runs import RESULTS, full_run, one_arm
+from tests.unit.metrics.report_runs import RESULTS, full_run, one_variant
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
@@ -55,7 +55,7 @@ def test_a_comparison(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
-    run = one_arm(tmp_path / "run", "flux", steps=200)
+    run = one_variant(tmp_path / "run", "flux", steps=200)
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write('{"half a li')
     text = shown(run)
@@ -72,7 +72,7 @@ def test_a_job_that_is_running(tmp_path: Path) -> None:
 
 
 def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
-    run = one_arm(tmp_path / "run", "flux", steps=200)
+    run = one_variant(tmp_path / "run", "flux", steps=200)
     (run / "ended.json").write_text('{"state": "stopped", "iterations": {"flux": 18}}')
     assert "ended: stopped by a signal, flux after step 18" in shown(run, after=999)
     (run / "ended.json").unlink()
@@ -90,7 +90,7 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "[1]", '{"started": 5, "config": 7}'])
 def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str) -> None:
-    run = one_arm(tmp_path / "run", "flux", steps=17)
+    run = one_variant(tmp_path / "run", "flux", steps=17)
     for name in ("config.json", "ended.json"):
         (run / name).write_text(content)
     text = " ".join(shown(run, width=200).split())
@@ -108,7 +108,7 @@ def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:
 
 
 def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch(one_arm(tmp_path / "run", "baseline", steps=20), interval=100)
+    watch(one_variant(tmp_path / "run", "baseline", steps=20), interval=100)
     assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
 
 
@@ -154,7 +154,7 @@ def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
     try:
         while b"Ctrl-C ends" not in seen:
             seen += os.read(ours, 65536)
-        one_arm(run, "flux", steps=20)
+        one_variant(run, "flux", steps=20)
         while b"18 of 20" not in seen:
             seen += os.read(ours, 65536)
         with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:

@@ -169,7 +169,7 @@ def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),
         ("active flux layers", UNKNOWN if layers is None else f"{layers} ({without})" if without else str(layers)),
-        *([("both sides", allowed)] if on_gpus else []),
+        *([("both variants", allowed)] if on_gpus else []),
         *(("fallback to stock", line) for line in fallbacks or ([] if "reference" in (without or "") else ["none"])),
         *(("note", note) for note in summary["notes"]),
     ]

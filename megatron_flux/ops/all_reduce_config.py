@@ -1,12 +1,16 @@
-"""The configuration of a gemm_all_reduce: shots and blocks, a built-in GEMM, or two other operators.
+"""The configuration of a gemm_all_reduce: shots and blocks, or a built-in GEMM for few rows or for many.
 
 Few rows (decode): the GEMM reads the weight once, and what its result costs to add up is latency. ``own_gemm`` does
 both in one kernel: every CTA sends its tile when it is finished and adds what its peers sent, so that the link's
 latency is met once and no second kernel starts. Otherwise cuBLAS multiplies, and a small kernel adds in one or two
 shots (:mod:`megatron_flux.kernels.all_reduce`): two cost one way more and ``tp / 2`` times fewer bytes.
 
-Many rows (prefill, training): ``shots=0`` is gemm_reduce_scatter, whose transfers hide behind its GEMM, and then an
-all_gather, which hides behind whatever the caller does before it waits.
+Many rows (prefill, training): ``tiles`` is the kernel of gemm_reduce_scatter, which sends every tile to all ranks when
+it is finished and adds behind the GEMM. At tp 2 that is as many bytes as an all-reduce, at tp 4 and 8 two and four
+times as many.
+
+Measured (2 x H100, results/fine-tuning-x2/gemm-all-reduce.json): tiles hide 59 % (m=4096, n=4096, k=2048) to 93 %
+(m=4096, n=8192, k=14336) of what stock's all-reduce takes behind its GEMM.
 
 Which is faster from which m on, the tuner measures.
 """
@@ -18,14 +22,24 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from megatron_flux.ops.kernel_config import Count, Depth, Tile, Warps, cdiv, differences, power_of_two
+from megatron_flux.ops.kernel_config import (
+    Count,
+    Depth,
+    KernelConfig,
+    Tile,
+    Warps,
+    all_ranks_candidates,
+    cdiv,
+    differences,
+    fits,
+    power_of_two,
+)
 
 ALIGNED = 64  # numbers: slots begin at multiples of 128 bytes or more
 MOST_BYTES = 16 << 20
-"""Of a result that is added in shots: beyond it the composition is ahead on any link (two shots send as many bytes and
-hide none of them)."""
+"""Of a result that is added in shots: beyond it tiles are ahead, since two shots hide none of their bytes."""
 MOST_ROWS_OF_OWN_GEMM = 64
-LEAST_ROWS_COMPOSED = 128
+LEAST_ROWS_BY_TILES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +48,9 @@ class AllReduceConfig:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    shots: Annotated[int, Field(ge=0, le=2)] = 1  # 0: gemm_reduce_scatter and all_gather
+    tiles: KernelConfig | None = None
+    """One shot by the kernel of gemm_reduce_scatter; the other fields mean nothing then."""
+    shots: Annotated[int, Field(ge=1, le=2)] = 1
     own_gemm: bool = False  # one shot: the kernel multiplies itself
     block: Annotated[int, Field(ge=32, le=1 << 16), AfterValidator(power_of_two)] = 1024
     """Without own_gemm: numbers that a CTA sends, or adds, at a time."""
@@ -47,7 +63,9 @@ class AllReduceConfig:
 
     def label(self) -> str:
         """Return what differs from the defaults, short."""
-        kind = {0: "scatter and gather", 1: "one shot", 2: "two shots"}[self.shots]
+        if self.tiles is not None:
+            return f"tiles {self.tiles.label()}"
+        kind = {1: "one shot", 2: "two shots"}[self.shots]
         return " ".join([kind, *(found for found in differences(self) if not found.startswith("shots="))])
 
     @property
@@ -55,14 +73,14 @@ class AllReduceConfig:
         """Rows of a tile that are added at a time: as many numbers as keep registers free."""
         return min(self.bm, max(1, 2048 // self.bn))
 
-    def tiles(self, m: int, n: int) -> int:
+    def own_tiles(self, m: int, n: int) -> int:
         """Tiles of the own GEMM."""
         return cdiv(m, self.bm) * cdiv(n, self.bn)
 
     def stride(self, m: int, n: int, tp: int) -> int:
         """Numbers between the slots of two ranks in a slab; without ``own_gemm`` m is the count of numbers."""
         if self.own_gemm:
-            return self.tiles(m, n) * self.bm * self.bn
+            return self.own_tiles(m, n) * self.bm * self.bn
         each = m if self.shots == 1 else cdiv(m, tp)
         return cdiv(each, ALIGNED) * ALIGNED
 
@@ -73,8 +91,8 @@ class AllReduceConfig:
 
     def fits(self, m: int, n: int, tp: int, size: int) -> bool:
         """Return True if such a call can run so; the same on all ranks."""
-        if self.shots == 0:
-            return m % tp == 0
+        if self.tiles is not None:
+            return fits("gemm_reduce_scatter", self.tiles, m, n, 0, tp)
         if m * n * size > MOST_BYTES:
             return False
         if self.own_gemm:
@@ -82,24 +100,25 @@ class AllReduceConfig:
         return self.shots == 1 or m * n > (tp - 1) * self.stride(m * n, 0, tp)
 
 
-def all_reduce_config(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> AllReduceConfig:
-    """Choose by rule: the first of :func:`candidates`."""
-    return candidates(m, n, k, tp, size, fp8=fp8)[0]
+def candidates(
+    m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False, promoted: bool = False, ws: bool = False
+) -> list[AllReduceConfig]:
+    """Return what is worth measuring, the likeliest first, which is the choice by rule; one shot in blocks, which runs
+    all, if nothing else fits.
 
+    One of the shots won each of 20 calls of Llama-70B's decode steps (results/inference-h200x2).
 
-def candidates(m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False) -> list[AllReduceConfig]:
-    """Return what is worth measuring, the likeliest first; one shot in blocks, which runs all, if nothing else fits.
-
-    One of these won each of 20 calls of Llama-70B's decode steps (results/inference-h200x2).
-
-    ``size``: bytes of a number of the result. ``fp8``: FP8 operands, which the built-in GEMM does not take.
+    ``size``: bytes of a number of the result. ``fp8``: FP8 operands, which the built-in GEMM does not take, with sums
+    ``promoted`` or not. ``ws``: the warp-specialised kernels can run the call.
     """
     found = [AllReduceConfig(shots=2, block=2048, ctas=128, warps=8)]
     if m <= MOST_ROWS_OF_OWN_GEMM and not fp8:
         found.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
-    composed = AllReduceConfig(shots=0)
-    if m >= LEAST_ROWS_COMPOSED:
-        found.append(composed)
+    by_tiles = [
+        AllReduceConfig(tiles=config) for config in all_ranks_candidates(m, k, fp8=fp8, promoted=promoted, ws=ws)
+    ]
+    if m >= LEAST_ROWS_BY_TILES:
+        found += by_tiles
     fitting = [config for config in found if config.fits(m, n, tp, size)]
-    one_shot = AllReduceConfig()
-    return fitting or [composed if composed.fits(m, n, tp, size) and not one_shot.fits(m, n, tp, size) else one_shot]
+    one_shot, tiled = AllReduceConfig(), by_tiles[0]
+    return fitting or [tiled if tiled.fits(m, n, tp, size) and not one_shot.fits(m, n, tp, size) else one_shot]

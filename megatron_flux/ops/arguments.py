@@ -69,6 +69,11 @@ class SlabCall:
             "SCALES": scales, "PROMOTE": fp8 is not None and fp8.promoted,
         }  # fmt: skip
 
+    @property
+    def steps(self) -> int:
+        """Destinations of a gemm_reduce_scatter's tiles; 1: every tile is for all ranks."""
+        return 1 if self.call.operator == "gemm_all_reduce" else self.work.tp
+
     def weight_box(self) -> tuple[int, int]:
         """Rows and columns of the weight that a tile multiplies at a time."""
         bn, bk = self.config.bn, self.config.bk
@@ -124,7 +129,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
 
 
 def gemm_reduce_scatter(at: SlabCall) -> Launch:
-    """Fill ``out``."""
+    """Fill ``out``, the local rows or, of a gemm_all_reduce, all."""
     call, work, config, out = at.call, at.work, at.config, at.out
     x, weight, scales, spaces, rank, tp = call.x, call.weight, Scales(call), at.workspaces(), work.rank, work.tp
     (m, k), (mp, n) = x.shape, out.shape
@@ -140,7 +145,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         m, n, k, mp, *scales.strides, rank, at.sms - min(config.reducers, at.sms - 1),
     )  # fmt: skip
     chunk = min(8192, config.bm * config.bn // 4)
-    constants = {"STEPS": tp, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda}
+    constants = {"STEPS": at.steps, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda}
     return _plain(gemm_rs_kernel, at, arguments, constants)
 
 
@@ -157,7 +162,7 @@ def gemm_one_shot(at: SlabCall) -> Launch:
     """A gemm_all_reduce whose kernel multiplies itself."""
     call, out, config = at.call, at.out, at.config
     x, weight, (m, n), k = call.x, call.weight, out.shape, call.k
-    ctas, tma = min(at.sms, config.tiles(m, n)), uses_tma(x, n, k)
+    ctas, tma = min(at.sms, config.own_tiles(m, n)), uses_tma(x, n, k)
     a, b = x, weight
     if tma:
         a = descriptor(x, config.bm, config.bk)

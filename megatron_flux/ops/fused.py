@@ -32,7 +32,7 @@ from megatron_flux.comm.group_state import ALL_REDUCE, state_of
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, broken_off, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.backend import Backend, Plan
+from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.device import sm_count
@@ -219,15 +219,18 @@ class AllGatherGemmPlan(_Gathering):
 
 
 class GemmReduceScatterPlan(FusedPlan):
-    """gemm_reduce_scatter. Always finished: there is nothing left to overlap."""
+    """gemm_reduce_scatter, and gemm_all_reduce by tiles: then every rank owns all rows.
+
+    Always finished: there is nothing left to overlap.
+    """
 
     def __init__(self, call: OperatorCall, config: KernelConfig) -> None:
         """Raises UserError: more tiles than a slab has flags."""
-        tp = call.group.size()
-        mp, n = call.m // tp, call.n
-        tiles = rs_tiles(mp, n, config) * tp
+        tp, self._operator = call.group.size(), call.operator
+        rows, n = call.m if call.operator == "gemm_all_reduce" else call.m // tp, call.n
+        tiles = rs_tiles(rows, n, config) * tp
         if tiles > CALL_FLAGS:
-            raise UserError(f"gemm_reduce_scatter: too many tiles for {mp} x {n} with plan {config.label()}")
+            raise UserError(f"{call.operator}: too many tiles for {rows} x {n} with plan {config.label()}")
         super().__init__(call, tiles * config.bm * config.bn * call.out.itemsize, config)
 
     def run(self, call: OperatorCall) -> Pending:
@@ -250,13 +253,13 @@ class GemmReduceScatterPlan(FusedPlan):
             if not self._cuda:
                 work.check()
         except BaseException as error:
-            broken_off(work, "gemm_reduce_scatter", error)
+            broken_off(work, self._operator, error)
             raise
         return Pending(y)
 
 
 class GemmAllReducePlan(FusedPlan):
-    """gemm_all_reduce in one kernel, or torch's GEMM and a kernel that adds in one or two shots."""
+    """gemm_all_reduce of few rows: in one kernel, or torch's GEMM and a kernel that adds in one or two shots."""
 
     purpose = ALL_REDUCE
 
@@ -375,43 +378,3 @@ def _gather_wait(work: Slab, half: int) -> Launch:
 
     constants = {"TP": work.tp, "CPU": not work.data_table.is_cuda, "THREADS": 32, "num_warps": 1}
     return Launch(gather_wait_kernel, 1, (work.flags[work.rank], *work.arguments(half), work.rank), constants, ())
-
-
-class ScatterGatherPlan(Plan):
-    """gemm_all_reduce of many rows as two operators: gemm_reduce_scatter, then an all_gather of what that left.
-
-    The reduce-scatter hides behind its GEMM. The gather hides behind what the caller does before it waits: the wgrad
-    of a column-parallel layer, as stock's all-reduce does. By copy engine it takes no SM from that, and ends in the
-    group's gather buffer, which the next gather overwrites: the result is copied out of it.
-    """
-
-    def __init__(self, call: OperatorCall, backend: Backend) -> None:
-        """``tp`` divides m; ``backend`` plans both operators."""
-        self._shape, self._backend = call.result_shape, backend
-        self._scatter = backend.plan(self._scattered(call))
-        self._gather: Plan | None = None
-
-    @staticmethod
-    def _scattered(call: OperatorCall) -> OperatorCall:
-        return call.matrix()._replace(operator="gemm_reduce_scatter", async_op=False)
-
-    def run(self, call: OperatorCall) -> Pending:
-        """See the base class; finished unless ``async_op``."""
-        part = self._scatter.run(self._scattered(call)).wait()
-        state, gather = state_of(call.group), OperatorCall("all_gather", part, None, call.group)
-        plan = self._gather = self._gather or self._backend.plan(gather)
-        result = torch.empty(self._shape, dtype=part.dtype, device=part.device)
-        state.gathers_begun += 1  # what an earlier one has left is overwritten
-        pending, begun = plan.run(gather), state.gathers_begun
-
-        def wait() -> None:
-            whole = pending.wait()  # finished it must be all the same
-            if state.gathers_begun != begun:
-                state.gathers_begun += 1
-                whole = plan.run(gather).wait()
-            result.copy_(whole.view(self._shape))
-
-        whole = Pending(result, wait, keep=(part,))
-        if not call.async_op:
-            whole.wait()
-        return whole

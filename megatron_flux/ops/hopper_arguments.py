@@ -53,7 +53,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
 
 
 def gemm_reduce_scatter(at: SlabCall) -> Launch:
-    """Fill ``out``; any number of rows."""
+    """Fill ``out``, the local rows or, of a gemm_all_reduce, all; any number of rows."""
     call, work, config, out = at.call, at.work, at.config, at.out
     x, weight, scales, space = call.x, call.weight, Scales(call), at.workspaces()[work.rank]
     (mp, n), k = out.shape, x.shape[1]
@@ -70,8 +70,8 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
     )  # fmt: skip
     constants = at.constants() | {
-        "STEPS": work.tp, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
-        "TEAMS": config.teams, "WORKERS": workers(config, mp, n, work.tp, at.sms), "num_warps": 8 // config.teams,
+        "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
+        "TEAMS": config.teams, "WORKERS": workers(config, mp, n, at.steps, at.sms), "num_warps": 8 // config.teams,
     }  # fmt: skip
     return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, ("a", "b", "out", *_scale_names(call)))
 

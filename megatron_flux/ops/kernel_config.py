@@ -220,6 +220,21 @@ def fp8_candidates(
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
 
+def all_ranks_candidates(m: int, k: int, *, fp8: bool, promoted: bool, ws: bool) -> list[KernelConfig]:
+    """Return plans of gemm_reduce_scatter's kernel where it sends every tile to all ranks, the likeliest first.
+
+    Every tile leaves, so pieces are spread over more or less of a tile's time (2 x H100,
+    results/fine-tuning-x2/gemm-all-reduce.json): 60 percent won up to k = 7168, 40 at k = 14336.
+    """
+    band = min(8, cdiv(m, 128))
+    if ws:
+        first = KernelConfig(ws=True, stages=3, ring=4, band=band, spread=60 if k <= 8192 else 40)
+        found = [first, replace(first, spread=100 - first.spread), replace(first, spread=80)]
+    else:
+        found = [KernelConfig(stages=3, split=False, band=band, reducers=4 if k >= 2048 else 12)]
+    return [for_fp8(config, promoted=promoted) for config in found] if fp8 else found
+
+
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:
     """Return True if a plan may be a candidate of such a call: its fields mean something there, its flags suffice."""
     if op == "all_gather_gemm":

@@ -1,6 +1,6 @@
 """gemm_all_reduce by every kernel in Triton's interpreter: real processes over shared memory, small shapes.
 
-Covered: one and two shots, the own GEMM with descriptors and pointers, the composition; both weight forms, all dtypes,
+Covered: one and two shots, the own GEMM and tiles with descriptors and pointers; both weight forms, all dtypes,
 sizes that fill no block, m = 1; numbers that are special to the protocol (-0.0, NaN, infinity); halves left empty; all
 ranks' results bit-equal; calls of other operators in between, two groups, graphs replayed in any order, late ranks,
 a peer that never comes; backends that do not have the operator.
@@ -8,6 +8,7 @@ a peer that never comes; backends that do not have the operator.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import integers, one_capture, twin, with_tma
 
@@ -35,8 +37,10 @@ CONFIGS = {
     "one shot": AllReduceConfig(block=64, ctas=2),
     "two shots": AllReduceConfig(shots=2, block=64, ctas=3),
     "own GEMM": AllReduceConfig(**OWN),
-    "composed": AllReduceConfig(shots=0),
+    "tiles": AllReduceConfig(tiles=KernelConfig(bm=16, bn=32, bk=16, band=2, reducers=1)),
 }
+NO_FLAGS = [name for name, config in CONFIGS.items() if config.tiles is None]
+"""By which numbers arrive without a flag."""
 
 
 def run(backend: Any, x: torch.Tensor, w: torch.Tensor, config: AllReduceConfig, **how: Any) -> torch.Tensor:
@@ -85,7 +89,7 @@ def all_shapes(config: AllReduceConfig) -> None:
         ):
             if config.fits(m, n, tp, dtype.itemsize):
                 compare(config, m, n, k, dtype, transposed)
-    if config.shots:
+    if config.tiles is None:
         everything_is_empty()
 
 
@@ -171,24 +175,6 @@ def between_other_operators() -> None:
     dist.barrier()
 
 
-def a_gather_begins_before_the_wait() -> None:
-    """The gather buffer of an asynchronous call is overwritten before it is read: it is gathered again."""
-    from megatron_flux import ops
-    from megatron_flux.ops.backends import registry
-
-    group, backend = dist.group.WORLD, twin()
-    ops.register_backend(backend)
-    try:
-        x, w = integers(4, 16, torch.bfloat16), integers(64, 16, torch.bfloat16)
-        call = OperatorCall("gemm_all_reduce", x, w, group, async_op=True)
-        pending = call.run(backend, config=CONFIGS["composed"])
-        for _ in range(2):
-            ops.all_gather(integers(4 // group.size(), 64, torch.bfloat16), group, backend="twin").wait()
-        assert torch.equal(pending.wait(), summed(x.float() @ w.float().t()).bfloat16())
-    finally:
-        del registry._backends["twin"]
-
-
 def replays(config: AllReduceConfig) -> None:
     """Graphs of one, two and three calls, replayed in any order, with calls outside of them in between."""
     from megatron_flux.comm import group_state
@@ -209,7 +195,7 @@ def replays(config: AllReduceConfig) -> None:
             with captured_calls():
                 calls(1)
             calls(3)
-    if config.shots:
+    if config.tiles is None:
         everything_is_empty()
     group_state.drop_slabs()
 
@@ -277,12 +263,9 @@ def test_sums_are_exact(world2: WorkerPool, config: AllReduceConfig) -> None:
     world2.run(all_shapes, config)
 
 
-def test_own_gemm_with_pointers(world2: WorkerPool) -> None:
-    world2.run(with_tma, all_shapes_of_own_gemm, False)
-
-
-def all_shapes_of_own_gemm() -> None:
-    all_shapes(CONFIGS["own GEMM"])
+@pytest.mark.parametrize("name", ["own GEMM", "tiles"])
+def test_pointers_instead_of_descriptors(world2: WorkerPool, name: str) -> None:
+    world2.run(with_tma, functools.partial(all_shapes, CONFIGS[name]), False)
 
 
 @pytest.mark.slow
@@ -291,9 +274,7 @@ def test_sums_are_exact_on_four_ranks(world4: WorkerPool, config: AllReduceConfi
     world4.run(all_shapes, config)
 
 
-@pytest.mark.parametrize(
-    "config", [c for c in CONFIGS.values() if c.shots], ids=[n for n, c in CONFIGS.items() if c.shots]
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_all_ranks_have_the_same_bits_every_time(world2: WorkerPool, config: AllReduceConfig) -> None:
     world2.run(same_bits_on_all_ranks, config)
 
@@ -306,7 +287,7 @@ def test_negative_zeros_nans_and_infinities(world2: WorkerPool) -> None:
     world2.run(sums_that_are_special)
 
 
-@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+@pytest.mark.parametrize("name", NO_FLAGS)
 def test_nothing_is_waited_for_that_is_zero(world2: WorkerPool, name: str) -> None:
     world2.run(zeros_that_are_special, CONFIGS[name])
 
@@ -315,21 +296,17 @@ def test_other_operators_and_groups_in_between(world2: WorkerPool) -> None:
     world2.run(between_other_operators)
 
 
-def test_a_gather_that_begins_before_the_wait(world2: WorkerPool) -> None:
-    world2.run(a_gather_begins_before_the_wait)
-
-
-@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM", "composed"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool, name: str) -> None:
     world2.run(replays, CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_late_rank_is_waited_for(world2: WorkerPool, name: str) -> None:
     world2.run(one_rank_late, CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", ["one shot", "two shots", "own GEMM"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_timeout_names_operator_rank_peer_block_and_epoch(world2: WorkerPool, name: str) -> None:
     said, slept = world2.run(peer_never_comes, CONFIGS[name])[0]
     assert 0 < slept < 1.1, "who waits leaves the core to others, and once it has given up waits no more"
@@ -349,8 +326,8 @@ def test_candidates_can_run(m: int, tp: int) -> None:
         found = candidates(m, n, 1024, tp, 2)
         assert len({config.label() for config in found}) == len(found) > 0
         for config in found:
-            if config.shots == 0:
-                assert m % tp == 0
+            if config.tiles is not None:
+                assert m >= 128
             elif not config.own_gemm:
                 stride = config.stride(m * n, 0, tp)
                 assert config.nbytes(m, n, tp, 2) == config.shots * tp * stride * 2

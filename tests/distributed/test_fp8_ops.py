@@ -194,7 +194,7 @@ def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
     [
         AllReduceConfig(block=256, ctas=2),
         AllReduceConfig(shots=2, block=256, ctas=3),
-        AllReduceConfig(shots=0),
+        AllReduceConfig(tiles=KernelConfig(bm=16, bn=32, bk=128, band=2, reducers=1)),
     ],
     ids=AllReduceConfig.label,
 )

@@ -34,6 +34,7 @@ from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.gpu.common import error, parser, poison_results, run_checks, start
 
 LATE = 40_000_000  # cycles, some 20 ms
@@ -44,7 +45,9 @@ SHOTS = {
     "own": AllReduceConfig(own_gemm=True),
     "own, 64 rows": AllReduceConfig(own_gemm=True, bm=64, bk=64),
 }
-ALL = {**SHOTS, "composed": AllReduceConfig(shots=0)}
+TILES = KernelConfig(ws=True, stages=3, ring=4, band=8, spread=40)
+PLAIN = KernelConfig(stages=3, split=False, band=8)
+ALL = {**SHOTS, "tiles": AllReduceConfig(tiles=TILES), "plain tiles": AllReduceConfig(tiles=PLAIN)}
 
 
 def make(integer, dtype, *shape):
@@ -106,8 +109,10 @@ def shapes(group):
                 (7, 333, 77, True),
                 (16, 8192, 1024, True),
                 (64, 4104, 256, False),
+                (300, 4104, 1000, False),
+                (2048, 2048, 640, True),
             ):
-                if config.fits(m, n, tp, 2) and (config.shots or m % 16 == 0):
+                if config.fits(m, n, tp, 2):
                     compare(group, config, m, n, k, dtype, transposed)
                     compare(group, config, m, n, min(k, 512), dtype, transposed, integer=True)
                     count += 2
@@ -133,7 +138,7 @@ def special(group):
 
 
 def late(group):
-    for name, config in SHOTS.items():
+    for name, config in ALL.items():
         for turn in range(group.size() + 1):
             x, w = make(True, torch.bfloat16, 16, 512), make(True, torch.bfloat16, 2048, 512)
             want = summed(x.float() @ w.float().t(), group)
@@ -143,7 +148,7 @@ def late(group):
             for _ in range(3):
                 y = run(group, x, w, config)
             assert torch.equal(y.float(), want), f"{name}: rank {turn} was late"
-    return f"{len(SHOTS)} kernels, {everything_is_empty(group)} workspaces empty"
+    return f"{len(ALL)} kernels, {everything_is_empty(group)} workspaces empty"
 
 
 def many(group, rounds=400):
@@ -196,7 +201,7 @@ def graphs(group):
 
 def streams(group):
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
-    for name, config in SHOTS.items():
+    for name, config in ALL.items():
         for turn in range(3):
             x, w = make(True, torch.bfloat16, 8, 512), make(True, torch.bfloat16, 2048, 512)
             x2 = make(True, torch.bfloat16, 8, 512)
@@ -213,7 +218,7 @@ def streams(group):
             assert torch.equal(y.float(), wants[0]), f"{name}: the busy stream's differs"
             assert torch.equal(z.float(), wants[1]), f"{name}: the idle stream's differs"
             one, other = other, one
-    return f"{len(SHOTS)} kernels x 3"
+    return f"{len(ALL)} kernels x 3"
 
 
 def others_between(group):

@@ -36,7 +36,7 @@ from megatron_flux.comm import links
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.ops.all_reduce_config import AllReduceConfig, all_reduce_config
+from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
@@ -47,7 +47,6 @@ from megatron_flux.ops.fused import (
     AllGatherPlan,
     GemmAllReducePlan,
     GemmReduceScatterPlan,
-    ScatterGatherPlan,
 )
 from megatron_flux.ops.kernel_config import KernelConfig, ag_config, for_fp8, fp8_config, rs_config
 from megatron_flux.settings import one_queue, sm_margin
@@ -109,11 +108,8 @@ class FusedBackend(Backend):
             return AllGatherPlan(call)
         if call.operator == "gemm_all_reduce":
             assert not isinstance(config, KernelConfig), "that of another operator"  # noqa: S101
-            size, fp8 = call.out.itemsize, call.fp8 is not None
-            shots = config or all_reduce_config(call.m, call.n, call.k, call.group.size(), size, fp8=fp8)
-            if shots.shots == 0:
-                return ScatterGatherPlan(call, self)
-            return GemmAllReducePlan(call, shots)
+            how = config or all_reduce_candidates(call)[0]
+            return GemmAllReducePlan(call, how) if how.tiles is None else self._by_tiles(call, how.tiles)
         assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
         chosen = self._chosen(call, config)
         return (
@@ -121,6 +117,9 @@ class FusedBackend(Backend):
             if call.operator == "all_gather_gemm"
             else GemmReduceScatterPlan(call, chosen)
         )
+
+    def _by_tiles(self, call: OperatorCall, config: KernelConfig) -> Plan:
+        return GemmReduceScatterPlan(call, replace(config, ws=config.ws and hopper_kernels(call, config.bm)))
 
     def _chosen(self, call: OperatorCall, config: KernelConfig | None) -> KernelConfig:
         """How a call with a GEMM runs; ``ws`` is set where Hopper's kernels run it."""
@@ -143,6 +142,13 @@ class FusedBackend(Backend):
         :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`. Collective.
         """
         state_of(group).renew_slabs()
+
+
+def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:
+    """Return the plans of a gemm_all_reduce that are worth measuring, the choice by rule first."""
+    sizes, fp8 = (call.m, call.n, call.k, call.group.size(), call.out.itemsize), call.fp8
+    promoted = fp8 is not None and fp8.promoted
+    return candidates(*sizes, fp8=fp8 is not None, promoted=promoted, ws=hopper_kernels(call))
 
 
 def limit(

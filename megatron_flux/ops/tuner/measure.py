@@ -21,10 +21,9 @@ from megatron_flux.comm import agreement, links, transports
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops import shipped_plans, timing
-from megatron_flux.ops.all_reduce_config import candidates as all_reduce_candidates
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
-from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
@@ -242,8 +241,7 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
     """Return ``short`` or ``full``, and the plans to measure; ``full``: that list is wanted."""
     tp = call.group.size()
     if call.operator == "gemm_all_reduce":
-        sizes = (call.m, call.n, call.k, tp, call.out.itemsize)
-        return "full", [*all_reduce_candidates(*sizes, fp8=call.fp8 is not None)]
+        return "full", [*all_reduce_candidates(call)]
     from megatron_flux.ops.device import hopper_kernels, sm_count
 
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))

@@ -381,12 +381,15 @@ def test_memory_runs_out_before_a_slot_is_claimed(
     assert (gpu.work.calls, gpu.work.poisoned, gpu.done) == (0, [], [])
 
 
-def test_an_all_reduce_of_many_rows_is_two_operators() -> None:
-    """Of which either has a plan of its own."""
-    call = OperatorCall("gemm_all_reduce", torch.zeros(16, 64), torch.zeros(32, 64), group_of(2))
-    plan = FusedBackend(twin=True).plan(call, AllReduceConfig(shots=0))
-    assert isinstance(plan, fused.ScatterGatherPlan)
-    assert isinstance(plan._scatter, fused.GemmReduceScatterPlan)
+@pytest.mark.parametrize("ws", [True, False])
+def test_an_all_reduce_of_many_rows_goes_by_tiles_for_all_ranks(ws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank owns all rows: as many bytes from each source as the whole result has."""
+    monkeypatch.setattr("megatron_flux.ops.backends.fused.hopper_kernels", lambda *_: ws)
+    call = OperatorCall("gemm_all_reduce", torch.zeros(1024, 64), torch.zeros(32768, 64), group_of(2))
+    plan = FusedBackend(twin=True).plan(call)
+    assert isinstance(plan, fused.GemmReduceScatterPlan)
+    assert (plan.config.ws, plan.purpose) == (ws, "gemm")
+    assert plan.nbytes_of_half == 2 * 1024 * 32768 * 4
 
 
 def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,20 +95,15 @@ def on_ranks(
     ranks: int,
     *,
     left: str,
-    here: Callable[[], None] | None = None,
     orderly: bool = False,
 ) -> Signals | None:
-    """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, be that rank.
+    """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, call it here.
 
-    ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. ``here`` is a rank's
-    work under a launcher, instead of ``module.work(argument)``. ``orderly`` and the result are those of
-    :func:`megatron_flux.run.launcher.launch`.
+    ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. ``orderly`` and the
+    result are those of :func:`megatron_flux.run.launcher.launch`.
     """
-    if not launcher.launched():
-        print(f"megatron-flux {command}: {about}", file=sys.stderr, flush=True)
-        return launcher.launch(module.__name__, argument, ranks, left=left, orderly=orderly)
-    if here is not None:
-        here()
-    else:
+    if launcher.launched():
         module.work(argument)
-    return None
+        return None
+    print(f"megatron-flux {command}: {about}", file=sys.stderr, flush=True)
+    return launcher.launch(module.__name__, argument, ranks, left=left, orderly=orderly)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron_flux.cli import start
@@ -88,7 +87,6 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",
-            here=partial(worker.run, run),
             orderly=True,
         )
         if asked is not None and folder.has_stopped(run.out):

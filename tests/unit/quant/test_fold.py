@@ -84,7 +84,7 @@ def test_the_worked_example() -> None:
     assert made.first[0].has_activation_order(), "its rows stay as they are"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(gated=st.booleans(), bias=st.booleans(), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
 def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias: bool, bits: int, seed: int) -> None:
     torch.manual_seed(seed)

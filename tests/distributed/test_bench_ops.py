@@ -26,9 +26,11 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.ops import timing
+from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
@@ -64,11 +66,8 @@ class Named(ReferenceBackend):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def all_gather_gemm(self, call: Any, config: Any = None) -> Any:
-        return super().all_gather_gemm(call)
-
-    def gemm_reduce_scatter(self, call: Any, config: Any = None) -> Any:
-        return super().gemm_reduce_scatter(call)
+    def plan(self, call: OperatorCall, *_: Any) -> Plan:
+        return super().plan(call)
 
 
 class Tuned(TunedBackend):

@@ -261,7 +261,7 @@ def streams(group):
 
 def graphs(group):
     """Captured calls of all operators, a gather open beside them as in backward, with every way to move the shards."""
-    if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
+    if group.size() < dist.get_world_size() and settings.sm_margin() == 0:
         return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
     chosen = [None, KernelConfig()]
@@ -391,7 +391,7 @@ def step_of(group):
 
 def nccl_beside(group):
     """Eager calls beside another group's NCCL kernels: CUDA_DEVICE_MAX_CONNECTIONS=1, or an SM margin."""
-    if not fused._others_cannot_block():
+    if not (settings.one_queue() or settings.sm_margin()):
         return "left out: needs CUDA_DEVICE_MAX_CONNECTIONS=1 or MEGATRON_FLUX_SM_MARGIN"
     calls = step_of(group)
     first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -407,7 +407,7 @@ def nccl_beside(group):
 
 def nccl_beside_graphs(group):
     """Replayed calls beside another group's NCCL kernels, which an SM margin alone shields."""
-    if fused.sm_margin() == 0:
+    if settings.sm_margin() == 0:
         return "left out: needs MEGATRON_FLUX_SM_MARGIN"
     calls = step_of(group)
     with captured_calls():
@@ -719,7 +719,7 @@ def worn_out(group):
         round_of_late_calls(group, turn % group.size(), *sizes, gathers=True)
     assert len(set(map(id, slabs(group))) & set(map(id, before))) == sum(work.captured for work in before)
 
-    if group.size() < dist.get_world_size() and fused.sm_margin() == 0:
+    if group.size() < dist.get_world_size() and settings.sm_margin() == 0:
         return f"{len(before)} slabs; beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     xs, xl, w = operands(group, *sizes, torch.bfloat16, False, integer=True)
 

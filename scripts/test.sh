@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks the style and runs the tests: all of them, or those that
-# further arguments, which go to pytest, name.
+# Sets up .venv, checks style and types and runs the tests: all of them, or those
+# that further arguments, which go to pytest, name (without the types then).
 #
 #   ./scripts/test.sh [--active] [options and tests for pytest]
 #
@@ -80,15 +80,19 @@ if ((${#ARGUMENTS[@]})); then
     exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
 fi
 
-# All of them, in two sessions of about the same length side by side: the second one has these, the first one the rest.
-# Jobs on Slurm's daemons wait a good deal, and unit tests keep one core busy. The first one's output comes at the end.
-SECOND=(tests/distributed/test_[a-s]*.py tests/train tests/megatron_lm tests/gpu)
-FIRST=(tests "${SECOND[@]/#/--ignore=}")
-log=$(mktemp)
-"$PYTHON" -m pytest "${FIRST[@]}" >"$log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null || true; cat "$log"; rm "$log"' EXIT
+# All of them and the types, in three sessions side by side. Jobs on Slurm's daemons mostly wait; unit tests keep one core
+# busy; ranks keep the other. What the sessions beside print is shown when all have ended.
+RANKS=(tests/distributed/test_[a-s]*.py tests/train tests/megatron_lm tests/gpu)
+log=$(mktemp -d)
+beside=()
+trap 'kill ${beside[@]+"${beside[@]}"} 2>/dev/null || true; cat "$log"/*; rm -r "$log"' EXIT
+{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests/slurm; } >"$log/1" 2>&1 &
+beside+=($!)
+"$PYTHON" -m pytest tests --ignore=tests/slurm "${RANKS[@]/#/--ignore=}" >"$log/2" 2>&1 &
+beside+=($!)
 failed=0
-"$PYTHON" -m pytest "${SECOND[@]}" || failed=$?
-wait "$beside" || failed=$?
+"$PYTHON" -m pytest "${RANKS[@]}" || failed=$?
+for session in "${beside[@]}"; do
+    wait "$session" || failed=$?
+done
 exit "$failed"

@@ -254,7 +254,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a slab is used for ever",
         "megatron_flux/comm/group_state.py",
-        " and found.calls < found.limit",
+        " and old.calls < old.limit",
         "",
         (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("worn_out",),
@@ -571,7 +571,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "an all-reduce that fails leaves its slab good",
         f"{OPS}/fused.py",
-        'broken_off(work, "gemm_all_reduce", error)',
+        'work.poison("gemm_all_reduce", error)',
         "pass",
         (f"{PLANS}::test_a_call_broken_off_poisons_its_slab",),
     ),

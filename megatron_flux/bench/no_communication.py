@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import slab
+from megatron_flux.comm import shared_memory
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
@@ -135,7 +135,7 @@ class Unsynchronised(NoCommunication):
         """Return the place of this rank's ``nbytes`` in the memory of rank ``r - step``."""
         rank, key = group.rank(), (group.group_name, nbytes)
         if key not in self._targets:
-            self._targets[key] = slab.memory(group, group.size() * nbytes, device)
+            self._targets[key] = shared_memory.allocate(group, group.size() * nbytes, device)
         return self._targets[key][0][(rank - step) % group.size()][rank * nbytes :][:nbytes]
 
 

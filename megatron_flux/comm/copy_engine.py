@@ -1,25 +1,24 @@
-"""Gathering by copy engine: every rank writes its shard into the peers' slabs, and a flag behind it.
+"""Gather by copy engine: every rank writes its shard into the peers' slabs, and a flag behind it.
 
 Contract
-    :class:`Push` has the copies of a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has one
-    writer at a time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the
-    call (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two
-    pieces of columns (:class:`Edges`), of which rank ``r`` sets row ``r``. It is a list of addresses, which depends on
-    nothing but shapes: a call that is made again enqueues the same list for another x.
-    On CPUs the processor copies at once.
+    :class:`Push` copies a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has one writer at a
+    time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the call
+    (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two pieces
+    of columns (:class:`Edges`); rank ``r`` sets row ``r``. It is a list of addresses, which depends on nothing but
+    shapes: a later call enqueues the same list for another x. On CPUs the processor copies at once.
 
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
-    * A copy within the GPU runs on SMs, in that queue, and the next GEMM of whatever stream begins when it ends
-      (results/fp8-own-rows). The own shard, put behind the copies to peers, held the caller's next GEMM back until they
-      had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). It stays with the caller, who may do without.
+    * A copy within the GPU runs on SMs, in that queue, and the next GEMM of any stream begins when it ends
+      (results/fp8-own-rows). The local shard, put behind the copies to peers, held the caller's next GEMM back until
+      they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). The caller copies it, or does without.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
       be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
       would be waited for at every replay.
     * One stream for all copies: on two, four or seven at once they are half as fast.
 
-Measured (4 x H200): holding each step until the rank whose turn was before had finished was within 3 % of doing nothing
+Measured (4 x H200): holding each step until the rank before had finished was within 3 % of doing nothing
 (results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
 results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 """
@@ -36,7 +35,7 @@ from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab
 
 
 class Edges(NamedTuple):
-    """Shards that are sent in two pieces of columns, each with its flag.
+    """Which shards are sent in two pieces of columns, each with its flag.
 
     Tiles of a GEMM's first round belong to the first two shards to come and begin at the same time: with ``early`` the
     first columns of both go ahead. What is left to multiply when the last copy has arrived cannot be hidden: with
@@ -49,7 +48,7 @@ class Edges(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """Flags of a shard."""
+        """Number of flags of a shard."""
         return 2 if self.early or self.late else 1
 
 
@@ -76,7 +75,7 @@ class Push(NamedTuple):
     scale_bytes: int = 0  # of a shard in FP8 that has scales in blocks
 
     def enqueue(self, source: int, stream: int, scales: int = 0) -> None:
-        """Put the copies of x, which lies at ``source``, into ``stream`` (a handle); its scales lie at ``scales``."""
+        """Enqueue the copies of x at address ``source``, and its scales at ``scales``, in ``stream`` (a handle)."""
         for target, offset, width, rows, pitch, flag, scales_to in self.copies:
             if scales_to:
                 driver.copy(scales_to, scales, self.scale_bytes, stream)
@@ -97,7 +96,7 @@ class Push(NamedTuple):
 
 
 def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
-    """What a rank sends in which order: ``(step, piece, columns)``; step ``d`` goes to rank ``r - d``."""
+    """Return the send schedule as ``(step, piece, columns)``. In step ``d`` rank ``r`` sends to ``r - d``."""
     small = edges.columns
     last = (k - 1) // small * small if small else 0
     pieces: list[tuple[slice, ...]] = [(slice(0, k),)] * tp
@@ -106,16 +105,16 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     if edges.late and (tp > 3 or not edges.early):
         pieces[tp - 1] = (slice(0, last), slice(last, k))
     first = range(1, min(3, tp))
-    turns = [(step, piece) for piece in range(2) for step in first if piece < len(pieces[step])]
-    turns += [(step, piece) for step in range(3, tp) for piece in range(len(pieces[step]))]
-    return [(step, piece, pieces[step][piece]) for step, piece in turns]
+    sends = [(step, piece) for piece in range(2) for step in first if piece < len(pieces[step])]
+    sends += [(step, piece) for step in range(3, tp) for piece in range(len(pieces[step]))]
+    return [(step, piece, pieces[step][piece]) for step, piece in sends]
 
 
 def push_of(
     work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
 ) -> Push:
-    """The copies of shards ``[mp, k]`` of ``dtype`` in ``half`` of the slab; ``scales``: the shape of a shard's fp32
-    scales, which travel with its first piece.
+    """Build the copies of shards ``[mp, k]`` of ``dtype`` into ``half`` of the slab; ``scales``: the shape of a shard's
+    fp32 scales, which travel with its first piece.
     """
     rank, tp, size = work.rank, work.tp, dtype.itemsize
     pitch, copies, places = k * size, [], None
@@ -142,7 +141,7 @@ class Side(NamedTuple):
 
 
 def side_of(work: Slab) -> Side:
-    """The stream of the copies of ``work``, on a GPU."""
+    """Return the stream of the copies of ``work``, on a GPU."""
     copies = work.side
     if copies is None:
         device = work.data_table.device
@@ -160,7 +159,7 @@ def finish_open(work: Slab) -> None:
     unfinished = work.open_gather
     if unfinished is None:
         return
-    work.check()  # before it: a wait on a slab that is of no use any more could end in a time-out instead of the cause
+    work.check()  # before it: a wait on a poisoned slab could end in a time-out instead of the cause
     if work.capture is None or work.capture == work.current_capture():
         unfinished.wait()
     else:

@@ -1,16 +1,15 @@
-"""What this process knows of a process group and holds for it: one object per group, which dies with the group.
+"""The state of a process group in this process: one object per group, which dies with the group.
 
-Everything that is by group hangs here and nowhere else. Whoever needs it asks :func:`state_of`, once a call.
+Everything that is by group hangs here and nowhere else. Callers ask :func:`state_of`, once a call.
 
 Contract
     * A state and all that it holds refer to the group weakly. When the last reference to a destroyed group is dropped,
       its state goes and its memory with it; a group that is made again under the same name begins with a new state.
     * All ranks make the same calls of a group in the same order, so that their states agree, and caches of bounded size
-      drop the same entries. Of it all only :attr:`GroupState.chosen` is this rank's alone: it saves time, decides
-      nothing.
+      drop the same entries. Only :attr:`GroupState.chosen` is this rank's alone: it saves time, decides nothing.
 
-Hazard: a weak reference may be cleared by the garbage collector, in any thread and at any time. So nothing that takes a
-lock, waits for a device or talks to peers happens when a state goes. Peers keep what they have mapped of its memory.
+Hazard: the garbage collector may clear a weak reference in any thread and at any time. So nothing that takes a lock,
+waits for a device or talks to peers happens when a state goes. Peers keep what they have mapped of its memory.
 """
 
 from __future__ import annotations
@@ -25,31 +24,32 @@ import torch.distributed as dist
 
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.comm.cache import Cache
 from megatron_flux.comm.call_table import CallTable
-from megatron_flux.comm.slab import FLAG_WORDS, MIB, Cache, Slab, size_class
+from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
 from megatron_flux.errors import UserError
 
 ALL_REDUCE = "all_reduce"
-"""The purpose of slabs in which numbers say by themselves that they have arrived (:mod:`kernels.all_reduce`)."""
-EMPTY = -0x8000
-"""What every 16 bits of such a slab hold that wait for a number: -0.0, which is never sent."""
+"""Purpose of slabs whose payload doubles as its own ready flag (:mod:`kernels.all_reduce`)."""
+NOT_READY = -0x8000
+"""Sentinel in every 16 bits of such a slab that wait for a number: -0.0, which is never sent."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a group."""
+    """The link between the ranks of a group."""
 
     kind: str
     reason: str  # why it is not ``nvlink``; empty if it is
 
     @property
     def is_nvlink(self) -> bool:
-        """Whether every pair is connected by NVLink."""
+        """NVLink connects every pair."""
         return self.kind == "nvlink"
 
 
 class Beside(NamedTuple):
-    """What can run beside a group's kernels on some rank of it."""
+    """Kernels that can run beside a group's own on some rank of it."""
 
     others: bool  # NCCL kernels of another group
     high_priority: bool  # NCCL kernels on streams of high priority, of whatever group
@@ -62,15 +62,15 @@ class GroupState:
         """Nothing is allocated."""
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
-        """By purpose and whether captured calls run on it: of the largest size seen."""
-        self.kept_slabs: list[Slab] = []  # smaller ones that CUDA graphs hold the addresses of
+        """By purpose and whether captured calls run on it: the largest so far."""
+        self.graph_slabs: list[Slab] = []  # smaller ones, whose addresses CUDA graphs hold
         self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
         self.kernels: Cache[Any, Any] = Cache()
         """Launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`."""
         self.compared: Cache[tuple[object, ...], int] = Cache()
-        """Calls that all ranks are known to make alike, and what they are in :attr:`table`; see
+        """Calls that all ranks make alike, with their specs in :attr:`table`; see
         :func:`megatron_flux.ops.call.compare_calls`."""
         self.table: CallTable | None = None
         self.gathers_begun = 0
@@ -78,64 +78,64 @@ class GroupState:
         self.column: weakref.ref[Any] | None = None
         """The column-parallel layer that ran forward last and that no row-parallel one has taken
         (:mod:`megatron_flux.layers.prefetch`)."""
-        self.kept: Any = None  # the ledger of :mod:`megatron_flux.layers.keep`
+        self.kept: Any = None  # budget of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
-        """Answers of :func:`megatron_flux.ops.backends.registry.select`, and of :mod:`megatron_flux.layers.keep`."""
+        """Results of :func:`megatron_flux.ops.backends.registry.select` and :mod:`megatron_flux.layers.keep`."""
         self.plans: Cache[Hashable, Any] = Cache()
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """By tuner, what it has decided for this group."""
+        """A tuner's plans for this group."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group itself, which is alive as long as anybody calls an operator on it."""
+        """The group, which is alive as long as operators are called on it."""
         group = self._group()
         assert group is not None, "a state does not outlive its group"  # noqa: S101
         return group
 
     def slab(self, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
-        """The slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none so large.
+        """Return the slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none.
 
         A larger call, or one after :data:`~slab.MOST_CALLS`, makes a new slab and drops the old one. Slabs that a call
         was captured on are kept: graphs hold their addresses. So memory is bounded by the largest call, whatever the
         number of layers and shapes. Raises UserError: it would have to be made while a CUDA graph is captured.
         """
-        found = self.slabs.get((purpose, captured))
-        if found is not None:
-            if found.half_bytes >= nbytes and found.calls < found.limit:
-                return found
-            nbytes = max(nbytes, found.half_bytes)
+        old = self.slabs.get((purpose, captured))
+        if old is not None:
+            if old.half_bytes >= nbytes and old.calls < old.limit:
+                return old
+            nbytes = max(nbytes, old.half_bytes)
         size = size_class(nbytes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 f"a workspace of 2 x {size // MIB} MiB would have to be made while a CUDA graph is captured; run "
                 "the operator once with this shape inside ops.cuda_graphs.captured_calls() before capturing"
             )
-        more = {"empty": EMPTY} if purpose == ALL_REDUCE else {}
+        fill = NOT_READY if purpose == ALL_REDUCE else None
         if self.table is not None:  # a call that was broken off on some ranks is counted on some
             self.table.clear()
         # Ends with a barrier: nobody uses the old one any more.
-        made = slabs.make(self.group, size, device, captured, **more)
-        made.table = self.table
-        if found is not None:
-            self._retire(found)
-        self.slabs[purpose, captured] = made
-        return made
+        new = slabs.make(self.group, size, device, captured, fill)
+        new.table = self.table
+        if old is not None:
+            self._retire(old)
+        self.slabs[purpose, captured] = new
+        return new
 
     def _retire(self, slab: Slab) -> None:
         slab.limit = 0
         if slab.in_graphs:
-            self.kept_slabs.append(slab)
+            self.graph_slabs.append(slab)
         else:
             slab.alarm.close()
 
     def renew_slabs(self) -> None:
-        """Have the next calls make new slabs: the way on after an exception broke calls off.
+        """Let the next calls make new slabs, after exceptions have poisoned the old ones.
 
         Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.comm.slab`, *Exceptions*). Waits for the device. What is still to be waited for, a gather
-        that is open, keeps its slab until then; so do graphs.
+        (:mod:`megatron_flux.comm.slab`, *Exceptions*). Waits for the device. An open gather keeps its slab until it is
+        waited for; so do graphs.
         """
         for device in {slab.data_table.device for slab in self.slabs.values()}:
             if device.type == "cuda":
@@ -147,24 +147,24 @@ class GroupState:
         self.forget_calls()
 
     def forget_calls(self) -> None:
-        """Compare all calls anew: a call has failed on all ranks, which may have counted it on some of them only."""
+        """Compare all calls anew: a call has failed on all ranks, and some of them may have counted it."""
         self.compared.clear()
         self.plans.clear()
         self.table = None
 
     def slab_bytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds for the group."""
-        slabs = sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.kept_slabs])
+        """Return the bytes of symmetric memory that this rank holds for the group."""
+        slabs = sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.graph_slabs])
         return slabs + sum(getattr(transport, "device_bytes", 0) for transport in self.transports.values())
 
 
 _states: dict[int, GroupState] = {}
-"""By the identity of the group: torch's process groups take no attributes, and this look-up costs a tenth of that in a
-WeakKeyDictionary. An entry goes before the identity can be given to another object."""
+"""By ``id`` of the group: torch's process groups take no attributes, and this look-up costs a tenth of that in a
+WeakKeyDictionary. An entry goes before the ``id`` can be given to another object."""
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """The state of ``group``."""
+    """Return the state of ``group``."""
     key = id(group)
     state = _states.get(key)
     if state is None:
@@ -174,21 +174,21 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 
 
 def all_states() -> list[GroupState]:
-    """Of all groups that are alive and that anybody has asked for."""
+    """Return the states of all groups that are alive and were asked for."""
     return list(_states.values())
 
 
 def slab_bytes() -> int:
-    """Bytes of symmetric memory that this rank holds, of all groups."""
+    """Return the bytes of symmetric memory that this rank holds, over all groups."""
     return sum(state.slab_bytes() for state in all_states())
 
 
 def drop_slabs() -> None:
     """Forget the slabs of all groups. Only when every rank has finished with them."""
     for state in all_states():
-        for slab in [*state.slabs.values(), *state.kept_slabs]:
+        for slab in [*state.slabs.values(), *state.graph_slabs]:
             slab.limit = 0
             slab.alarm.close()
         state.slabs.clear()
-        state.kept_slabs.clear()
+        state.graph_slabs.clear()
         state.plans.clear()

@@ -5,8 +5,7 @@ copy within that GPU to where it belongs. No SM of the sender takes part, no hos
 whom when: :mod:`~megatron_flux.comm.p2p_schedule`. Everything else is the link through host memory
 (:mod:`~megatron_flux.comm.host_link`): contract, lanes, time-outs, poison, the gate at the end.
 
-Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused as in
-:mod:`~megatron_flux.comm.slab`.
+Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused.
 
 Words lie in shared host memory, not beside the data
     * A word is written behind the copy in the order of its stream: what CUDA's own events between processes promise for
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import cuda_driver, nvml
-from megatron_flux.comm import p2p_schedule, slab
+from megatron_flux.comm import p2p_schedule, shared_memory
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Part, Program, Step
@@ -66,7 +65,7 @@ class P2PLink(HostLink):
         self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
-        memory = slab.memory(group, layout.device_bytes, device)
+        memory = shared_memory.allocate(group, layout.device_bytes, device)
         self._slots = [tensor.data_ptr() for tensor in memory[0]]
         self._flushes = device.type == "cuda" and bool(cuda_driver.attribute(device, _CAN_FLUSH_REMOTE_WRITES))
         super().__init__(group, device, layout, one_queue=one_queue)

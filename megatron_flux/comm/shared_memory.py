@@ -1,8 +1,7 @@
 """Memory that the ranks of a group share: on their GPUs, or on their host. The one allocator for both.
 
-* :func:`symmetric`: torch's symmetric memory, on every rank's GPU.
+* :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
 * :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
-* :func:`host_tensors`: the same as tensors, of which the system allocates what is touched.
 
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no
@@ -77,8 +76,19 @@ def _is_full(message: str) -> bool:
     return any(part in message for part in ("out of memory", "no space left", "cannot allocate memory"))
 
 
+def allocate(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Return uint8 ``[nbytes]`` of every rank, and what keeps it mapped.
+
+    On CPUs it is shared memory of the host, so that schedules, flags, epochs, reuse and time-outs are tested with real
+    processes and real concurrency where there is no GPU. It is not a fast path.
+    """
+    if device.type == "cuda":
+        return symmetric(group, nbytes, device)
+    return host_tensors(group, nbytes), None
+
+
 def symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Return uint8 ``[nbytes]`` on every rank's GPU, and what keeps it mapped."""
+    """Allocate torch's symmetric memory; see :func:`allocate`."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -186,7 +196,7 @@ def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) ->
 
 
 def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
-    """Return uint8 ``[nbytes]`` for each rank."""
+    """Return uint8 ``[nbytes]`` for each rank, of which the system allocates what is touched."""
     mappings = _map_files(group, nbytes, functools.partial(_make_sparse, nbytes), pin=False)
     return [mapping.tensor() for mapping in mappings]
 

@@ -1,55 +1,56 @@
 """Symmetric memory: one slab per process group and purpose, with flags, epochs and a double buffer.
 
-A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it;
-a call uses one half, the next call the other. It is as large as the largest call so far.
+A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it.
+A call claims a *slot*: one half; the next call gets the other. A slab is as large as the largest call so far.
 
 Why no barrier is needed
     Every operator that runs on a slab (1) is enqueued on all ranks in the same order, each call after the previous one
     of that slab, (2) finishes on a rank only after it has seen data of the call from *every* peer, and (3) has its
     reads of a half enqueued before the next call. So "call i-1 is finished here" implies "every peer has begun call
-    i-1", which implies "every peer has finished call i-2": whoever begins call i may overwrite the half of call i-2 on
-    all peers. What a call leaves in its half (a gathered input) is valid until the next call on that slab is enqueued.
+    i-1", which implies "every peer has finished call i-2": a rank that begins call i may overwrite the half of call i-2
+    on all peers. What a call leaves in its half (a gathered input) is valid until the next call on that slab is
+    enqueued.
 
 Epochs
     ``epochs[half]`` on the device is the number of the call that uses the half next. The last CTA of a call writes the
     next call's number into the other half's word: a word is stable while copies still read it. Flags are compared with
-    the epoch and never reset. That goes well for 2^31 calls, so after half as many the next call makes a new slab.
+    the epoch and never reset. That is correct for 2^31 calls, so after half as many the next call makes a new slab.
 
 CUDA graphs
-    What a graph holds is fixed: each of its calls has its half, however often and in whatever order graphs are
-    replayed. Captured calls run on a slab of their own (``captured=True``). The first one of a capture uses half 0 and
-    is *entered*: a kernel before it takes the larger of both words of ``epochs`` for its number, tells all peers and
-    waits until all have said so. Behind that barrier nobody uses either half any more, and the capture's further calls
-    alternate as above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it
-    is entered, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. Two calls of which one is entered must not overlap on a rank:
-    whoever replays puts the replay behind what used the slab before, and leaves no gather open around it.
+    A graph is fixed: each of its calls has its half, however often and in whatever order graphs are replayed. Captured
+    calls run on a slab of their own (``captured=True``). The first one of a capture uses half 0 and is *synchronised*:
+    a kernel before it takes the larger of both words of ``epochs`` for its number, tells all peers and waits until all
+    have said so. Behind that barrier nobody uses either half any more, and the capture's further calls alternate as
+    above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it is
+    synchronised, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
+    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. Two calls of which one is synchronised must not overlap on a
+    rank: the program puts a replay behind what used the slab before, and leaves no gather open around it.
 
 Exceptions
-    A call takes its turn on the host, and its kernel leaves the next call the number to wait for. When an exception
-    comes in between (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the turn is taken and the
-    number is not: the next call would wait for one that its peers have sent long ago, and read stale data. So
+    A call claims its slot on the host, and its kernel writes the next call's epoch. When an exception comes in between
+    (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the slot is claimed and the epoch is not
+    written: the next call would wait for one that its peers have sent long ago, and read stale data. So
 
-    * what can fail for want of memory comes before the turn: an exception until then leaves no trace. All ranks must
+    * what can fail for want of memory comes before the slot: an exception until then leaves no trace. All ranks must
       have made the same calls then, as with any collective: one that ran out of memory alone makes its call again, or
-      ends. Where it was the first call of its kind, ranks that no longer agree say so
+      ends. If it was the first call of its kind, ranks that no longer agree say so
       (:mod:`megatron_flux.comm.agreement`);
-    * from the turn on, everything that a call does to its slab or enqueues lies inside :func:`unbroken`, or in a
-      ``try`` that ends in :func:`broken_off` where a context per call is too much. It poisons the slab: every further
-      call on this rank is an OperatorError that names the rank, the operator and the exception;
+    * from the claim on, everything that a call does to its slab or enqueues lies in a ``try`` that ends in
+      :meth:`Slab.poison`: every further call on this rank is an OperatorError that names the rank, the operator and the
+      exception;
     * peers cannot be told: they wait for data that does not come, until their own bounded wait ends, at the latest
-      for the call after this one (the copies of this one may have been sent). No wait is satisfied by what is old;
+      for the call after this one (the copies of this one may have been sent). No wait is satisfied by stale data;
     * in a CUDA graph's capture nothing has run yet and the slab stays good. What was captured of the call must not run:
-      who catches the exception inside the capture gets a graph whose replay is an error.
+      a program that catches the exception inside the capture gets a graph whose replay is an error.
 
     The job is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
     together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`, for
-    whoever knows that the same call has failed on every rank, such as a tuner. ``unpatch()`` does not.
+    callers that know that the same call has failed on every rank, such as a tuner. ``unpatch()`` does not.
 
 Transports and kernels
-    A transport (:mod:`megatron_flux.comm.copy_engine`) writes a shard into :meth:`Slab.half` of its peers, and the
-    epoch into their flags behind it. A kernel takes :meth:`Slab.arguments` of its call, waits for flags, and leaves
-    the next call its epoch. Neither knows more of the other than which word of the flags belongs to what.
+    The copy engine (:mod:`megatron_flux.comm.copy_engine`) writes a shard into :meth:`Slab.half` of the peers, and the
+    epoch into their flags behind it. A kernel takes :meth:`Slab.arguments` of its call, waits for flags, and writes the
+    next call's epoch. They agree on nothing but which word of the flags belongs to what.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
@@ -66,54 +67,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import shared_memory
-from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.agreement import together
 from megatron_flux.comm.call_table import LAST, CallTable
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.timeouts import Alarm
 from megatron_flux.errors import OperatorError, UserError
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
 
-FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 own tiles of 8 sources, 16 times over
-ENTER_WORDS = 64  # the first words of a half's flags tell that a rank has begun a call
-CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # what is left of a half's flags for the data of a call
+FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 local tiles of 8 sources, 16 times over
+ENTER_WORDS = 64  # the first words of a half's flags: ranks that have begun a synchronised call
+CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # words left for the data of a call
 MOST_CALLS = 1 << 30
 """Calls on a slab that no CUDA graph holds, all ranks' alike; see :mod:`megatron_flux.kernels.device`, *Flags*."""
 MIB = 1 << 20
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
-
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-MOST_ENTRIES = 512
-
-
-class Cache(dict[_Key, _Value]):
-    """Drop the oldest of more than :data:`MOST_ENTRIES` entries, as a training needs whose shapes never come again.
-
-    Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
-    ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
-    agreed on may be kept here, as long as they are made by calls that all ranks make. A caller that still uses an entry
-    holds it.
-    """
-
-    def __setitem__(self, key: _Key, value: _Value) -> None:
-        """Keep ``value`` under ``key``."""
-        if len(self) >= MOST_ENTRIES and key not in self:
-            oldest, *_ = self  # not by an iterator: another thread may add an entry
-            self.pop(oldest, None)
-        super().__setitem__(key, value)
+HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
 
 
 class CopyStream(NamedTuple):
@@ -124,11 +104,11 @@ class CopyStream(NamedTuple):
     after: torch.cuda.Event
 
 
-class Turn(NamedTuple):
+class Slot(NamedTuple):
     """One call's share of a slab."""
 
     half: int
-    enter: bool  # whether all ranks must begin it together
+    synchronise: bool  # all ranks must begin the call together
 
 
 @dataclass
@@ -145,11 +125,11 @@ class Slab:
     flag_table: torch.Tensor  # int64 ``[tp]``, addresses of ``flags``, on the device
     ctrl: torch.Tensor  # int32 ``[2]``: reduce tickets taken, CTAs that have left
     epochs: torch.Tensor  # int32 ``[2]``
-    alarm: watch.Alarm
+    alarm: Alarm
     keep: Any = None
     table: CallTable | None = None  # where calls are entered
-    calls: int = 0  # so far; of a captured slab since the last one that was entered
-    in_graphs: bool = False  # whether a call on it has been captured
+    calls: int = 0  # so far; of a captured slab since the last one that was synchronised
+    in_graphs: bool = False  # a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
     side: CopyStream | None = None
     limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
@@ -160,30 +140,30 @@ class Slab:
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
     a twentieth."""
     _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
-    """The same of the latest call that was not captured, while one is."""
+    """The same for the latest call outside of captures, during one."""
     capture: int | None = None  # that the latest call was part of
 
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
 
-    def begin(self) -> Turn:
-        """Take a call's turn: check earlier time-outs, order streams, enqueue the barrier if it must be entered. Raises
-        OperatorError: an earlier call on this slab timed out or was broken off.
+    def claim(self) -> int:
+        """Claim a slot and return its half: check earlier time-outs, order streams, and enqueue the barrier if the call
+        must be synchronised. Raises OperatorError: an earlier call on this slab timed out or poisoned it.
         """
         if self.captured:
-            turn = self.begin_captured(self.current_capture())
-            if turn.enter:
-                _enter(self)
-            return turn
+            slot = self.claim_captured(self.current_capture())
+            if slot.synchronise:
+                _synchronise(self)
+            return slot.half
         self.check()
         self._follow()
-        return self._turn(enter=False)
+        return self._next_half()
 
-    def begin_captured(self, capture: int | None) -> Turn:
-        """As :meth:`begin`, of a captured slab, without the barrier; ``capture``: :meth:`current_capture`."""
+    def claim_captured(self, capture: int | None) -> Slot:
+        """Claim a slot of a captured slab, without the barrier; ``capture``: :meth:`current_capture`."""
         self.check()
-        enter = capture is None or capture != self.capture
+        synchronise = capture is None or capture != self.capture
         if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
             if self.capture is None:
                 self._outside = self._stream, self._raw
@@ -191,38 +171,13 @@ class Slab:
             self.capture = capture
         self.in_graphs |= capture is not None
         self._follow()
-        if enter:
+        if synchronise:
             self.calls = 0
-        return self._turn(enter=enter)
+        return Slot(self._next_half(), synchronise)
 
-    def current_capture(self) -> int | None:
-        """Number of the capture that a call would now be part of, None if it runs now."""
-        return capture_id(self.data_table)
-
-    def arguments(self, half: int) -> tuple[object, ...]:
-        """What every kernel takes of its call: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
-        alarm = self.alarm
-        return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + ENTER_WORDS)
-
-    def _turn(self, *, enter: bool) -> Turn:
-        half = self.calls & 1
-        self.calls += 1
-        if self.table is not None:
-            self.table.enter()
-        return Turn(half, enter)
-
-    def check(self) -> None:
-        """Raises OperatorError: an earlier call on this slab timed out or was broken off."""
-        if self.alarm.view[0]:
-            raise OperatorError(self.alarm.message())
-
-    def poison(self, operator: str, error: BaseException) -> None:
-        """``error`` broke a call of ``operator`` off after it had taken its turn: every further call is refused."""
-        self.alarm.poison(operator, error)
-
-    def step(self) -> tuple[int, int]:
-        """As :meth:`begin`, for eager calls on a GPU: the half to use, and the handle of the current stream. Raises
-        OperatorError: an earlier call on this slab timed out or was broken off.
+    def claim_eager(self) -> tuple[int, int]:
+        """Claim a slot for an eager call on a GPU: :meth:`claim` in the fewest Python calls. Returns the half and the
+        handle of the current stream.
         """
         self.check()
         raw = torch._C._cuda_getCurrentRawStream(self._index)
@@ -240,12 +195,41 @@ class Slab:
                     raise table.different(row)
         return half, raw
 
+    def _next_half(self) -> int:
+        half = self.calls & 1
+        self.calls += 1
+        if self.table is not None:
+            self.table.enter()
+        return half
+
     def end(self) -> None:
-        """The call ends on the current stream, which comes behind all that the slab's streams were given before."""
+        """End a call on the current stream: put it behind all that the slab's streams were given before."""
         if self.data_table.is_cuda:
             self._follow()
         else:
             self.check()
+
+    def check(self) -> None:
+        """Raise OperatorError if an earlier call on this slab timed out or poisoned it."""
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        """Refuse every further call: ``error`` ended a call of ``operator`` that may have claimed its slot. In a
+        capture the graph becomes unusable instead. The caller raises ``error`` again.
+        """
+        captured = self.captured and (self.capture is not None or torch.cuda.is_current_stream_capturing())
+        if captured:
+            _invalidate_capture(operator, error, self.data_table.device)
+        else:
+            self.alarm.poison(operator, error)
+        if self.side is not None:
+            with contextlib.suppress(Exception):
+                _join(self.side.stream, captured)
+
+    def current_capture(self) -> int | None:
+        """Return the number of the capture that a call would now be part of, None if it runs now."""
+        return capture_id(self.data_table)
 
     def _follow(self) -> None:
         """Put the current stream behind the one used before, if it is another."""
@@ -258,43 +242,48 @@ class Slab:
                 current.wait_stream(self._stream)
             self._stream, self._raw = current, raw
 
+    def arguments(self, half: int) -> tuple[object, ...]:
+        """Return every kernel's arguments for its slot: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
+        alarm = self.alarm
+        return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + ENTER_WORDS)
+
     def half(self, half: int, rank: int) -> torch.Tensor:
-        """uint8 ``[half_bytes]`` of ``rank``."""
+        """Return a half of ``rank``, uint8 ``[half_bytes]``."""
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
 
     def gather_buffers(self, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The gather buffer ``[m, k]`` of every rank."""
+        """Return the gather buffer ``[m, k]`` of every rank."""
         return [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)]
 
     def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
-        """fp32 ``[tp, *shape]`` of every rank: scales of all shards, behind a gather buffer of ``nbytes``."""
+        """Return fp32 ``[tp, *shape]`` of every rank: all shards' scales, behind a gather buffer of ``nbytes``."""
         at = -(-nbytes // SCALES_AT) * SCALES_AT
         size = 4 * self.tp * math.prod(shape)
         return [self.half(half, r)[at : at + size].view(torch.float32).view(self.tp, *shape) for r in range(self.tp)]
 
 
 def scale_bytes(shape: Sequence[int]) -> int:
-    """What a source's fp32 scales ``shape`` take in a half at most, behind a gather buffer."""
+    """Return the most that a source's fp32 scales ``shape`` take in a half, behind a gather buffer."""
     return 4 * math.prod(shape) + SCALES_AT
 
 
 def capture_id(tensor: torch.Tensor) -> int | None:
-    """The number of the capture that a call on the device of ``tensor`` would be part of, None if it runs now."""
+    """Return the number of the capture that a call on the device of ``tensor`` would be part of; None: it runs now."""
     if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
 
 
 def waited_elsewhere(begun: int | None) -> UserError:
-    """The error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
+    """Return the error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
     return UserError(
         f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
         "be waited for there: finish it before capture begins or ends"
     )
 
 
-def _enter(work: Slab) -> None:
-    """The barrier before a captured call."""
+def _synchronise(work: Slab) -> None:
+    """Enqueue the barrier before a captured call."""
     from megatron_flux.kernels.device import enter_kernel  # Triton, which slabs without captured calls do not need
     from megatron_flux.kernels.launch import wait_for_peers
 
@@ -304,37 +293,45 @@ def _enter(work: Slab) -> None:
     wait_for_peers(enter_kernel, work.kernels, ("enter", work.tp), device, work.tp, arguments)
 
 
+def _join(side: torch.cuda.Stream, captured: bool) -> None:
+    """Put the current stream behind the copies of x that are under way: the caller may reuse its memory only then, and
+    a capture must have no branch left that does not join.
+    """
+    if captured:
+        with torch.cuda.stream(side):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _invalidate_capture(operator: str, error: BaseException, device: torch.device) -> None:
+    """Let every replay of the current capture end with an error."""
+    message = f"a call of {operator} was broken off by {type(error).__name__} while this CUDA graph was captured"
+    try:
+        torch._assert_async(torch.zeros((), dtype=torch.bool, device=device), message)
+    except Exception:
+        # No memory for that: waiting for a stream that is captured ends the capture.
+        with contextlib.suppress(Exception):
+            torch.cuda.current_stream().synchronize()
+
+
 def size_class(nbytes: int) -> int:
-    """What is allocated for ``nbytes``: at least 4 MiB, rounded up to an eighth of the power of two below."""
+    """Return the size to allocate for ``nbytes``: at least 4 MiB, rounded up to an eighth of the power of two below."""
     if nbytes <= 4 * MIB:
         return 4 * MIB
     step = 1 << ((nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step
 
 
-HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
-
-
 def make(
-    group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool, empty: int | None = None
+    group: dist.ProcessGroup, half_bytes: int, device: torch.device, captured: bool, fill: int | None = None
 ) -> Slab:
-    """A slab whose halves hold ``half_bytes``, of which every two are ``empty`` (int16; None: whatever). Collective."""
-    whole, keep = memory(group, HEAD + 2 * half_bytes, device)
+    """Make a slab whose halves hold ``half_bytes``; collective. ``fill``: initial value of every int16 in them."""
+    whole, keep = shared_memory.allocate(group, HEAD + 2 * half_bytes, device)
     flags, data = [w[:HEAD].view(torch.int32) for w in whole], [w[HEAD:] for w in whole]
-    if empty is not None:
-        data[group.rank()].view(torch.int16).fill_(empty)
+    if fill is not None:
+        data[group.rank()].view(torch.int16).fill_(fill)
     return assemble(group, half_bytes, flags, data, captured=captured, keep=keep)
-
-
-def memory(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """uint8 ``[nbytes]`` of every rank, and what keeps it mapped. Collective. Raises SharedMemoryError.
-
-    On the CPU it is shared memory of the host, so that schedules, flags, epochs, reuse and time-outs are tested with
-    real processes and real concurrency where there is no GPU. It is not a fast path.
-    """
-    if device.type == "cuda":
-        return shared_memory.symmetric(group, nbytes, device)
-    return shared_memory.host_tensors(group, nbytes), None
 
 
 def assemble(
@@ -346,7 +343,7 @@ def assemble(
     captured: bool,
     keep: Any,
 ) -> Slab:
-    """A slab of memory that is there: ``flags`` and ``data`` of every rank, as :class:`Slab` has them. Collective."""
+    """Make a slab of allocated memory: ``flags`` and ``data`` of every rank, as in :class:`Slab`; collective."""
     device = data[0].device
 
     def table(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -359,7 +356,7 @@ def assemble(
         ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
-            epochs.to(device), watch.Alarm(group, device), keep,
+            epochs.to(device), Alarm(group, device), keep,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -368,47 +365,3 @@ def assemble(
     # Nobody writes a flag before everybody's are zero, and nobody uses a slab that a peer could not make.
     together(group, f"making a workspace of 2 x {half_bytes // MIB} MiB", make_own)
     return made[0]
-
-
-@contextlib.contextmanager
-def unbroken(work: Slab, operator: str) -> Iterator[None]:
-    """Around a call's turn, which is taken inside, and all that it enqueues: what ends the call also ends its slab."""
-    try:
-        yield
-    except BaseException as error:
-        broken_off(work, operator, error)
-        raise
-
-
-def broken_off(work: Slab, operator: str, error: BaseException) -> None:
-    """``error`` ends a call of ``operator`` that may have taken its turn on ``work``; raise it again afterwards."""
-    captured = work.captured and (work.capture is not None or torch.cuda.is_current_stream_capturing())
-    if captured:
-        _spoil(operator, error, work.data_table.device)
-    else:
-        work.poison(operator, error)
-    if work.side is not None:
-        with contextlib.suppress(Exception):
-            _behind(work.side.stream, captured)
-
-
-def _behind(side: torch.cuda.Stream, captured: bool) -> None:
-    """Put the current stream behind the copies of x that are on their way: what the caller does with its memory comes
-    then, and a capture has no branch left that does not join.
-    """
-    if captured:
-        with torch.cuda.stream(side):
-            if not torch.cuda.is_current_stream_capturing():
-                return
-    torch.cuda.current_stream().wait_stream(side)
-
-
-def _spoil(operator: str, error: BaseException, device: torch.device) -> None:
-    """Have every replay of what is being captured end with an error."""
-    said = f"a call of {operator} was broken off by {type(error).__name__} while this CUDA graph was captured"
-    try:
-        torch._assert_async(torch.zeros((), dtype=torch.bool, device=device), said)
-    except Exception:
-        # No memory for that: who waits for a stream that is captured ends the capture.
-        with contextlib.suppress(Exception):
-            torch.cuda.current_stream().synchronize()

@@ -11,10 +11,10 @@ Two shots
     once and sends the sum to all. Two trips over the link; ``2 (tp - 1) / tp`` times the bytes.
 
 Flagless (Lamport-style): the payload doubles as its own ready flag
-    An unused half of the slab holds the sentinel :data:`EMPTY` everywhere: the bits of -0.0, twice in a 32-bit word.
-    Senders turn -0.0 into 0.0 (in 32 bits: a number of 4.6e-41). So the receiver polls the numbers themselves until
-    none is EMPTY, and clears what it has read. That saves the sender a fence, which waits for the other end, and a
-    second message. Stores may arrive in any order and size.
+    An unused half of the slab holds the sentinel :data:`NOT_READY` everywhere: the bits of -0.0, twice in a 32-bit
+    word. Senders turn -0.0 into 0.0 (in 32 bits: a number of 4.6e-41). So the receiver polls the numbers themselves
+    until none is NOT_READY, and clears what it has read. That saves the sender a fence, which waits for the other end,
+    and a second message. Stores may arrive in any order and size.
 
 Shapes: ``x`` and ``y`` are flat, ``count`` numbers; x is the partial. Slots of the slab: ``[tp, stride]`` from the
 half's beginning, of two shots as many again behind. With the GEMM ``a`` is ``[m, k]``, ``b`` ``[n, k]`` or ``[k, n]``,
@@ -26,8 +26,8 @@ partials (in two shots: receives the same sum).
 Hazards
     * The reuse of a half relies on :mod:`megatron_flux.comm.slab`: a kernel ends after it has read numbers of every
       peer. With two shots every rank must therefore own something: ``count > stride * (tp - 1)``.
-    * A call must leave its half EMPTY again: anything else there gives wrong sums, not a time-out. Only these kernels
-      may use the slab.
+    * A call must leave its half NOT_READY again: anything else there gives wrong sums, not a time-out. Only these
+      kernels may use the slab.
     * Every CTA sends all it has before it waits, and waits for the same CTA of its peers alone (in two shots: for what
       these have sent before their second wait). CTAs that start late delay, and block nobody.
     * NaN and infinity pass; the sign of a zero partial does not.
@@ -42,45 +42,45 @@ import triton.language as tl
 
 from megatron_flux.kernels.device import OP_AR, cpu_now, cpu_waited, give_up, multiply, now, remaining_limit
 
-EMPTY = {2: -0x8000, 4: -0x7FFF8000}
+NOT_READY = {2: -0x8000, 4: -0x7FFF8000}
 """Sentinel for a number that has not arrived, by bytes of a number."""
 
 
 @triton.jit
-def _sendable(bits, EMPTY: tl.constexpr):
-    return tl.where(bits == EMPTY, bits * 0, bits)
+def _sendable(bits, NOT_READY: tl.constexpr):
+    return tl.where(bits == NOT_READY, bits * 0, bits)
 
 
 @triton.jit
-def _missing(bits, there, EMPTY: tl.constexpr):
-    return tl.max(tl.max(((bits == EMPTY) & there).to(tl.int32), 1), 0)
+def _missing(bits, there, NOT_READY: tl.constexpr):
+    return tl.max(tl.max(((bits == NOT_READY) & there).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def _receive(
-    slots, there, unit, epoch, err, limit, TP: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr
+    slots, there, unit, epoch, err, limit, TP: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr
 ):  # fmt: skip
     """Wait for the numbers at ``slots`` ``[TP, BLOCK]`` that are ``there``, row r from rank r, clear and return them.
     ``unit`` is for a time-out's message.
     """
     bits = tl.load(slots, mask=there, other=0, volatile=True)
-    if _missing(bits, there, EMPTY) > 0:
+    if _missing(bits, there, NOT_READY) > 0:
         start = cpu_now() if CPU else now()
         if CPU:
             limit = remaining_limit(err, limit)
         missing = tl.full((), 1, tl.int32)
         while missing > 0:
             bits = tl.load(slots, mask=there, other=0, volatile=True)
-            missing = _missing(bits, there, EMPTY)
+            missing = _missing(bits, there, NOT_READY)
             if missing > 0:
                 waited = cpu_waited(start) if CPU else now() - start
                 if waited > limit:
                     rows = tl.arange(0, TP)
-                    late = tl.max(((bits == EMPTY) & there).to(tl.int32), 1)
+                    late = tl.max(((bits == NOT_READY) & there).to(tl.int32), 1)
                     peer = tl.min(tl.where(late > 0, rows, TP), 0)
                     give_up(err, OP_AR, peer, peer, unit, epoch, tl.full((), -1, tl.int32), CPU)
                     missing = tl.zeros_like(missing)
-    tl.store(slots, tl.full(bits.shape, EMPTY, bits.dtype), mask=there)
+    tl.store(slots, tl.full(bits.shape, NOT_READY, bits.dtype), mask=there)
     return bits
 
 
@@ -96,7 +96,7 @@ def _begin(epochs, slot, next_slot):
 @triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit"])
 def one_shot_kernel(
     x, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, count, rank,
-    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr,
+    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … are the slabs of rank+1, rank+2, … and last, as number ``TP``, this rank's; ``half``:
@@ -108,7 +108,7 @@ def one_shot_kernel(
     first = tl.program_id(0) * BLOCK
     for start in tl.range(first, count, CTAS * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        bits = _sendable(tl.load(x + at, mask=at < count, other=0), EMPTY)
+        bits = _sendable(tl.load(x + at, mask=at < count, other=0), NOT_READY)
         for step in tl.static_range(TP):
             tl.store(sinks[step] + base + tl.cast(rank, tl.int64) * stride + at, bits, mask=at < count)
     rows = tl.arange(0, TP)[:, None]
@@ -116,7 +116,7 @@ def one_shot_kernel(
         at = start + tl.arange(0, BLOCK)
         slots = sinks[TP - 1] + base + rows.to(tl.int64) * stride + at[None, :]
         there = (rows >= 0) & (at < count)[None, :]
-        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, EMPTY, CPU)
+        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, NOT_READY, CPU)
         total = tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), 0)
         tl.store(y + at, total.to(DTYPE), mask=at < count)
 
@@ -124,7 +124,7 @@ def one_shot_kernel(
 @triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit"])
 def two_shot_kernel(
     x, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, count, rank,
-    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr,
+    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module, and :func:`one_shot_kernel`. Slice r begins at ``r * stride``; the last ones may be short."""
@@ -139,16 +139,16 @@ def two_shot_kernel(
         for step in tl.static_range(TP):
             begins = tl.cast((rank + 1 + step) % TP, tl.int64) * stride
             inside = (at < stride) & (begins + at < count)
-            bits = _sendable(tl.load(x + begins + at, mask=inside, other=0), EMPTY)
+            bits = _sendable(tl.load(x + begins + at, mask=inside, other=0), NOT_READY)
             tl.store(sinks[step] + base + mine + at, bits, mask=inside)
     for start in tl.range(first, stride, CTAS * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = (at < stride) & (mine + at < count)
         slots = sinks[TP - 1] + base + rows.to(tl.int64) * stride + at[None, :]
         there = (rows >= 0) & inside[None, :]
-        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, EMPTY, CPU)
+        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, NOT_READY, CPU)
         total = tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), 0)
-        bits = _sendable(total.to(DTYPE).to(bits.dtype, bitcast=True), EMPTY)
+        bits = _sendable(total.to(DTYPE).to(bits.dtype, bitcast=True), NOT_READY)
         for step in tl.static_range(TP):
             tl.store(sinks[step] + base + tl.cast(TP, tl.int64) * stride + mine + at, bits, mask=inside)
     for start in tl.range(first, stride, CTAS * BLOCK):
@@ -156,7 +156,7 @@ def two_shot_kernel(
         begins = rows.to(tl.int64) * stride
         there = (at < stride)[None, :] & (begins + at[None, :] < count)
         slots = sinks[TP - 1] + base + tl.cast(TP, tl.int64) * stride + begins + at[None, :]
-        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, EMPTY, CPU)
+        bits = _receive(slots, there, start // BLOCK, epoch, err, limit, TP, NOT_READY, CPU)
         tl.store(y + begins + at[None, :], bits.to(DTYPE, bitcast=True), mask=there)
 
 
@@ -164,7 +164,7 @@ def two_shot_kernel(
 def gemm_one_shot_kernel(
     a, b, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, m, n, k, rank,
     TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, EMPTY: tl.constexpr, CPU: tl.constexpr, DTYPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """``y = sum over ranks of a @ b.T`` in one shot; ``a`` and ``b`` are descriptors with ``TMA``, else pointers.
     ``ROWS`` of a tile are added at a time.
@@ -180,7 +180,7 @@ def gemm_one_shot_kernel(
         row, col = (t % nrb) * BM, (t // nrb) * BN
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         acc = multiply(acc, a, b, row, col, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
-        bits = _sendable(acc.to(DTYPE).to(own.dtype.element_ty, bitcast=True), EMPTY)
+        bits = _sendable(acc.to(DTYPE).to(own.dtype.element_ty, bitcast=True), NOT_READY)
         at = tl.cast(rank, tl.int64) * stride + t * (BM * BN) + rows[:, None] * BN + cols[None, :]
         inside = (row + rows < m)[:, None] & (col + cols < n)[None, :]
         for step in tl.static_range(TP):
@@ -193,6 +193,6 @@ def gemm_one_shot_kernel(
             inside = (at_row < m) & (at_col < n)
             slots = own + ranks[:, None].to(tl.int64) * stride + (t * (BM * BN) + piece * (ROWS * BN) + part)[None, :]
             there = (ranks >= 0)[:, None] & inside[None, :]
-            bits = _receive(slots, there, t, epoch, err, limit, TP, EMPTY, CPU)
+            bits = _receive(slots, there, t, epoch, err, limit, TP, NOT_READY, CPU)
             total = tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), 0)
             tl.store(y + at_row.to(tl.int64) * n + at_col, total.to(DTYPE), mask=inside)

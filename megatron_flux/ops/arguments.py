@@ -202,8 +202,8 @@ def _all_reduce(
     kernel: Any, ctas: int, at: SlabCall, arguments: Sequence[Any], constants: dict[str, Any], operands: Sequence[str]
 ) -> Launch:
     constants = constants | {
-        "TP": at.work.tp, "EMPTY": all_reduce_kernels.EMPTY[at.out.element_size()], "CPU": not at.call.x.is_cuda,
-        "DTYPE": DTYPES[at.out.dtype], "num_warps": at.config.warps,
+        "TP": at.work.tp, "NOT_READY": all_reduce_kernels.NOT_READY[at.out.element_size()],
+        "CPU": not at.call.x.is_cuda, "DTYPE": DTYPES[at.out.dtype], "num_warps": at.config.warps,
     }  # fmt: skip
     return Launch(kernel, ctas, arguments, constants, operands)
 

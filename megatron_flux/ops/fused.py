@@ -7,7 +7,7 @@ kernel that has been launched there (:class:`~megatron_flux.kernels.launch.Relau
 yet is launched by Triton; so is every call of the plain kernels, whose host time is not worth it.
 
 In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one takes a slot by
-:meth:`Slab.step`, and passes raw handles of streams and events to the driver.
+:meth:`Slab.claim_eager`, and passes raw handles of streams and events to the driver.
 
 Contract
     * Protocol and exceptions are those of :mod:`megatron_flux.comm.slab`: results are allocated before a call claims
@@ -29,7 +29,7 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, Side, finish_open, push_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, state_of
-from megatron_flux.comm.slab import CALL_FLAGS, Slab, broken_off, scale_bytes, waited_elsewhere
+from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
@@ -82,8 +82,8 @@ class FusedPlan(Plan):
         """Make views of ``work`` that calls need."""
 
     def _begin(self, work: Slab) -> tuple[int, int]:
-        """Claim a slot as :meth:`Slab.step` does, in a capture and on CPUs too."""
-        half = work.begin().half
+        """Claim a slot as :meth:`Slab.claim_eager` does, in a capture and on CPUs too."""
+        half = work.claim()
         return half, torch._C._cuda_getCurrentRawStream(self._device.index) if self._cuda else 0
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
@@ -189,7 +189,7 @@ class AllGatherGemmPlan(_Gathering):
         try:
             if work.table is not None:
                 work.table.spec = self._number
-            half, stream = work.step() if self._eager else self._begin(work)
+            half, stream = work.claim_eager() if self._eager else self._begin(work)
             self._push(x, half, stream, scales)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, x, *others)
@@ -202,7 +202,7 @@ class AllGatherGemmPlan(_Gathering):
             else:
                 work.check()
         except BaseException as error:
-            broken_off(work, "all_gather_gemm", error)
+            work.poison("all_gather_gemm", error)
             raise
         if fp8 is None or not call.return_gathered:
             return y, self._gathered[half]
@@ -244,7 +244,7 @@ class GemmReduceScatterPlan(FusedPlan):
         try:
             if work.table is not None:
                 work.table.spec = self._number
-            half, stream = work.step() if self._eager else self._begin(work)
+            half, stream = work.claim_eager() if self._eager else self._begin(work)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, *scales)
             else:
@@ -253,7 +253,7 @@ class GemmReduceScatterPlan(FusedPlan):
             if not self._cuda:
                 work.check()
         except BaseException as error:
-            broken_off(work, self._operator, error)
+            work.poison(self._operator, error)
             raise
         return Pending(y)
 
@@ -278,7 +278,7 @@ class GemmAllReducePlan(FusedPlan):
         try:
             if work.table is not None:
                 work.table.spec = self._number
-            half, stream = work.step() if self._eager else self._begin(work)
+            half, stream = work.claim_eager() if self._eager else self._begin(work)
             if launch := self._launches[half]:
                 launch(stream, *operands, y)
             else:
@@ -286,7 +286,7 @@ class GemmAllReducePlan(FusedPlan):
             if not self._cuda:
                 work.check()
         except BaseException as error:
-            broken_off(work, "gemm_all_reduce", error)
+            work.poison("gemm_all_reduce", error)
             raise
         return Pending(y)
 
@@ -331,7 +331,7 @@ class AllGatherPlan(_Gathering):
         try:
             if work.table is not None:
                 work.table.spec = self._number
-            half, begun = work.step() if self._eager else self._begin(work)
+            half, begun = work.claim_eager() if self._eager else self._begin(work)
             capture = work.capture
             self._push(x, half, begun)
             if self._own:
@@ -360,13 +360,13 @@ class AllGatherPlan(_Gathering):
                     if work.open_gather is pending:
                         work.open_gather = None
                 except BaseException as error:
-                    broken_off(work, "all_gather", error)
+                    work.poison("all_gather", error)
                     raise
 
             pending = Pending(self._gathered[half], wait, keep=(x,), own_rows=own_rows)
             work.open_gather = pending
         except BaseException as error:
-            broken_off(work, "all_gather", error)
+            work.poison("all_gather", error)
             raise
         return pending
 

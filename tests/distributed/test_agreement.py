@@ -102,7 +102,7 @@ def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:
     """Rank 1 runs out of memory in the middle of its first call, catches that and makes another first call."""
     group, backend = dist.new_group([0, 1]), twin()
     first, other = (call_of(backend, operator, group=group) for operator in ("gemm_reduce_scatter", "all_gather_gemm"))
-    module, name = {"before the workspace": (slab, "memory"), "within it": (slab, "assemble")}[moment]
+    module, name = {"before the workspace": (shared_memory, "allocate"), "within it": (slab, "assemble")}[moment]
     if dist.get_rank() == 1:
         with mock.patch.object(module, name, side_effect=torch.OutOfMemoryError("out of memory")):
             assert attempt(first[0])[0] == "OutOfMemoryError"

@@ -57,14 +57,14 @@ def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 
 def everything_is_empty() -> None:
     """No number of a call is left where the next one would find it."""
-    from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
+    from megatron_flux.comm.group_state import ALL_REDUCE, NOT_READY, state_of
 
     group = dist.group.WORLD
     dist.barrier()
     found = [work for (purpose, _), work in state_of(group).slabs.items() if purpose == ALL_REDUCE]
     assert found
     for work in found:
-        assert (work.data[group.rank()].view(torch.int16) == EMPTY).all()
+        assert (work.data[group.rank()].view(torch.int16) == NOT_READY).all()
     dist.barrier()
 
 
@@ -144,7 +144,7 @@ def sums_that_are_special() -> None:
         nbytes = config.nbytes(1, 64 * tp, tp, 2)
         work = state_of(group).slab(ALL_REDUCE, nbytes, partial.device, False)
         call = OperatorCall("gemm_all_reduce", partial, None, group)
-        launch = arguments_of(SlabCall(call, out, work, work.begin().half, config, 3, {}), partial)
+        launch = arguments_of(SlabCall(call, out, work, work.claim(), config, 3, {}), partial)
         by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
         assert out[0, 1].isnan()
         assert out[0, 2] == float("inf")

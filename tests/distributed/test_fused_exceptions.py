@@ -231,7 +231,7 @@ def in_a_capture() -> None:
             run, _ = call_of(backend, operator)
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
-                nothing_runs.enter_context(mock.patch.object(slab, "_enter"))
+                nothing_runs.enter_context(mock.patch.object(slab, "_synchronise"))
                 nothing_runs.enter_context(mock.patch.object(copy_engine.Push, "by_processor"))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):

@@ -191,7 +191,7 @@ def outgrown() -> None:
                 with one_capture(rows):
                     small = integers(16, 32, torch.float16)
                     OperatorCall("all_gather_gemm", small, w, dist.group.WORLD).run(backend)
-        assert len(group_state.state_of(dist.group.WORLD).kept_slabs) == kept
+        assert len(group_state.state_of(dist.group.WORLD).graph_slabs) == kept
     group_state.drop_slabs()
 
 
@@ -238,8 +238,8 @@ def replays_in_any_order() -> None:
                 assert torch.equal(part.float(), z)
 
     entered: list[int] = []
-    once = slab._enter
-    with mock.patch.object(slab, "_enter", lambda work: (entered.append(1), once(work))):
+    once = slab._synchronise
+    with mock.patch.object(slab, "_synchronise", lambda work: (entered.append(1), once(work))):
         for plan in PLANS.values():
             backend.config = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 3, 1, 2)):
@@ -264,7 +264,7 @@ def failed_capture() -> None:
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
-    nothing_waits = mock.patch.object(Slab, "begin", lambda work: work.begin_captured(1))
+    nothing_waits = mock.patch.object(Slab, "claim", lambda work: work.claim_captured(1).half)
     with one_capture(1), nothing_waits, mock.patch.object(copy_engine.Push, "by_processor"):
         OperatorCall("all_gather", x, None, group).run(backend)
     for number in (2, None):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, OperatorError
-from megatron_flux.comm import group_state, shared_memory, slab, transports
+from megatron_flux.comm import group_state, shared_memory, transports
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.run import rank
 from tests.distributed.data import integers
@@ -92,7 +92,7 @@ def crossed_groups() -> int:
     mine = [group for group in pairs if me in dist.get_process_group_ranks(group)]
     backend = twin()
     backend.config = PLANS["halves of tiles"]
-    with symmetric_memory(shared), mock.patch.object(slab, "memory", shared_memory.symmetric):
+    with symmetric_memory(shared), mock.patch.object(shared_memory, "allocate", shared_memory.symmetric):
         for seed in range(2):
             x = integers(16, 32, seed=10 * seed + me, dtype=torch.float16)
             pending = OperatorCall("all_gather", x, None, mine[0]).run(backend)

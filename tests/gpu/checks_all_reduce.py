@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux import ops
-from megatron_flux.comm.group_state import ALL_REDUCE, EMPTY, state_of
+from megatron_flux.comm.group_state import ALL_REDUCE, NOT_READY, state_of
 from megatron_flux.ops import call_events
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Backend
@@ -77,7 +77,7 @@ def everything_is_empty(group) -> int:
     dist.barrier(group=group)
     works = [work for (purpose, _), work in state_of(group).slabs.items() if purpose == ALL_REDUCE]
     for work in works:
-        left = (work.data[group.rank()].view(torch.int16) != EMPTY).sum().item()
+        left = (work.data[group.rank()].view(torch.int16) != NOT_READY).sum().item()
         assert left == 0, f"{left} numbers are left in a workspace"
     torch.cuda.synchronize()
     dist.barrier(group=group)

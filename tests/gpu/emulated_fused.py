@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import slab
+from megatron_flux.comm import shared_memory, slab
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
@@ -92,7 +92,7 @@ def _gather_flags(plan: KernelConfig, k: int) -> int:
 
 def _make(group: EmulatedGroup, stride: int, words: int, device: torch.device) -> slab.Slab:
     tp, size = group.size(), slab.size_class(group.size() * stride)
-    whole, keep = slab.memory(group.pair, slab.HEAD + 2 * size + tp * stride, device)
+    whole, keep = shared_memory.allocate(group.pair, slab.HEAD + 2 * size + tp * stride, device)
     mine, other = whole[group.pair.rank()], whole[1 - group.pair.rank()]
 
     def flags(memory: torch.Tensor, source: int) -> torch.Tensor:

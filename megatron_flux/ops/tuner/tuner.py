@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement
+from megatron_flux.comm.cache import Cache
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.slab import Cache
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import CallSpec, OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, fits

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.comm.slab import CopyStream, Slab, broken_off, unbroken
+from megatron_flux.comm.slab import CopyStream, Slab
+from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import OperatorError
 
 
@@ -39,10 +40,10 @@ def test_every_further_call_is_told_which_one_was_broken_off(
     monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
     monkeypatch.setattr(logging.getLogger("megatron_flux"), "handlers", [handler])
     work, before = slab(alarm, captured=False), watch.timeouts()
-    work.begin()
-    with pytest.raises(ValueError, match="two"), unbroken(work, "all_gather_gemm"):
+    work.claim()
+    with pytest.raises(ValueError, match="two"), poison_on_error(work, "all_gather_gemm"):
         raise ValueError("one\ntwo")
-    for begin in (work.begin, lambda: work.begin_captured(None)):
+    for begin in (work.claim, lambda: work.claim_captured(None)):
         with pytest.raises(OperatorError) as caught:
             begin()
         said = str(caught.value)
@@ -61,8 +62,11 @@ def test_every_further_call_is_told_which_one_was_broken_off(
 def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:
     work = slab(alarm, captured=False)
     alarm.words[:6] = torch.tensor([1, 2, 0, 7, 3, 2], dtype=torch.int32)
-    with pytest.raises(OperatorError, match="gemm_reduce_scatter timed out"), unbroken(work, "gemm_reduce_scatter"):
-        work.begin()
+    with (
+        pytest.raises(OperatorError, match="gemm_reduce_scatter timed out"),
+        poison_on_error(work, "gemm_reduce_scatter"),
+    ):
+        work.claim()
     assert "timed out" in str(alarm.message())
 
 
@@ -72,19 +76,19 @@ def test_a_graph_of_half_a_call_is_spoilt_and_the_slab_stays_good(
     replayed: list[tuple[bool, str]] = []
     monkeypatch.setattr(torch, "_assert_async", lambda holds, said: replayed.append((bool(holds), said)))
     work = slab(alarm, captured=True)
-    work.begin_captured(7)
-    broken_off(work, "all_gather", RuntimeError())
+    work.claim_captured(7)
+    work.poison("all_gather", RuntimeError())
     said = "a call of all_gather was broken off by RuntimeError while this CUDA graph was captured"
     assert replayed == [(False, said)]
-    assert work.begin_captured(None).enter
+    assert work.claim_captured(None).synchronise
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
-    broken_off(work, "all_gather", RuntimeError())
+    work.poison("all_gather", RuntimeError())
     assert len(replayed) == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    work.begin_captured(None)
-    broken_off(work, "all_gather", RuntimeError("in a warm-up"))
+    work.claim_captured(None)
+    work.poison("all_gather", RuntimeError("in a warm-up"))
     with pytest.raises(OperatorError, match="in a warm-up"):
-        work.begin_captured(8)
+        work.claim_captured(8)
 
 
 def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +101,10 @@ def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatc
     monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
     work = slab(alarm, captured=True)
-    work.begin_captured(7)
-    broken_off(work, "all_gather", torch.OutOfMemoryError())
+    work.claim_captured(7)
+    work.poison("all_gather", torch.OutOfMemoryError())
     assert len(ended) == 1
-    assert work.begin_captured(None).enter
+    assert work.claim_captured(None).synchronise
 
 
 @pytest.mark.parametrize("branched", [False, True])
@@ -126,6 +130,6 @@ def test_the_branch_of_the_copies_joins_the_capture(
     monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
     work = slab(alarm, captured=True)
     work.side = CopyStream("copies", None, None)  # type: ignore[arg-type]
-    work.begin_captured(7)
-    broken_off(work, "all_gather_gemm", RuntimeError())
+    work.claim_captured(7)
+    work.poison("all_gather_gemm", RuntimeError())
     assert joined == ([("main", "copies")] if branched else [])

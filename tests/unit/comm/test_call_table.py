@@ -36,7 +36,7 @@ def entering(table: CallTable, warm: bool, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: -1, raising=False)
     device: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     empty, alarm = torch.empty(0), SimpleNamespace(view=[0])
-    return Slab(3, 0, 0, False, [], [], device, empty, empty, empty, alarm, table=table).step  # type: ignore[arg-type]
+    return Slab(3, 0, 0, False, [], [], device, empty, empty, empty, alarm, table=table).claim_eager  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("warm", [False, True])

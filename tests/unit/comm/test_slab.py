@@ -46,10 +46,10 @@ class Streams:
     def call(self, slab: Slab, stream: int, capture: int | None, end: int | None = None) -> tuple[int, bool]:
         """A captured call on ``stream``, whose end is enqueued on the stream ``end``: its half, whether entered."""
         self.current = stream
-        turn = slab.begin_captured(capture)
+        slot = slab.claim_captured(capture)
         self.current = stream if end is None else end
         slab.end()
-        return turn.half, turn.enter
+        return slot.half, slot.synchronise
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_flux.comm import slab
+from megatron_flux.comm.cache import MOST_ENTRIES, Cache
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.slab import MIB, MOST_CALLS, MOST_ENTRIES, Cache, Slab
+from megatron_flux.comm.slab import MIB, MOST_CALLS, Slab
 
 CPU = torch.device("cpu")
 
@@ -37,10 +38,10 @@ def test_eager_calls_follow_a_change_of_stream(eager_slab: Slab, monkeypatch: py
     halves = []
     for current, made_ready in ((1, True), (1, True), (2, True), (2, False), (3, False), (1, True), (1, False)):
         if made_ready:
-            half, raw = eager_slab.step()
+            half, raw = eager_slab.claim_eager()
             assert raw == current
         else:
-            half = eager_slab.begin().half
+            half = eager_slab.claim()
             eager_slab.end()
         halves.append(half)
     assert waits == [(2, 1), (3, 2), (1, 3)]
@@ -57,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Slabs that were made, without memory."""
     found: list[Any] = []
 
-    def make(group: Any, half_bytes: int, device: torch.device, captured: bool) -> Any:
+    def make(group: Any, half_bytes: int, device: torch.device, captured: bool, fill: Any) -> Any:
         work = SimpleNamespace(half_bytes=half_bytes, in_graphs=False, closed=False, calls=0, limit=MOST_CALLS)
         work.alarm = SimpleNamespace(close=lambda: setattr(work, "closed", True))
         found.append(work)
@@ -95,7 +96,7 @@ def test_a_larger_call_replaces_the_slab_and_plans_leave_it(made: list[Any], in_
     assert (small.limit, other.limit, large.limit) == (0, MOST_CALLS, MOST_CALLS)
     assert state.slab("gemm", MIB, CPU, False) is large
     assert state.slab("gather", MIB, CPU, False) is other
-    assert state.kept_slabs == ([small] if in_graphs else []), "graphs hold its addresses"
+    assert state.graph_slabs == ([small] if in_graphs else []), "graphs hold its addresses"
     assert small.closed is not in_graphs, "its waits are watched as long as they may come"
 
 

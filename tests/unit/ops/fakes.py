@@ -56,14 +56,14 @@ class Work:
         self.alarm: Any = SimpleNamespace(words=None, limit=1, close=lambda: None)
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]
 
-    def step(self) -> tuple[int, int]:
+    def claim_eager(self) -> tuple[int, int]:
         self.check()
         half = self.calls & 1
         self.calls += 1
         return half, STREAM
 
-    def begin(self) -> Any:
-        return SimpleNamespace(half=self.step()[0])
+    def claim(self) -> int:
+        return self.claim_eager()[0]
 
     def end(self) -> None:
         self.ended += 1

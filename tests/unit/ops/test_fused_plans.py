@@ -6,7 +6,6 @@ tests/gpu.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import CopyStream
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
@@ -214,7 +212,7 @@ def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pyte
     """With their own plan; in the capture itself no plan is kept that was not there before."""
     backend, captured = gpu.backend(HOPPER), Work()
     state_of(gpu.group).slabs["gemm", True] = captured  # type: ignore[assignment]
-    captured.begin = lambda: SimpleNamespace(half=captured.step()[0])  # type: ignore[method-assign]
+    captured.claim = lambda: captured.claim_eager()[0]  # type: ignore[method-assign]
 
     def call(rows: int = 64) -> None:
         ops.gemm_reduce_scatter(on_gpu(rows, 64), on_gpu(32, 64), gpu.group, backend="one way")
@@ -329,13 +327,10 @@ CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
 def test_a_call_broken_off_poisons_its_slab(
     operator: str, first: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When Triton launches it, and later; the caller's stream comes behind the copies that are on their way."""
+    """When Triton launches it, and later."""
     from megatron_flux.kernels import launch
 
     gpu.backend(CONFIGS.get(operator, HOPPER))
-    behind: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=behind.append))
-    gpu.work.side = CopyStream("the copies' stream", None, None)  # type: ignore[arg-type]
     if first:
         monkeypatch.setattr(launch, "by_triton", no_launch)
     else:
@@ -345,7 +340,6 @@ def test_a_call_broken_off_poisons_its_slab(
     with pytest.raises(OperatorError, match="CUDA refused a launch") as caught:
         CALLS[operator](gpu)
     assert gpu.work.poisoned == [(operator, caught.value)]
-    assert behind == ["the copies' stream"]
     with pytest.raises(OperatorError, match="an earlier call was broken off"):
         CALLS[operator](gpu)
 

@@ -177,12 +177,6 @@ def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     assert shown["lm loss"] == pytest.approx(4.7)
 
 
-def test_a_cpu_has_no_exposed_communication() -> None:
-    withheld = {"flux/exposed_communication_ms": dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"))}
-    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True))
-    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True, **withheld)) == {}
-
-
 def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:
     folder = full_run(tmp_path / "run")
     found = wandb_mirror.comparison_summary(folder, json.loads((folder / "summary.json").read_text()))
@@ -217,6 +211,9 @@ def test_what_is_not_known_of_a_comparison_is_null(tmp_path: Path) -> None:
     found = wandb_mirror.comparison_summary(folder, summary)
     assert found["compare/speedup"] is found["compare/speedup_low"] is None
     assert not [name for name in found if name.startswith("compare/baseline_exposed_communication_ms")]
+    withheld = {"flux/exposed_communication_ms": dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"))}  # of CPUs
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True))
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True, **withheld)) == {}
 
 
 def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

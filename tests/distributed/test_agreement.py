@@ -29,10 +29,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_exceptions import call_of, right
 from tests.distributed.test_fused_twin import TINY, twin
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 SECONDS = 10.0
 NO_MEMORY = RuntimeError("CUDA driver error: out of memory")

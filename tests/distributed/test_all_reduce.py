@@ -27,10 +27,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import integers, one_capture, twin, with_tma
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 OWN: dict[str, Any] = {"own_gemm": True, "bm": 16, "bn": 32, "bk": 16}
 CONFIGS = {

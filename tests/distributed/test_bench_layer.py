@@ -28,8 +28,6 @@ from tests.distributed.data import normals, relative_error, require_close
 from tests.distributed.megatron_world import inference, megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 
 def small(preset: str, heads: int) -> Preset:
     sizes = {"hidden_size": 64, "num_attention_heads": heads, "num_query_groups": 4, "ffn_hidden_size": 96}

@@ -37,8 +37,6 @@ from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 CASES = [
     Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
     Case("gemm_reduce_scatter", "toy", "fc2", "forward", 8, 4, 6),

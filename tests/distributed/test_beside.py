@@ -16,8 +16,6 @@ from megatron_flux.comm.links import Beside
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 
 def asked_anew(group: dist.ProcessGroup) -> Beside:
     state = state_of(group)

@@ -29,8 +29,6 @@ from tests.distributed.data import integers, normals, relative_error, require_cl
 from tests.distributed.pool import WorkerPool
 from tests.small_disk import small_disk
 
-pytestmark = pytest.mark.distributed
-
 CPU = torch.device("cpu")
 WAYS = ("one queue", "two lanes", "peers' memory")
 OVER = pytest.mark.parametrize("way", WAYS)

@@ -14,8 +14,6 @@ from tests.distributed.data import normals
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 
 def rank_compiled(whole_step: bool) -> dict[str, Any]:
     """Two steps of two layers with the forward compiled, or with forward and backward compiled as one function."""

@@ -19,10 +19,7 @@ from megatron_flux.ops.call import OperatorCall
 from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 WAYS = ("fused", "one queue", "two lanes", "peers' memory")
 
 

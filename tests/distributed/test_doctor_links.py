@@ -24,8 +24,6 @@ from tests.distributed.test_launcher import begin
 from tests.processes import MARK, end, left, marked, with_mark
 from tests.small_disk import small_disk
 
-pytestmark = pytest.mark.distributed
-
 DOCTOR = ("-m", "megatron_flux.cli", "doctor", "--links")
 CPU = torch.device("cpu")
 

@@ -33,8 +33,6 @@ from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS
 from tests.distributed.test_whole_sequence import Event, Letters
 
-pytestmark = pytest.mark.distributed
-
 PROMPTS, NEW = ("flux", "of a GEMM", "a"), (6, 3, 5)
 ENGINE = "megatron.core.inference"
 

@@ -16,8 +16,6 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
 
 

@@ -28,8 +28,6 @@ from tests.distributed.te_cases import Case, build, te_megatron
 from tests.distributed.te_cases import run as te_run
 from tests.distributed.test_stock_layers import make, results, width_of
 
-pytestmark = pytest.mark.distributed
-
 over_te = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 HERE = __name__
 

@@ -20,8 +20,6 @@ from megatron_flux import OperatorError, ops
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 SECONDS = 20.0
 K, N = 4, 6
 

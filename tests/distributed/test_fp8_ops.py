@@ -27,7 +27,6 @@ from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_chunked import WIRES, poisoned, use
 
-pytestmark = pytest.mark.distributed
 TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -25,10 +25,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
 from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 HALVES, WHOLE = PLANS.values()

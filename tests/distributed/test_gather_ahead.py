@@ -28,8 +28,6 @@ from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 AHEAD = FluxConfig(strict=True)
 IN_TURN = FluxConfig(strict=True, gather_ahead=False)
 

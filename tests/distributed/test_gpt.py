@@ -23,8 +23,6 @@ from tests.distributed.data import TOLERANCE, require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 
 def skip_what_megatron_refuses(world: WorkerPool, family: str) -> None:
     groups = FAMILIES[family].get("num_query_groups") or world.size

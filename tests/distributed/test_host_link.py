@@ -33,8 +33,6 @@ from megatron_flux.errors import OperatorError, UserError
 from tests.distributed.pool import WorkerPool
 from tests.small_disk import small_disk
 
-pytestmark = pytest.mark.distributed
-
 CPU = torch.device("cpu")
 WAYS = pytest.mark.parametrize(
     ("kind", "one_queue"), [("host", True), ("host", False), ("p2p", True), ("p2p", False)],

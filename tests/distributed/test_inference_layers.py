@@ -24,8 +24,6 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, twin
 from tests.distributed.test_norm_column import LayerNorm, operands
 
-pytestmark = pytest.mark.distributed
-
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 FUNCTIONS = (linears._ColumnParallelLinear, linears._RowParallelLinear)
 

@@ -9,10 +9,7 @@ import torch
 
 from tests.distributed.pool import WorkerPool
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def rank_conversions() -> int:

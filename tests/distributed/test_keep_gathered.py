@@ -22,8 +22,6 @@ from tests.distributed.data import normals
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 ROWS, BATCH, HIDDEN = 2, 4, 8
 
 

@@ -42,14 +42,12 @@ def launch(python: str, *arguments: str) -> tuple[int, str]:
     return process.returncode, said.strip()
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_ranks_find_each_other(warm_python: str, tmp_path: Path) -> None:
     assert launch(warm_python, "sum", str(tmp_path)) == (0, "")
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3 1", "3 1"]
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
@@ -88,7 +86,6 @@ def test_a_node_that_cannot_start_its_ranks_says_why(tmp_path: Path) -> None:
     assert (order, f"megatron-flux: error: {said}") == ("1", last)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

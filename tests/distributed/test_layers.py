@@ -19,8 +19,6 @@ from tests.distributed.data import TOLERANCE, integers, normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
 """The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
 

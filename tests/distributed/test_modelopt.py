@@ -19,8 +19,6 @@ from tests.distributed.megatron_world import FAMILIES, flux, megatron, model_con
 from tests.distributed.pool import Template, WorkerPool
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
-pytestmark = pytest.mark.distributed
-
 NO_TE = te_stand_in.why_not()
 PRELOADED = "tests.distributed.megatron_world" if NO_TE else "tests.distributed.te_preload"
 QUANTISED = "modelopt.torch.quantization.nn.modules.quant_linear._QuantLinear.quantized_linear_fn"

@@ -13,8 +13,6 @@ from megatron_flux.layers import keep
 from tests.distributed.data import TOLERANCE, normals, require_close
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 S_PER_RANK, B, K, N = 3, 2, 8, 6
 EPS = 1e-5
 

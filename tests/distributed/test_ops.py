@@ -22,8 +22,6 @@ from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 K, N = 9, 5
 LEADS = {"2d": (6,), "3d": (3, 2), "4d": (2, 1, 3), "one row": (1,)}

@@ -15,8 +15,6 @@ from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_stock_layers import IN, B, S, make, width_of
 
-pytestmark = pytest.mark.distributed
-
 
 def rank_registration(kind: str, chosen: bool) -> None:
     """``kind`` of the layer in between, and whether it runs stock because somebody chose so."""

@@ -15,7 +15,6 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, twin
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]

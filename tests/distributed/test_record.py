@@ -20,8 +20,6 @@ from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_tune_ahead import Zeros
 
-pytestmark = pytest.mark.distributed
-
 TP, DP, MICRO, BATCH, SEQUENCE, HIDDEN, FFN, VOCABULARY = 2, 2, 2, 2, 32, 64, 320, 512
 SLOW, STEPS, BEGIN, WARMUP, PEAK, BLOCK = 2, 4, 3, 2, 0.5, 5
 COLUMN, ROW = 3, 2  # QKV, FC1 and the output layer; projection and FC2

@@ -22,8 +22,6 @@ from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 DELAY = 0.05
 
 

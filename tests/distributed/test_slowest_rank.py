@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 SLOW_MS = 30
 CPU = torch.device("cpu")
 

@@ -21,10 +21,7 @@ from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_chunked import WAYS
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 CPU = torch.device("cpu")
 CLASSES = {

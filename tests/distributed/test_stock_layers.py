@@ -18,8 +18,6 @@ from tests.distributed.data import integers, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 S, B, IN, OUT = 4, 2, 8, 12
 
 

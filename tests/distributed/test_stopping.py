@@ -18,7 +18,7 @@ import pytest
 from tests.distributed.test_launcher import begin
 from tests.processes import MARK, end, left, marked, with_mark
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SECONDS = 15.0
 """For what takes none. A launcher that waits for ranks which ignore its SIGTERM takes thirty."""

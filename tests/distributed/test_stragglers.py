@@ -13,8 +13,6 @@ from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_tune_ahead import Zeros
 
-pytestmark = pytest.mark.distributed
-
 
 def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
     """Train flux for some sampled steps in which the ``slow`` ranks take a while longer in every layer."""

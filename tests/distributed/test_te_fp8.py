@@ -59,10 +59,7 @@ from tests.distributed.te_fp8_cases import (
 )
 from tests.distributed.test_fused_twin import twin
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT)),
-]
+pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
 
 
 EACH = [*zip(KINDS, RECIPES, strict=True)]

@@ -31,8 +31,6 @@ from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, l
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
-pytestmark = pytest.mark.distributed
-
 
 class Counting(TunedBackend):
     """Runs stock after a measurement that only notes what was asked for."""

@@ -24,10 +24,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.te_fp8_cases import fp8_megatron, fresh, state_of, why_not
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT)),
-]
+pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
 
 SEQUENCE, BATCH = 128, 2
 """128 rows per rank, as blocks want them."""

@@ -38,8 +38,6 @@ from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import RankError, WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 SHAPE = (8, 6, 4)
 PLANS = (KernelConfig(), KernelConfig(reducers=7))
 

@@ -21,10 +21,7 @@ from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.measure import Backends
 from tests.distributed.pool import WorkerPool
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 class Recorder:

@@ -37,8 +37,6 @@ from tests.distributed.megatron_world import (
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_gpt import LAYERS
 
-pytestmark = pytest.mark.distributed
-
 STRICT = FluxConfig(strict=True)
 
 

@@ -25,8 +25,6 @@ from megatron_flux.ops.tuner.cache import load
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 
-pytestmark = pytest.mark.distributed
-
 FORWARD = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 """And the gather of x for wgrad; dgrad's calls have their weight transposed."""
 

@@ -23,8 +23,6 @@ from tests.distributed.te_cases import Case, build, gradient_of, input_of, te_me
 from tests.distributed.test_gpt import MOE
 from tests.field.same import both
 
-pytestmark = pytest.mark.distributed
-
 OVER_TE = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 REFERENCE = FluxConfig(backend="reference")
 

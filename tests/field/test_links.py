@@ -24,8 +24,6 @@ from tests.distributed.megatron_world import flux, gpt_model, megatron
 from tests.distributed.pool import WorkerPool
 from tests.field.same import both, over_host_memory, packed, steps
 
-pytestmark = pytest.mark.distributed
-
 CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
 
 

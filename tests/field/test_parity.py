@@ -11,7 +11,6 @@ from tests.train.conftest import Run, losses
 SMALL = ("--preset", "tiny", "--nproc", "2", "--steps", "3", "--seq-length", "64", "--num-layers", "1")
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_loss_parity_is_one_command(command: Run, tmp_path: Path) -> None:
     """bytedance/flux#177, #178: a loss that does not match TransformerEngine's, found by hand."""

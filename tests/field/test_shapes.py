@@ -13,8 +13,6 @@ from tests.distributed.megatron_world import gpt_model
 from tests.distributed.pool import WorkerPool
 from tests.field.same import both, fused_kernels, over_host_memory
 
-pytestmark = pytest.mark.distributed
-
 CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
 NEW_EVERY_STEP: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,)]
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_flux.version import __version__
 from tests.megatron_lm.conftest import LAYOUT, ROOT, SCRIPT, Result, Run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ON = f"> megatron-flux {__version__} is on: backend auto"
 SAID = (

@@ -36,7 +36,7 @@ from megatron_flux.slurm.status import describe, logs
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 40
 # Dropout: a resume that did not restore the random state would show.

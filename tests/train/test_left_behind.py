@@ -21,7 +21,7 @@ from megatron_flux.train.checkpoint_folder import checkpoint_of, damage, tracked
 from tests.processes import MARK, end, left, marked, with_mark
 from tests.train.conftest import SMALL, UNCOMPILED, records
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SECONDS = 30.0
 """Until all have ended. The launcher gives its ranks as long before it kills them."""

@@ -17,7 +17,7 @@ from megatron_flux.train import checkpoint_folder
 from tests.processes import MARK, end, left, marked, with_mark
 from tests.train.conftest import SMALL, Run, losses, records
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SECONDS = 15.0
 """From the signal to the end of everything; half of what torchrun gives its ranks."""

@@ -18,7 +18,7 @@ import pytest
 from megatron_flux.metrics import schema
 from tests.train.conftest import records
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789" * 4,

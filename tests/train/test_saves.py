@@ -16,7 +16,7 @@ from megatron_flux.train import checkpoint_folder
 from tests.small_disk import small_disk
 from tests.train.conftest import SMALL, Run, losses, records
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:

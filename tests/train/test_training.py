@@ -20,7 +20,7 @@ import torch
 
 from tests.train.conftest import SMALL, Run, losses, records, summary
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LLAMA = ["--set=normalization=RMSNorm", "--set=activation=swiglu", "--num-query-groups", "2"]
 FUSION, DROPOUT = "--set=gradient_accumulation_fusion=true", "--set=dropout=0.1"

@@ -65,37 +65,20 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 
 
 def prepare(
-    data: list[Path],
-    cache: Path | None,
-    seq_length: int,
-    vocab_size: int,
-    *,
-    split: str = "1,0,0",
-    with_tokenizer: tuple[tokenizer.Kind, Path] | None = None,
+    data: list[Path], cache: Path | None, vocab_size: int, with_tokenizer: tuple[tokenizer.Kind, Path] | None = None
 ) -> Corpus:
     """Return the indexed dataset for ``data``, tokenized now if it is not in the cache.
 
-    Raises UserError: tokens outside the vocabulary, or less than one sequence in a part of the ``split``.
+    Raises UserError: tokens outside the vocabulary, or no text.
     """
     sources = find_sources(data)
     if isinstance(sources, Path):
-        corpus = _check_pair(sources, vocab_size)
-    elif with_tokenizer is not None:
-        prefix = _tokenized(sources, cache_folder(cache), with_tokenizer)
-        corpus = _check_pair(prefix, vocab_size)
-    elif vocab_size < _BYTE_VOCAB_SIZE:
+        return _check_pair(sources, vocab_size)
+    if with_tokenizer is None and vocab_size < _BYTE_VOCAB_SIZE:
         needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
         raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
-    else:
-        prefix = _tokenized(sources, cache_folder(cache), None)
-        # One byte a token would do, but 256 and 257 are tokens too: two bytes.
-        corpus = Corpus(prefix, Path(f"{prefix}.bin").stat().st_size // 2, len(sources), is_bytes=True)
-    if corpus.tokens < seq_length + 1:
-        has = f"{name_of(data)} has {corpus.tokens} tokens, fewer than one sequence of {seq_length} + 1"
-        raise UserError(f"{has}; give more text or a smaller --seq-length")
-    if split != "1,0,0":
-        _check_parts(corpus, split, seq_length)
-    return corpus
+    prefix = _tokenized(sources, cache_folder(cache), with_tokenizer)
+    return _check_pair(prefix, vocab_size)._replace(is_bytes=with_tokenizer is None)
 
 
 def prepared(config: RunConfig) -> Corpus:
@@ -103,33 +86,9 @@ def prepared(config: RunConfig) -> Corpus:
 
     Before there are process groups, in which megatron-core has ranks wait for the first one.
     """
-    shape = config.shape
-    corpus = prepare(
-        config.data,
-        config.data_cache,
-        shape.seq_length,
-        shape.vocab_size,
-        split=config.split,
-        with_tokenizer=config.text_tokenizer,
-    )
+    corpus = prepare(config.data, config.data_cache, config.shape.vocab_size, config.text_tokenizer)
     _indices(config, corpus)
     return corpus
-
-
-def _check_parts(corpus: Corpus, split: str, seq_length: int) -> None:
-    from megatron.core.datasets import blended_megatron_dataset_config as core
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(str(corpus.prefix))  # unmaps its lengths when it goes
-    lengths = dataset.sequence_lengths
-    shares = core.convert_split_vector_to_split_matrix(core.parse_and_normalize_split(split))
-    for name, share in zip(("training", "validation"), shares, strict=False):
-        begin, end = (round(bound * len(lengths)) for bound in share)
-        if (tokens := int(lengths[begin:end].sum(dtype=np.int64))) < seq_length + 1:
-            raise UserError(
-                f"--eval-interval: {end - begin} of the {len(lengths)} documents are for {name}, {tokens} tokens, "
-                f"fewer than one sequence of {seq_length} + 1; give more documents or a smaller --seq-length"
-            )
 
 
 def text_of(config: RunConfig, corpus: Corpus) -> Text:
@@ -332,6 +291,10 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
             parts = builder.build()
     except (ValueError, EOFError) as error:  # NumPy's, of a file that is no array
         raise UserError(f"{indices} is damaged: {one_line(error)}; remove it") from None
+    for name, part in zip(("training", "validation"), parts, strict=False):
+        if part is not None and len(part) == 0:
+            few = f"{name_of(config.data)} has no sequence of {config.shape.seq_length} + 1 tokens for {name}"
+            raise UserError(f"{few}; give more text or a smaller --seq-length")
     return Datasets(*parts[:2])
 
 

@@ -19,8 +19,8 @@ from tests.train.conftest import SMALL, Run, losses, records
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 15.0
-"""From the signal to the end of everything; half of what torchrun gives its ranks."""
+SECONDS = 25.0
+"""From the signal to the end of everything; less than torchrun gives its ranks."""
 # Dropout: a resume that did not restore the random state would show.
 SAME = [*SMALL, "--set", "dropout=0.1", "--set", "lr_decay_steps=1000", "--set", "log_interval=100000"]
 

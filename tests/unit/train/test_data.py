@@ -42,8 +42,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def prepare(folder: Path, cache: Path, **changed: Any) -> data.Corpus:
-    return data.prepare([folder], cache, **{"seq_length": 8, "vocab_size": 258, **changed})
+def prepare(folder: Path, cache: Path) -> data.Corpus:
+    return data.prepare([folder], cache, 258)
 
 
 def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
@@ -53,14 +53,18 @@ def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
     assert (found.documents, found.is_bytes) == (2, True)
 
 
-def test_a_split_needs_a_sequence_of_each_part(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--eval-interval: 0 of the 2 documents are for validation, 0 tokens, fewer"):
-        prepare(folder, tmp_path / "cache", split="97,3,0")
-    for number in range(38):
-        (folder / f"{number:02}.txt").write_text("word " * 10)
-    assert prepare(folder, tmp_path / "cache", split="97,3,0").documents == 40
-    with pytest.raises(UserError, match="1 of the 40 documents are for validation, 81 tokens, fewer than one sequence"):
-        prepare(folder, tmp_path / "cache", split="97,3,0", seq_length=100)
+@pytest.mark.parametrize(("documents", "options"), [(1, {}), (20, {"eval_interval": 2})])
+def test_each_part_needs_a_sequence(tmp_path: Path, documents: int, options: dict[str, int]) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(documents):
+        (tmp_path / "text" / str(number)).write_text("word")
+    part = "validation" if options else "training"
+    with pytest.raises(UserError, match=f"text has no sequence of 8 . 1 tokens for {part}; give more text"):
+        data.prepared(run_on(tmp_path / "text", tmp_path / "cache", **options))
+    for number in range(documents, 100):
+        (tmp_path / "text" / str(number)).write_text("word")
+    found = data.build_datasets(run := run_on(tmp_path / "text", tmp_path / "cache", **options), data.prepared(run))
+    assert len(found.train) == (60 if options else 62)
 
 
 def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
@@ -122,8 +126,8 @@ def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
         prepare(folder, tmp_path / "file")
 
 
-def run_on(text: Path, cache: Path) -> config.RunConfig:
-    options = TrainOptions(data=[text], data_cache=cache, seq_length=8, tp=2)
+def run_on(text: Path, cache: Path, **more: Any) -> config.RunConfig:
+    options = TrainOptions(data=[text], data_cache=cache, seq_length=8, tp=2, **more)
     return config.resolve(options, world_size=2, device="cpu", out=Path("runs/x"))
 
 

@@ -494,7 +494,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/transpose.py",
         "if shard == rank:",
         "if shard < 0:",
-        (f"{FP8}::test_own_rows_are_transposed_from_where_they_are",),
+        (f"{FP8}::test_the_local_shard_is_transposed_from_where_it_is",),
     ),
     _fault(
         "own rows that another stream reads may be overwritten before",

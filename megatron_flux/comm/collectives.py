@@ -36,7 +36,7 @@ class Pending:
     keeps the operands alive.
     """
 
-    __slots__ = ("_keep", "_tensor", "_wait", "own_rows")
+    __slots__ = ("_keep", "_tensor", "_wait", "local_shard")
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Pending:
         wait: Callable[[], object] | None = None,
         keep: tuple[torch.Tensor, ...] = (),
         *,
-        own_rows: bool = True,
+        local_shard: bool = True,
     ) -> None:
-        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read. ``own_rows``:
-        False for a gathered tensor that has those of the peers only.
+        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read. ``local_shard``:
+        False for a gathered tensor that has the peers' shards only.
         """
-        self._tensor, self._wait, self._keep, self.own_rows = tensor, wait, keep, own_rows
+        self._tensor, self._wait, self._keep, self.local_shard = tensor, wait, keep, local_shard
 
     def wait(self) -> torch.Tensor:
         """Finish the operation and return its result."""
@@ -60,7 +60,7 @@ class Pending:
 
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """Return the same operation with a view of its result (``view`` must not read the data)."""
-        return Pending(view(self._tensor), self.wait, own_rows=self.own_rows)
+        return Pending(view(self._tensor), self.wait, local_shard=self.local_shard)
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
         """Return the same operation, waited for inside ``context()`` unless it is finished."""
@@ -71,7 +71,7 @@ class Pending:
             with context():
                 self.wait()
 
-        return Pending(self._tensor, wait, own_rows=self.own_rows)
+        return Pending(self._tensor, wait, local_shard=self.local_shard)
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:

@@ -71,7 +71,7 @@ class PendingRows:
         """Finish the gather; the bytes are valid until the group's next all_gather begins."""
         data = self._data.wait().view(torch.uint8)
         scales = self._local.scale_inv if self._scales is None else self._scales.wait()
-        if self._data.own_rows:
+        if self._data.local_shard:
             return Rows(data, scales)
         from megatron_flux.kernels.transpose import transposed
 
@@ -88,5 +88,5 @@ def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
         if backend != "auto" and get_backend(backend).gathers_stay:
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)
-    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend, own_rows=False)
+    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend, local_shard=False)
     return PendingRows(rows, data, scales, by == "reference", group)

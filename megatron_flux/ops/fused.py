@@ -327,7 +327,7 @@ class AllGatherPlan(_Gathering):
         if work.open_gather is not None:
             finish_open(work)
         # wait() holds no call: the slab has the open gather, and must not hold the group.
-        side, launches, device, own_rows = self._side, self._launches, self._device, call.return_gathered
+        side, launches, device, local_shard = self._side, self._launches, self._device, call.return_gathered
         try:
             if work.table is not None:
                 work.table.spec = self._number
@@ -355,7 +355,7 @@ class AllGatherPlan(_Gathering):
                         driver.wait(stream, side.after)
                         if stream != begun:  # which does not wait for the copies of x, and x may be its memory
                             x.record_stream(side.keep.stream)
-                            if not own_rows:  # the caller reads x there
+                            if not local_shard:  # the caller reads x there
                                 x.record_stream(torch.cuda.current_stream())
                     if work.open_gather is pending:
                         work.open_gather = None
@@ -363,7 +363,7 @@ class AllGatherPlan(_Gathering):
                     work.poison("all_gather", error)
                     raise
 
-            pending = Pending(self._gathered[half], wait, keep=(x,), own_rows=own_rows)
+            pending = Pending(self._gathered[half], wait, keep=(x,), local_shard=local_shard)
             work.open_gather = pending
         except BaseException as error:
             work.poison("all_gather", error)

@@ -180,17 +180,17 @@ def all_gather(
     *,
     backend: str = "auto",
     wire: str = "exact",
-    own_rows: bool = True,
+    local_shard: bool = True,
 ) -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
-    it. The result is valid until the group's next all_gather. Without ``own_rows`` it may lack the rows of ``x``
-    itself: ``own_rows`` of the result says whether it has them. Raises as :func:`all_gather_gemm`.
+    it. The result is valid until the group's next all_gather. Without ``local_shard`` it may lack the rows of ``x``
+    itself: ``local_shard`` of the result says whether it has them. Raises as :func:`all_gather_gemm`.
     """
     if group is None:
         group = _default_group()
     state_of(group).gathers_begun += 1
-    call = OperatorCall("all_gather", x, None, group, False, None, own_rows, False, wire)
+    call = OperatorCall("all_gather", x, None, group, False, None, local_shard, False, wire)
     pending: Pending = _run(call, backend)
     return pending
 

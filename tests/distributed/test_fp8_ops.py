@@ -290,7 +290,7 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
     world2.run(rank_twin, plan, tma, scaling)
 
 
-def rank_own_rows() -> None:
+def rank_local_shard() -> None:
     """Gathers that leave the own rows out write nothing there and hand out the rest; it is transposed with them."""
     from megatron_flux.layers import fp8
     from megatron_flux.ops.backends import registry
@@ -305,8 +305,8 @@ def rank_own_rows() -> None:
             shards = [torch.randint(0, 255, (mp, k)).byte() for _ in range(tp)]
             own = fp8.Rows(shards[rank], torch.ones(1))
             for whole in (True, True, False, False):  # both halves of the slab, twice
-                pending = ops.all_gather(shards[rank].view(torch.bfloat16), group, backend="twin", own_rows=whole)
-                assert pending.own_rows == whole
+                pending = ops.all_gather(shards[rank].view(torch.bfloat16), group, backend="twin", local_shard=whole)
+                assert pending.local_shard == whole
                 found = pending.wait().view(torch.uint8).view(tp, mp, k)
                 for r in range(tp):
                     assert found[r].eq(255).all() if r == rank and not whole else torch.equal(found[r], shards[r])
@@ -324,8 +324,8 @@ def rank_own_rows() -> None:
 
 
 @TRITON
-def test_own_rows_are_transposed_from_where_they_are(world: WorkerPool) -> None:
-    world.run(rank_own_rows)
+def test_the_local_shard_is_transposed_from_where_it_is(world: WorkerPool) -> None:
+    world.run(rank_local_shard)
 
 
 @TRITON

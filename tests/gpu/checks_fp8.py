@@ -323,7 +323,7 @@ def random_shapes(group, rounds=40):
     return f"{rounds} rounds"
 
 
-def own_rows(group):
+def local_shard(group):
     """Gathers of bytes without them, transposed with them, between gathers that have them, eager and in a graph."""
 
     def transposed(shard):
@@ -375,7 +375,7 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, own_rows, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked,
+        exact, local_shard, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked,
         random_shapes,
     )
 }  # fmt: skip

@@ -129,7 +129,7 @@ def _keep(
     x, data_table, buf_off, own, mp, k, chunk_k, rank, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr,
     KEEP: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
-    """Copy the own shard into the gather buffer."""
+    """Copy the local shard into the gather buffer."""
     dtype: gl.constexpr = x.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([128 // dtype.primitive_bitwidth], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, WIDTH, layout=layout)

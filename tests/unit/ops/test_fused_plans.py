@@ -240,26 +240,26 @@ def test_watched_calls_run_by_the_same_plan(gpu: Gpu) -> None:
 # Gathers
 
 
-def gather(gpu: Gpu, *, own_rows: bool = True) -> Any:
-    return ops.all_gather(on_gpu(4, 4), gpu.group, own_rows=own_rows, backend="one way")
+def gather(gpu: Gpu, *, local_shard: bool = True) -> Any:
+    return ops.all_gather(on_gpu(4, 4), gpu.group, local_shard=local_shard, backend="one way")
 
 
-@pytest.mark.parametrize("own_rows", [True, False])
-def test_a_gather_finishes_the_one_before_and_waits_once(gpu: Gpu, own_rows: bool) -> None:
+@pytest.mark.parametrize("local_shard", [True, False])
+def test_a_gather_finishes_the_one_before_and_waits_once(gpu: Gpu, local_shard: bool) -> None:
     gpu.backend()
     for _ in range(2):
-        gather(gpu, own_rows=own_rows).wait()
+        gather(gpu, local_shard=local_shard).wait()
     finished: list[str] = []
     gpu.work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
     gpu.work.data[1].zero_()
     gpu.work.ended = 0
-    pending = gather(gpu, own_rows=own_rows)
+    pending = gather(gpu, local_shard=local_shard)
     assert finished == ["earlier"]
     assert gpu.work.open_gather is pending
-    assert pending.own_rows == own_rows
+    assert pending.local_shard == local_shard
     gpu.done.clear()
     whole = pending.wait()
-    assert whole[4:].ne(0).all() == own_rows  # rank 1's
+    assert whole[4:].ne(0).all() == local_shard  # rank 1's
     assert pending.wait() is whole
     assert gpu.done == [("gather_wait_kernel again", STREAM), ("wait", STREAM, AFTER)]
     assert (gpu.work.ended, gpu.work.open_gather) == (1, None)
@@ -275,9 +275,9 @@ def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(gpu: Gpu) 
     assert gpu.done == []
 
 
-@pytest.mark.parametrize("own_rows", [True, False])
+@pytest.mark.parametrize("local_shard", [True, False])
 def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
-    gpu: Gpu, own_rows: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, local_shard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
     gpu.backend()
@@ -286,14 +286,14 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
     monkeypatch.setattr(Work, "end", lambda _: gpu.done.append(("order",)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the other")
     for _ in range(2):
-        gather(gpu, own_rows=own_rows).wait()
+        gather(gpu, local_shard=local_shard).wait()
     assert recorded == []
-    pending = gather(gpu, own_rows=own_rows)
+    pending = gather(gpu, local_shard=local_shard)
     gpu.done.clear()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     pending.wait()
     assert gpu.done == [("order",), ("gather_wait_kernel again", 11), ("wait", 11, AFTER)]
-    assert recorded == (["side"] if own_rows else ["side", "the other"])
+    assert recorded == (["side"] if local_shard else ["side", "the other"])
 
 
 def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

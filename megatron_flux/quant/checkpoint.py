@@ -134,7 +134,9 @@ def run(
 def examine(found: Found, out: Path, tp: int | None) -> None:
     """Raise what keeps ``found`` from being folded to ``out``, as :func:`run` would; write nothing."""
     _may_write(found, out)
-    _refuse(found, tp)
+    for at in found.mlps:
+        if (reason := why_not(load(found, at), tp)) is not None:
+            raise UserError(reason)
 
 
 def load(found: Found, at: str) -> MLP:
@@ -153,24 +155,6 @@ def _tensor(found: Found, name: str) -> torch.Tensor:
 
     with safe_open(found.folder / found.tensors[name].file, framework="pt") as file:
         return file.get_tensor(name)
-
-
-def _refuse(found: Found, tp: int | None) -> None:
-    """Check every MLP's orders before anything is written; only ``g_idx`` is read, one MLP at a time."""
-    for at, (first, second) in found.mlps.items():
-        orders = [_tensor(found, f"{at}.{linear}.g_idx") for linear in (*first, second)]
-        firsts = tuple(_bare(found, f"{at}.{linear}", order) for linear, order in zip(first, orders, strict=False))
-        mlp = MLP(firsts, _bare(found, f"{at}.{second}", orders[-1]))
-        if (reason := why_not(mlp, tp)) is not None:
-            raise UserError(reason)
-
-
-def _bare(found: Found, name: str, order: torch.Tensor) -> GPTQLinear:
-    """Return the linear with its order and shapes alone: no bytes of weights."""
-    shapes = {part: found.tensors[f"{name}.{part}"].shape for part in ("qweight", "qzeros", "scales")}
-    made = {part: torch.empty(1, dtype=torch.int32).expand(shape) for part, shape in shapes.items()}
-    made["scales"] = torch.empty(1).expand(shapes["scales"])
-    return GPTQLinear(**made, g_idx=order, bits=found.bits, zero_offset=found.zero_offset, name=name)
 
 
 def _check(before: MLP, after: MLP, at: str) -> float:

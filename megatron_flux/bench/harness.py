@@ -267,32 +267,8 @@ def opened() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@contextmanager
-def logged_to(path: Path) -> Iterator[None]:
-    """Write log lines of the first rank, and the error that ends it, to ``path`` as well; each message once."""
-    if not rank.is_first():
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.addFilter(rank.once_per_message())  # variants patch and unpatch in every round
-    logger.addHandler(handler)
-    try:
-        yield
-    except Exception as error:
-        print(f"ended by {type(error).__name__}: {error}", file=handler.stream)
-        raise
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
-
-
-def show(print_tables: Callable[..., None], summary: dict[str, Any], out: Path) -> None:
-    """Print the tables of ``summary`` on the first rank, and append them to ``log.txt`` in ``out``."""
-    if not rank.is_first():
-        return
-    print_tables(summary)
-    with (out / "log.txt").open("a", encoding="utf-8") as file:
-        print_tables(summary, file)
-    logger.info("summary, rounds and log: %s", out)
+def show(print_tables: Callable[[dict[str, Any]], None], summary: dict[str, Any], out: Path) -> None:
+    """Print the tables of ``summary`` on the first rank."""
+    if rank.is_first():
+        print_tables(summary)
+        logger.info("summary and rounds: %s", out)

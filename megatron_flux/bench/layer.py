@@ -493,5 +493,5 @@ def work(text: str) -> None:
     wanted = LayerRun.model_validate_json(text)
     rank.set_environment()
     warnings.filterwarnings("ignore")  # of packages that a variant uses and this project does not choose
-    with harness.logged_to(wanted.out / "log.txt"), cpu_shims(), process_groups(wanted):
+    with cpu_shims(), process_groups(wanted):
         harness.show(tables.show_layers, run(wanted, log=logger.info), wanted.out)

@@ -374,5 +374,5 @@ def work(text: str) -> None:
     wanted = OpsRun.model_validate_json(text)
     rank.set_environment()
     rank.set_nccl_link(wanted.link)
-    with harness.logged_to(wanted.out / "log.txt"), harness.opened() as group:
+    with harness.opened() as group:
         harness.show(tables.show_ops, run(wanted, wanted.cases(), group, logger.info), wanted.out)

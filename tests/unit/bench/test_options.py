@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.bench import harness, ops, tune
+from megatron_flux.bench import ops, tune
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
 from megatron_flux.cli import main as cli
@@ -214,12 +214,6 @@ def test_a_launchers_rank_starts_nothing(
     assert OpsRun.model_validate_json(ran[0]).tp == 4
     assert Path("run", "config.json").exists()
     assert "--tp 2 under a launcher that started 4" in refused(run, "tune", "--tp", "2")
-
-
-def test_the_log_says_what_ended_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="sad"), harness.logged_to(tmp_path / "run" / "log.txt"):
-        raise ValueError("sad")
-    assert (tmp_path / "run" / "log.txt").read_text() == "ended by ValueError: sad\n"
 
 
 def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:

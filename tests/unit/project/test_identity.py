@@ -53,8 +53,9 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
     assert len(commit) >= 7
     assert head.startswith(commit)
     words = ("train", "--preset", "tiny", "--nproc", "1", "--tp", "1", "--steps", "1", "--dry-run")
-    assert commit in run(sys.executable, site / "bin" / "megatron-flux", *words, cwd=empty, PYTHONPATH=str(site))
-    assert run(sys.executable, site / "bin" / "megatron-flux", "slurm", "render", "--help", cwd=empty, PYTHONPATH=str(site))
+    command = (sys.executable, site / "bin" / "megatron-flux")
+    assert commit in run(*command, *words, cwd=empty, PYTHONPATH=str(site))
+    assert run(*command, "slurm", "render", "--help", cwd=empty, PYTHONPATH=str(site))
 
 
 def test_a_copy_without_git_is_the_next_version(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def beside_wgrad(call: OperatorCall, ways: Mapping[str, Way]) -> dict[str, Way]:
     """Add to each way the wgrad of its layer: ``dy.T @ x`` with dy ``[m, k]`` of the call and x ``[m, n]``."""
     generator = torch.Generator(device=call.x.device).manual_seed(0)  # training's numbers stay what they were
     if call.fp8 is None:
-        dy, x = call.x, call.x.new_empty(call.m, call.n).normal_(generator=generator)
+        dy, x = call.matrix().x, call.x.new_empty(call.m, call.n).normal_(generator=generator)
         wgrad = functools.partial(torch.matmul, dy.t(), x)
     else:  # of both transposed, as FP8 has them
         kind = call.fp8.kind._replace(promoted=True)

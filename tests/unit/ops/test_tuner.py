@@ -33,6 +33,7 @@ from megatron_flux.ops.tuner import tuner as module
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner.ways import beside_wgrad
 from megatron_flux.settings import WIRES
 from tests.unit.groups import group_of
 
@@ -514,3 +515,12 @@ def test_over_pcie_only_where_it_was_asked_for(tuner: Tuned, monkeypatch: pytest
     monkeypatch.setenv("MEGATRON_FLUX_LINK", "p2p")
     assert tuner.untested(X, GROUP) is None
     assert " tp=2 p2p in chunks | " in key_of(made, captured=False), "not what fused kernels were measured over"
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 2, 8)])
+def test_a_wgrad_runs_beside_an_all_reduce(shape: tuple[int, ...]) -> None:
+    """Layers give x with its leading dimensions."""
+    call = OperatorCall("gemm_all_reduce", torch.randn(shape), torch.randn(8, 4), GROUP, transposed=True)
+    made: list[str] = []
+    beside_wgrad(call, {"way": lambda: made.append("call")})["way"]()
+    assert made == ["call"]

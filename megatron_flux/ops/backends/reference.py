@@ -5,10 +5,9 @@ torch.distributed knows (NCCL, gloo), for any dtype both support. It is the base
 measured and tested against, and the one that is always available.
 
 ``pipelined`` is torch's decomposed operators, one chunk per rank on a side stream while another multiplies: the peer
-known as async-TP (``torch.ops.symm_mem.fused_*``), made a candidate: where it is faster than the fused kernels on some
-shape or group size, the tuner takes it. It moves whole shards by copy engine, meets at a barrier for every step and
-adds the partials in a pass of its own. Limits: CUDA, one host with peer access; bf16 or fp16. Not inside CUDA-graph
-capture, where every call is a UserError. A gathered input is a fresh tensor.
+known as async-TP (``torch.ops.symm_mem.fused_*``), by name only, for comparisons. It moves whole shards by copy engine,
+meets at a barrier for every step and adds the partials in a pass of its own. Limits: CUDA, one host with peer access;
+bf16 or fp16. Not inside CUDA-graph capture, where every call is a UserError. A gathered input is a fresh tensor.
 Source: torch/distributed/_symmetric_memory/__init__.py of torch 2.11.
 """
 

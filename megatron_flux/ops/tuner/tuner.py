@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement
-from megatron_flux.comm.cache import Cache
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.call import CallSpec, OperatorCall
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
@@ -34,8 +33,6 @@ class Decisions:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     """By key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
-    by_spec: Cache[CallSpec, Entry] = field(default_factory=Cache)
-    """The same, for a look-up without a key in words."""
     measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
     """What this process has measured, by the call without its m, and by m."""
     kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
@@ -62,22 +59,15 @@ class Tuner:
 
     def known(self, call: OperatorCall) -> Entry | None:
         """Return what was decided in this process for ``call``, None if nothing was. Not collective."""
-        return self.decisions(call.group).by_spec.get(call.matrix().spec)
+        return self.decisions(call.group).entries.get(key_of(call, captured=call.spec.captured))
 
     def choose(self, call: OperatorCall) -> Entry:
-        """Return what runs ``call``; collective where that is new."""
-        decisions, spec = self.decisions(call.group), call.matrix().spec
-        entry = decisions.by_spec.get(spec)
-        if entry is None:
-            entry = self._decide(call, exact_m=False)
-            if not _is_captured():
-                decisions.by_spec[spec] = entry
-        return entry
+        """Return what runs ``call``; collective where that is new. Plans are cached by others: this takes time."""
+        return self._decide(call, exact_m=False)
 
     def decide(self, call: OperatorCall) -> Entry:
         """Return the entry of this very call, measured unless it is known; another m's will not do. Collective."""
-        entry = self.decisions(call.group).by_spec[call.matrix().spec] = self._decide(call, exact_m=True)
-        return entry
+        return self._decide(call, exact_m=True)
 
     def _decide(self, call: OperatorCall, *, exact_m: bool) -> Entry:
         group, entries, captured = call.group, self.decisions(call.group).entries, call.spec.captured
@@ -85,7 +75,7 @@ class Tuner:
         modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
         keys = [key_of(call, captured=mode) for mode in modes]
         entry = next((entries[key] for key in keys if key in entries), None)
-        if entry is None and _is_captured():
+        if entry is None and torch.cuda.is_current_stream_capturing():
             if group.rank() == 0:
                 logger.warning(
                     "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
@@ -136,10 +126,6 @@ class Tuner:
                 call.group, "plans kept for other rows", lambda: cache.of_other_rows(key, call.m, full=full)
             )
         return kept[kind]
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def _without_m(call: OperatorCall) -> tuple[object, ...]:

@@ -134,8 +134,8 @@ def describe(root: Path, now: float) -> list[str]:
 
 
 def cause(repetition: Repetition) -> list[str]:
-    """Return why the newest start ended: the job's error or first failure and its rank's note, else the last line."""
-    logs, began = repetition.logs, _began(repetition)
+    """Return why the newest start ended: the job's error, else the first rank's failure, else the log's last line."""
+    logs = repetition.logs
     if logs is None:
         return []
     said = text(logs / "error")
@@ -143,19 +143,11 @@ def cause(repetition: Repetition) -> list[str]:
         lines = [line for file in logs.glob("failures/*/*") for line in text(file).splitlines()]
         failures = [(int(one[1]), float(one[2]), one[3]) for one in map(_FAILURE.fullmatch, lines) if one]
         said = min(failures)[-1] if failures else ""
-    notes = []  # of the ranks of this start: that of the cause, else the first by the file system's clock
-    for file in repetition.run.glob("*/failure-rank*.json"):
-        # What is half a file, or of another program, says nothing.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            one = strict_json.loads(file.read_text())
-            where = f"rank {one['rank']} on {one['host']}, {file.parent.name} step {one['iteration']}"
-            if (moment := file.stat().st_mtime) >= began:
-                other = not said.startswith(f"rank {one['rank']} ")
-                notes.append((other, moment, " ".join(f"{where}: {one['error']}".split())))
-    lines = ([f"cause: {said}"] if said else []) + [note for *_, note in sorted(notes)[:1]]
-    if not said and (log := text(logs / "log")) and (last := _last_line(Path(log))):
-        lines.append(f"last line of {log}: {last}")
-    return lines or [f"no cause is on record; see {logs}"]
+    if said:
+        return [f"cause: {said}"]
+    if (log := text(logs / "log")) and (last := _last_line(Path(log))):
+        return [f"last line of {log}: {last}"]
+    return [f"no cause is on record; see {logs}"]
 
 
 def doing(repetition: Repetition, now: float) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -44,30 +43,15 @@ def repetition(tmp_path: Path) -> status.Repetition:
     return one
 
 
-def note(repetition: status.Repetition, rank: int, timestamp: float, error: str) -> None:
-    """By the file system's clock at ``timestamp``; the node's own is wrong."""
-    said = {"rank": rank, "host": f"n0{rank}", "iteration": 3, "timestamp": timestamp - 3600 * rank, "error": error}
-    file = repetition.run / "flux" / f"failure-rank0000{rank}.json"
-    file.write_text(json.dumps(said))
-    os.utime(file, (timestamp, timestamp))
-
-
-def test_the_cause_is_the_jobs_last_word_and_the_first_ranks_note(repetition: status.Repetition) -> None:
-    now = time.time()
-    note(repetition, 0, now + 9, "RuntimeError: connection lost")
-    note(repetition, 1, now + 8, "RuntimeError: out of\nmemory")
-    note(repetition, 2, now - 3600, "RuntimeError: of an earlier start")
-    note(repetition, 4, now + 7, "RuntimeError: of a rank that is not blamed")
-    (repetition.run / "flux" / "failure-rank00003.json").write_text("{")
-    noted = "rank 1 on n01, flux step 3: RuntimeError: out of memory"
+def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status.Repetition) -> None:
     # The job has not said it yet: what the nodes' launchers left, by cause and order.
     failures = repetition.logs / "failures" / "train"
     (failures / "n00").write_text("1 0 rank 0 on n00 failed\n")
     (failures / "n01").write_text("0 9 rank 1 on n01 was killed by SIGKILL (exit code -9)\n")
     (failures / "n02").write_text("0 10 rank 2 on n02 was killed by SIGKILL (exit code -9)\n")
-    assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)", noted]
+    assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)"]
     (repetition.logs / "error").write_text("rank 1 on n01 was killed; logs in /x\n")
-    assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x", noted]
+    assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x"]
 
 
 def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:

@@ -122,18 +122,10 @@ class PipelinedBackend(Backend):
         _not_captured()
         return collectives.all_gather(call.x, call.group, async_op=True)
 
-    def release(self, group: dist.ProcessGroup) -> None:
-        """Give back torch's workspace of ``group``, as large as a gathered input; another call makes it again."""
-        module = importlib.import_module(_SYMMETRIC_MEMORY)
-        getattr(module, "_group_name_to_workspace_tensor", {}).pop(group.group_name, None)
-
-
-_SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
-
 
 def _operators() -> Any:
     _not_captured()
-    importlib.import_module(_SYMMETRIC_MEMORY)  # registers them
+    importlib.import_module("torch.distributed._symmetric_memory")  # registers them
     return torch.ops.symm_mem
 
 

@@ -1,20 +1,19 @@
-"""Launching a kernel that has been launched before on other operands, by one call of CUDA's driver.
+"""Launch a kernel again on other operands, by one call of CUDA's driver.
 
-Triton's own launch of these kernels costs about 50 us of host time: it finds out which compiled variant fits, encodes
-up to ten TMA descriptors and unpacks some eighty parameters. Of all that only the operands' addresses change from call
-to call. The first call goes through Triton. From it, :class:`Relaunch` lays all parameters out as the kernel wants
-them; later calls put the addresses of the operands in and launch.
+Triton's own launch of these kernels costs about 50 us of host time: it selects a compiled variant, encodes up to ten
+TMA descriptors and unpacks some eighty parameters. Only the operands' addresses change from call to call. The first
+call goes through Triton. From it, :class:`Relaunch` lays all parameters out for the kernel; later calls put the
+operands' addresses in and launch.
 
-Contract: who keeps a ``Relaunch`` calls it only where everything but the named operands' addresses is the same: shapes,
+Contract: a ``Relaunch`` may be called only where everything but the named operands' addresses is the same: shapes,
 strides, dtypes, integers, constants, device. Addresses must be multiples of 16, as the first were.
 
 Layout (Triton 3.6 to 3.9): parameters in the order of the signature without constants; a TMA descriptor is 128 bytes,
 then its shape (int32) and strides (int64); two pointers to scratch memory end the list. It is compared with the
-compiled kernel's own list; a kernel that is laid out in another way is launched by Triton every time, and that is
-logged.
+compiled kernel's own list; a kernel with another layout is launched by Triton every time, and that is logged.
 
 Profilers that hook into Triton's launches do not see these; CUDA's own (torch.profiler, nsys) do. Where a hook is
-installed, callers take Triton's way (:func:`hooked`).
+installed, callers launch by Triton (:func:`hooked`).
 """
 
 from __future__ import annotations
@@ -49,23 +48,23 @@ class UnknownLayoutError(Exception):
 
 
 class _Map:
-    """An operand that the kernel reaches by TMA: a tensor map for each address it has had."""
+    """An operand that the kernel reads or writes by TMA: a tensor map for each address so far."""
 
     def __init__(self, descriptor: Any, about: Mapping[str, Any]) -> None:
         self._dtype, self._shape = descriptor.base.dtype, [int(n) for n in descriptor.shape]
         self._strides = [int(n) for n in descriptor.strides]
         self._box, self._swizzle = list(about["block_size"]), about["swizzle"]
-        self._made: dict[int, tuple[int, Any]] = {}
+        self._maps: dict[int, tuple[int, Any]] = {}
 
     def at(self, address: int) -> int:
-        """Where the host keeps the map for ``address``."""
-        found = self._made.get(address)
-        if found is None:
-            if len(self._made) >= _MOST_MAPS:
-                self._made.clear()
+        """Return the host address of the map for ``address``."""
+        entry = self._maps.get(address)
+        if entry is None:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
             made = driver.tensor_map(address, self._dtype, self._shape, self._strides, self._box, self._swizzle)
-            found = self._made[address] = (ctypes.addressof(made), made)
-        return found[0]
+            entry = self._maps[address] = (ctypes.addressof(made), made)
+        return entry[0]
 
 
 class Relaunch:
@@ -95,7 +94,7 @@ class Relaunch:
         self._parameters = (ctypes.c_void_p * len(sizes))(*[ctypes.addressof(value) for value in self._values])
 
     def _lay_out(self, compiled: Any, arguments: Sequence[Any]) -> dict[str, tuple[int, _Map | None]]:
-        """Fill the values; returns where tensors and descriptors are, by name."""
+        """Fill the values and return the places of tensors and descriptors, by name."""
         signature = compiled.src.signature
         abouts = iter(compiled.metadata.tensordesc_meta or ())
         places: dict[str, tuple[int, _Map | None]] = {}
@@ -149,71 +148,71 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
 
 
 def first_or_again(
-    known: dict[Any, Any], key: Hashable, grid: int, first: Callable[[], Launch], device: int, **operands: torch.Tensor
+    cache: dict[Any, Any], key: Hashable, grid: int, first: Callable[[], Launch], device: int, **operands: torch.Tensor
 ) -> None:
     """Launch a kernel on the current stream: by Triton the first time, by its :class:`Relaunch` afterwards.
 
-    ``known`` keeps relaunches, and should live no longer than the tensors among the fixed arguments; ``key`` determines
+    ``cache`` keeps relaunches and must live no longer than the tensors among the fixed arguments; ``key`` determines
     all but the operands' addresses. ``first`` launches by Triton and returns the compiled kernel and the arguments
     without constants. ``operands`` are the tensors that differ from call to call, by the kernel's names for them.
     """
-    again = known.get(key)
+    again = cache.get(key)
     if again and not hooked():
         again(torch._C._cuda_getCurrentRawStream(device), *operands.values())
         return
     compiled, arguments = first()
     if again is None:
-        known[key] = relaunch(compiled, grid, arguments, list(operands))
+        cache[key] = relaunch(compiled, grid, arguments, list(operands))
 
 
 def wait_for_peers(
-    kernel: Any, known: dict[Any, Any], key: Hashable, device: torch.device, tp: int, arguments: Sequence[Any]
+    kernel: Any, cache: dict[Any, Any], key: Hashable, device: torch.device, tp: int, arguments: Sequence[Any]
 ) -> None:
-    """Launch a kernel of one CTA that waits for all peers; ``known`` and ``key`` as of :func:`first_or_again`."""
+    """Launch a kernel of one CTA that waits for all peers; ``cache`` and ``key``: see :func:`first_or_again`."""
     cuda = device.type == "cuda"
 
     def launch() -> Launch:
         return by_triton(kernel, 1, *arguments, TP=tp, CPU=not cuda, THREADS=32, num_warps=1), arguments
 
     if cuda:
-        first_or_again(known, key, 1, launch, device.index)
+        first_or_again(cache, key, 1, launch, device.index)
     else:
         launch()
 
 
 def relaunch(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
-    """False where Triton has to launch this kernel every time: that is logged once a kernel."""
+    """Return the kernel's Relaunch; False where Triton has to launch it every time, which is logged once a kernel."""
     try:
         if not driver.available():
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
         return Relaunch(compiled, grid, arguments, operands)
     except UnknownLayoutError as reason:
-        _say_once(compiled.metadata.name, str(reason))
+        _warn_once(compiled.metadata.name, str(reason))
         return False
 
 
 @functools.cache
-def _say_once(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str) -> None:
     logger.warning("megatron_flux: %s is launched by Triton, which costs host time: %s", name, reason)
 
 
 def parameter_sizes(ptx: str, name: str) -> list[int]:
-    """Bytes of every parameter of the kernel ``name`` in ``ptx``. Raises UnknownLayoutError: it is not there, or of a
-    type that is not known.
+    """Return the bytes of every parameter of the kernel ``name`` in ``ptx``. Raises UnknownLayoutError: it is not
+    there, or a parameter has an unknown type.
     """
     entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None:
         raise UnknownLayoutError(f"no entry {name}")
     sizes = []
     for line in entry[1].split(","):
-        found = re.search(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)[^\[]*(?:\[(\d+)\]\s*)?$", line)
-        if found is None or found[1] not in _PTX_BYTES:
+        match = re.search(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)[^\[]*(?:\[(\d+)\]\s*)?$", line)
+        if match is None or match[1] not in _PTX_BYTES:
             raise UnknownLayoutError(f"a parameter {line.strip()!r}")
-        sizes.append(_PTX_BYTES[found[1]] * int(found[2] or 1))
+        sizes.append(_PTX_BYTES[match[1]] * int(match[2] or 1))
     return sizes
 
 
 def hooked() -> bool:
-    """Whether a launch hook would be called by Triton; an empty chain of hooks is none."""
+    """Return True if Triton would call a launch hook; an empty chain of hooks is none."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

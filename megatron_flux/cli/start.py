@@ -31,18 +31,15 @@ def described(
     describe: Describe,
     out: Path | None,
     *,
-    default: bool = False,
     overwrite: bool = False,
     resuming: bool = False,
 ) -> bool:
     """Return True after printing a dry run's description. Before that, check the folder ``out``, if any.
 
-    A ``default`` folder is not checked: if a run of the same second has it, this one gets another.
-
     Raises:
         UserError: the folder is taken.
     """
-    if out is not None and not default and rank.is_first():
+    if out is not None and rank.is_first():
         folder.check_free(out, overwrite=overwrite, resuming=resuming)
     if dry_run and rank.is_first():
         print(json.dumps(describe(out or Path()), indent=2))
@@ -77,10 +74,8 @@ def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapp
     def describe(out: Path) -> dict[str, Any]:
         return description(to(out), options, more)
 
-    if described(dry_run, describe, out, default=options.out is None, overwrite=options.overwrite):
+    if described(dry_run, describe, out, overwrite=options.overwrite):
         return
-    if options.out is None and not launcher.launched():
-        out = folder.claim(out)
     if rank.is_first():
         folder.make(out, describe(out), overwrite=options.overwrite)
     argument, left = to(out).model_dump_json(), f"what was measured is in {out}"

@@ -62,7 +62,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)
-    how = {"default": options.out is None, "overwrite": run.overwrite, "resuming": run.load is not None}
+    how = {"overwrite": run.overwrite, "resuming": run.load is not None}
     if start.described(dry_run, lambda _: description.description(run), run.out, **how):
         return
     if launcher.launched() and not first:
@@ -78,7 +78,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
-    with description.made(run, default=options.out is None) as run:
+    with description.made(run):
         asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -24,24 +25,13 @@ _LOCK = ".lock"
 
 
 def default_folder(*words: str) -> Path:
-    """Return a name from the time and ``words``, under ``runs/`` in the working directory; :func:`claim` makes it."""
+    """Return a new name from the time and ``words``, under ``runs/`` in the working directory.
+
+    Runs that start in the same second differ by a random part, but for the ranks of one launcher.
+    """
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / "-".join([now, *words])
-
-
-def claim(out: Path) -> Path:
-    """Make the default folder ``out``, or ``out-2`` and so on if a run of the same second has done so; returns it."""
-    free, number = out, 1
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with suppress(FileExistsError):
-                free.mkdir()
-                return free
-            number += 1
-            free = out.with_name(f"{out.name}-{number}")
-    except OSError as error:
-        raise unwritable(out, error) from None
+    unique = [] if "RANK" in os.environ else [secrets.token_hex(2)]
+    return Path("runs") / "-".join([now, *words, *unique])
 
 
 def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
@@ -69,34 +59,28 @@ def check_writable(folder: Path, option: str) -> Path:
 
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
     """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
-    with made(out, lambda _: description, default=False, overwrite=overwrite, resuming=False):
+    with made(out, description, overwrite=overwrite, resuming=False):
         pass
 
 
 @contextmanager
-def made(
-    out: Path, describe: Callable[[Path], dict[str, Any]], *, default: bool, overwrite: bool, resuming: bool
-) -> Iterator[Path]:
-    """Make the run folder, and hold it for the run inside the context. Yields it: a ``default`` one may get a number.
+def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> Iterator[None]:
+    """Make the run folder, and hold it for the run inside the context.
 
-    ``describe`` returns what goes into its ``config.json``. ``overwrite`` deletes an earlier run, ``resuming`` goes on
-    in its folder. If ranks refuse the run (UserError, RendezvousError) before they have recorded anything, a new folder
+    ``description`` goes into its ``config.json``. ``overwrite`` deletes an earlier run, ``resuming`` goes on in its
+    folder. If ranks refuse the run (UserError, RendezvousError) before they have recorded anything, a new folder
     is removed, and a resumed run has its files back.
 
     Raises UserError: the folder is taken, or cannot be written.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
-    if default:
-        out = claim(out)
-        missing = [out, *missing[1:]]
-    else:
-        check_free(out, overwrite=overwrite, resuming=resuming)
+    check_free(out, overwrite=overwrite, resuming=resuming)
     with ExitStack() as holding:
         try:
             out.mkdir(parents=True, exist_ok=True)
             holding.enter_context(locked(out / _LOCK, 0))  # what a run goes on writing must not be replaced
             check_free(out, overwrite=overwrite, resuming=resuming)  # another run may have made it since
-            before = _begin(out, describe(out), overwrite=overwrite, resuming=resuming)
+            before = _begin(out, description, overwrite=overwrite, resuming=resuming)
         except TimeoutError:
             taken = "has been taken by another run; wait for its end, or give another folder"
             raise UserError(f"--out {out} {taken}") from None
@@ -105,7 +89,7 @@ def made(
                 _undo(out, {}, missing)
             raise unwritable(out, error) from None
         try:
-            yield out
+            yield
         except (UserError, RendezvousError):
             _undo(out, before, missing)
             raise

@@ -7,8 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +27,10 @@ class WandbNames(NamedTuple):
     run: str
 
 
-@contextmanager
-def made(config: RunConfig, *, default: bool) -> Iterator[RunConfig]:
-    """Make the run folder (:func:`megatron_flux.run.folder.made`); yields ``config`` with the one that was made."""
-
-    def placed(out: Path) -> RunConfig:
-        return config.model_copy(update={"out": out})
-
-    how = {"default": default, "overwrite": config.overwrite, "resuming": config.load is not None}
-    with folder.made(config.out, lambda out: description(placed(out)), **how) as out:
-        yield placed(out)
+def made(config: RunConfig) -> AbstractContextManager[None]:
+    """Make the run folder (:func:`megatron_flux.run.folder.made`)."""
+    how = {"overwrite": config.overwrite, "resuming": config.load is not None}
+    return folder.made(config.out, description(config), **how)
 
 
 def load_config(out: Path) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import sys
 from collections.abc import Callable
@@ -12,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from megatron_flux.cli import command_line, start
+from megatron_flux.cli import command_line
 from megatron_flux.cli import main as cli
-from megatron_flux.run import folder
 from megatron_flux.train.options import TrainOptions
 
 Told = Callable[..., dict[str, Any]]
@@ -184,35 +181,3 @@ def test_a_file_that_is_missing(told: Told, tmp_path: Path) -> None:
     assert (
         said == f"megatron-flux: error: --config {tmp_path / 'none.yaml'} cannot be read: No such file or directory\n"
     )
-
-
-def _train(data: Path, barrier: Any, made: Any) -> None:
-    """A process that starts a training as far as its ranks; two of them would need as many as there are."""
-    folder.default_folder = lambda *words: Path("runs") / "20261122-101500-train-tiny"
-    start.on_ranks = lambda command, about, module, argument, *rest, **more: made.put(argument)
-    sys.argv = ["megatron-flux", "train", "--nproc", "2", "--data", str(data)]
-    sys.argv += ["--set", f"data_cache={data.parent / 'c'}"]
-    barrier.wait(60)
-    cli.main()
-
-
-def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    text = tmp_path / "text"
-    text.write_text("word " * 200)
-    earlier = tmp_path / "runs" / "20261122-101500-train-tiny"  # of the same second, and under way
-    earlier.mkdir(parents=True)
-    (earlier / folder.CONFIG).write_text("{}")
-    context, count = multiprocessing.get_context("fork"), 4
-    barrier, made = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=_train, args=(text, barrier, made)) for _ in range(count)]
-    for process in processes:
-        process.start()
-    names = {Path(made.get(timeout=60)).name for _ in processes}
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * count
-    assert names == {f"{earlier.name}-{n}" for n in range(2, count + 2)}
-    for name in names:
-        assert yaml.safe_load((tmp_path / "runs" / name / folder.CONFIG).read_text())["config"]["out"] == f"runs/{name}"

@@ -25,7 +25,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def names(out: Path, *, load: Path | None = None, **options: Any) -> description.WandbNames:
     """As a run in ``out`` would be called that begins now; its folder is made."""
     run = config.resolve(TrainOptions(load=load, **options), world_size=2, device="cpu", out=out)
-    with description.made(run, default=False):
+    with description.made(run):
         pass
     return description.load_wandb_names(run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,9 @@ from megatron_flux.run import folder
 
 
 @contextmanager
-def run_in(out: Path, *, default: bool = False, overwrite: bool = False, resuming: bool = False) -> Iterator[Path]:
-    def describe(out: Path) -> dict[str, str]:
-        return {"out": out.name, "resuming": str(resuming)}
-
-    with folder.made(out, describe, default=default, overwrite=overwrite, resuming=resuming) as made:
-        yield made
+def run_in(out: Path, *, overwrite: bool = False, resuming: bool = False) -> Iterator[Path]:
+    with folder.made(out, {"out": out.name, "resuming": resuming}, overwrite=overwrite, resuming=resuming):
+        yield out
 
 
 def everything(root: Path) -> dict[str, str | None]:
@@ -36,12 +32,11 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    out = tmp_path / "runs" / "20261122-101500-train-tiny"
-    with run_in(out, default=True) as first, run_in(out, default=True) as second, run_in(out, default=True) as third:
-        assert [path.name for path in (first, second, third)] == [out.name, f"{out.name}-2", f"{out.name}-3"]
-        for path in (first, second, third):
-            assert json.loads((path / folder.CONFIG).read_text())["out"] == path.name
+def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert len({folder.default_folder("train", "tiny") for _ in range(20)}) > 10
+    monkeypatch.setenv("RANK", "1")
+    assert str(folder.default_folder("train", "tiny")).endswith("-train-tiny"), "the ranks of one run agree"
 
 
 @pytest.mark.parametrize("how", ["overwrite", "resuming"])
@@ -78,9 +73,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path
     assert set(everything(tmp_path)) == {"file", "thesis", "thesis/chapter"}
 
 
-@pytest.mark.parametrize("default", [True, False])
-def test_a_refused_run_leaves_no_folder(tmp_path: Path, default: bool) -> None:
-    with pytest.raises(UserError), run_in(tmp_path / "runs" / "new", default=default):
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError), run_in(tmp_path / "runs" / "new"):
         raise UserError("no layer of such a name")
     assert list(tmp_path.iterdir()) == []
 

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) 
 SEQUENCE, BATCH = 128, 2
 """128 rows per rank, as blocks want them."""
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "bf16": True, "params_dtype": torch.bfloat16}
-RECIPES = ("delayed", "current", "blockwise")
 TOKENS = SEQUENCE * BATCH
 
 
@@ -92,8 +91,9 @@ BY_RECIPE = {
 BY_RECIPE["delayed"] = BY_RECIPE["current"]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "for graphs"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "graphs"), [("delayed", False), ("current", True), ("blockwise", False), ("blockwise", True)]
+)
 def test_the_first_step_finds_every_answer(te_world2: WorkerPool, tmp_path: Path, recipe: Any, graphs: bool) -> None:
     options = transformer_options(recipe) | (GRAPHS if graphs else {})
     wanted = require_all_ahead(te_world2, tmp_path, **options)
@@ -102,14 +102,14 @@ def test_the_first_step_finds_every_answer(te_world2: WorkerPool, tmp_path: Path
     assert {call[1] for call in wanted} == {TOKENS}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
 def test_what_wgrad_gathers_over_links_by_chunks(te_world2: WorkerPool, tmp_path: Path, recipe: Any) -> None:
     wanted = require_all_ahead(te_world2, tmp_path, chunks=True, **transformer_options(recipe))
     widths = {call[3] for call in wanted if call[0] == "all_gather"}
     assert widths == {64, 128}, "the bytes of 128 numbers, two at a time, and the output layer's input"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_without_sequence_parallelism(te_world2: WorkerPool, tmp_path: Path, recipe: Any) -> None:
     wanted = require_all_ahead(te_world2, tmp_path, sequence_parallel=False, **transformer_options(recipe))
     assert formats(wanted) == {"", *BY_RECIPE[recipe]}

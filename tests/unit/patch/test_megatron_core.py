@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
 import sys
 import types
 from pathlib import Path
@@ -191,17 +190,3 @@ def test_transformer_engine_is_in_use_only_where_megatron_core_has_it(monkeypatc
         else:
             monkeypatch.setitem(sys.modules, TE_LAYERS, extension)
         assert megatron_core.te_layers() is (extension if expected else None)
-
-
-def test_the_docs_have_every_line_in_their_table_of_versions() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "compatibility.md").read_text()
-    table = text.partition("## Versions tried together")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (0\.\d+\.\d+) \|(.*)\|$", table, flags=re.MULTILINE)
-    assert all(any(megatron_core.find_line(version) is line for version, _ in rows) for line in megatron_core.LINES)
-    allowed = re.compile(r"CPU|GPU|GPU, Python part|Python part|untried|refused ¹")
-    assert all(allowed.fullmatch(cell.strip()) for _, cells in rows for cell in cells.split("|"))
-
-
-def test_only_the_newest_line_added_something() -> None:
-    """Tests of the linears take the first and the last line for all."""
-    assert [dict(line.added) for line in megatron_core.LINES] == [{}, {}, {}, {}, {"gtp_remat_size": 1}]

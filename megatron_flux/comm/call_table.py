@@ -26,7 +26,7 @@ LAST = 1023
 _ROW = 8 * (LAST + 1)
 
 
-def made(group: dist.ProcessGroup) -> CallTable | None:
+def create(group: dist.ProcessGroup) -> CallTable | None:
     """Return the table of ``group``, or None if it can have none; collective."""
     try:
         return CallTable(group) if isinstance(group, dist.ProcessGroup) else None  # not an emulated one

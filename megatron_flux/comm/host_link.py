@@ -70,7 +70,7 @@ class HostLink:
     kind = "host"
     through = "host memory"
     captures = True
-    """Whether its calls may become part of CUDA graphs."""
+    """Its calls may become part of CUDA graphs."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class P2PLink(HostLink):
     def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
         """Return an exchange's ``(peer, piece)`` in sending order."""
         order = of_rank(self._rounds[p2p_schedule.exchange], self.rank)
-        return [(turn.target, piece) for piece in range(pieces) for turn in order]
+        return [(round_.target, piece) for piece in range(pieces) for round_ in order]
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]

@@ -148,7 +148,7 @@ def _crossing_order(size: int) -> Sequence[Sequence[int]]:
     if size in _CROSSING_ORDERS:
         return _CROSSING_ORDERS[size]
     if size % 2:
-        return [[(2 * turn - at) % size for at in range(size)] for turn in range(size)]
+        return [[(2 * i - at) % size for at in range(size)] for i in range(size)]
     return [[(at + d) % size for at in range(size)] for d in range(size)]
 
 
@@ -197,39 +197,40 @@ def program(
     """
     builder, own = ProgramBuilder(regions[rank]), regions[rank]
     parts = [chunks(first, last, layout.slot_bytes) for first, last in itertools.pairwise(cuts)]
-    plan = [(piece, turn) for piece in range(len(parts)) for turn in of_rank(rounds, rank)]
+    plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
 
     def opening(number: int) -> list[WordOp]:
         """Words that let the sender of this round begin."""
         if number == len(plan):
             return []
-        piece, turn = plan[number]
+        piece, round_ = plan[number]
         first = range(min(len(parts[piece]), layout.slots))
-        return [WordOp(WRITE, regions[turn.source] + layout.word(use, rank), EMPTY) for use in first]
+        return [WordOp(WRITE, regions[round_.source] + layout.word(use, rank), EMPTY) for use in first]
 
     def transfers(number: int) -> tuple[Callable[[int], Transfer], Callable[[int], Transfer]]:
         """Sending and receiving chunks of this round."""
-        piece, turn = plan[number]
+        piece, round_ = plan[number]
         chunk, base = parts[piece], cuts[piece] if exchange else 0
-        row = layout.tp if turn.sent == rank else turn.sent
+        row = layout.tp if round_.sent == rank else round_.sent
 
         def waits(use: int) -> list[tuple[WordOp, Wait]]:
             first = range(min(len(chunk), layout.slots)) if use == 0 else [use] if use >= layout.slots else []
             return [
-                (WordOp(WAIT, own + layout.word(i, turn.target), EMPTY), Wait(turn.target, turn.sent)) for i in first
+                (WordOp(WAIT, own + layout.word(i, round_.target), EMPTY), Wait(round_.target, round_.sent))
+                for i in first
             ]
 
         def send(use: int) -> Transfer:
             offset, nbytes = chunk[use]
-            copy = Copy(row, offset - base, slots[turn.target] + layout.slot(use), nbytes)
-            return Transfer(waits(use), [copy], [WordOp(WRITE, own + layout.word(use, turn.target), FULL)])
+            copy = Copy(row, offset - base, slots[round_.target] + layout.slot(use), nbytes)
+            return Transfer(waits(use), [copy], [WordOp(WRITE, own + layout.word(use, round_.target), FULL)])
 
         def receive(use: int) -> Transfer:
             offset, nbytes = chunk[use]
-            word = regions[turn.source] + layout.word(use, rank)
+            word = regions[round_.source] + layout.word(use, rank)
             return Transfer(
-                [(WordOp(WAIT, word, FULL), Wait(turn.source, turn.received))],
-                [Copy(turn.received, offset, slots[rank] + layout.slot(use), nbytes)],
+                [(WordOp(WAIT, word, FULL), Wait(round_.source, round_.received))],
+                [Copy(round_.received, offset, slots[rank] + layout.slot(use), nbytes)],
                 [
                     WordOp(WRITE, word, EMPTY if use + layout.slots < len(chunk) else CLOSED),
                     *(opening(number + 1) if use == len(chunk) - 1 else ()),
@@ -239,9 +240,9 @@ def program(
         return send, receive
 
     builder.write(IN, opening(0))
-    for number, (piece, turn) in enumerate(plan):
+    for number, (piece, round_) in enumerate(plan):
         (send, receive), count, ahead = transfers(number), len(parts[piece]), layout.slots - 2
-        forwards = turn.sent != rank and plan[number - 1][1].sent == rank
+        forwards = round_.sent != rank and plan[number - 1][1].sent == rank
         for i in range(count + ahead):
             if i < count:
                 builder.step(OUT, send(i), after=IN if forwards and i == 0 else None)
@@ -252,5 +253,5 @@ def program(
                     builder.end_part()
                 builder.step(IN, receive(i - ahead))
         builder.flush(IN, last=number == len(plan) - 1)
-        builder.end_part(() if exchange else [(turn.received, piece)])
+        builder.end_part(() if exchange else [(round_.received, piece)])
     return builder.program

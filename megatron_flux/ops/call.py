@@ -328,5 +328,5 @@ def _agree(call: OperatorCall, words: str, state: GroupState) -> int:
         lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
         raise UserError(f"the ranks of the group make different calls: {lines}")
     if not state.compared:
-        state.table = call_table.made(call.group)
+        state.table = call_table.create(call.group)
     return 0 if state.table is None else state.table.spec_of(words)

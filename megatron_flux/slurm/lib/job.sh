@@ -133,13 +133,12 @@ _prepare() {
     _count_requeues
     # Kept with the job: the same plans after a requeue or a resume, and none that another job is writing.
     default MEGATRON_FLUX_TUNE_CACHE "$work/tuned.json"
-    # When NCCL's watchdog gives a collective up, torch's flight recorder writes what each rank had called to a file
-    # of this start with the rank's number. The names are those of torch 2.11 to 2.13; older ones that are set win there too.
-    readonly recorded=${TORCH_FR_DUMP_TEMP_FILE:-${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-$logs/flight-recorder/rank_}}
-    mkdir -p "$(dirname "$recorded")" || fail "no folder for $recorded; set TORCH_FR_DUMP_TEMP_FILE"
-    export TORCH_FR_DUMP_TEMP_FILE=$recorded
-    [[ -v TORCH_NCCL_TRACE_BUFFER_SIZE ]] || default TORCH_FR_BUFFER_SIZE 2000
+    # When NCCL's watchdog gives up a collective, torch's flight recorder writes the calls of each rank to a file of this
+    # start with the rank's number.
+    default TORCH_FR_DUMP_TEMP_FILE "$logs/flight-recorder/rank_"
+    default TORCH_FR_BUFFER_SIZE 2000
     default TORCH_NCCL_DUMP_ON_TIMEOUT 1
+    mkdir -p "$(dirname "$TORCH_FR_DUMP_TEMP_FILE")" || fail "no folder for $TORCH_FR_DUMP_TEMP_FILE"
     # What `status` and `resume` go by, whoever submitted this.
     readlink "/proc/$$/fd/1" >"$logs/log"
     [[ -e $root/job.sbatch ]] || cp "$0" "$root/job.sbatch"
@@ -251,8 +250,8 @@ _drop_container() {
 # For the end of a line: the flight recorder's dumps of this start, if there are some.
 _dumps() {
     local found
-    found=$(find "$(dirname "$recorded")" -maxdepth 1 -name "$(basename "$recorded")*" -newer "$logs/log" 2>/dev/null | wc -l)
-    ((found == 0)) || printf '%s' "; $found rank(s) left what they had called: $recorded*"
+    found=$(find "$TORCH_FR_DUMP_TEMP_FILE"* -newer "$logs/log" 2>/dev/null | wc -l)
+    ((found == 0)) || printf '%s' "; $found rank(s) left their calls: $TORCH_FR_DUMP_TEMP_FILE*"
 }
 
 # What failed first: the ranks' launchers leave lines that sort by cause and order.

@@ -25,7 +25,6 @@ from megatron_flux.metrics.summary import without_gpu
 from megatron_flux.ops import backend_names
 from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.megatron_core import REPLACED, SUPPORTED_MEGATRON_CORE, SUPPORTED_TORCH, TE_REPLACED, shown
-from megatron_flux.telemetry import link_report
 from megatron_flux.version import COMMIT, __version__
 
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
@@ -201,7 +200,7 @@ def _auto(gpus: int, kind: str) -> str:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print the result of :func:`examine`, and ``link_speed``, if it was measured."""
+    """Print the result of :func:`examine`."""
     supported, names, connected = found["supported"], found["devices"], found["link"]
     peers, why = f"{connected['peer_access']} of {connected['pairs']}", connected["reason"]
     parts = {
@@ -211,7 +210,6 @@ def show(found: dict[str, Any], console: Console) -> None:
         ],
         "devices": [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)],
         "link": [f"{connected['kind']}  ({peers} GPU pairs with peer access{f', {why}' if why else ''})"],
-        **({"link speed": link_report.lines(found["link_speed"])} if "link_speed" in found else {}),
         "backends": [", ".join(found["backends"])],
         "would patch": found["would_patch"] or ["nothing"],
         "notes": found["notes"],

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from megatron_flux.cli import doctor
 from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UnsupportedVersionError, UserError
@@ -136,25 +135,3 @@ def test_a_weaker_link_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MEGATRON_FLUX_LINK", "pigeon")
     with pytest.raises(UserError, match="MEGATRON_FLUX_LINK must be one of none, host, p2p, nvlink, not 'pigeon'"):
         environment.link()
-
-
-@pytest.mark.parametrize(
-    ("count", "variables", "said"),
-    [
-        (1, {}, "doctor --links measures between GPUs, and one is visible; leave it out"),
-        (
-            4,
-            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-            "doctor --links starts its own processes; start it without a launcher",
-        ),
-    ],
-)
-def test_links_that_cannot_be_measured(
-    monkeypatch: pytest.MonkeyPatch, count: int, variables: dict[str, str], said: str
-) -> None:
-    gpus(monkeypatch, count)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as raised:
-        doctor._link_speed()
-    assert str(raised.value) == said

@@ -76,7 +76,7 @@ def test_a_group_without_a_command_lists_them() -> None:
         ("compare --no-checksumz", "no such option: --no-checksumz"),
         ("compare --lr", "--lr: expected one argument; see megatron-flux compare --help"),
         ("compare --num 3", "no such option: --num"),
-        ("doctor --linkz", "no such option: --linkz, did you mean --links?; see megatron-flux doctor --help"),
+        ("doctor --jsn", "no such option: --jsn, did you mean --json?; see megatron-flux doctor --help"),
         ("doctor here", "unexpected argument: here; see megatron-flux doctor --help"),
         ("quant fold", "the following arguments are required: CHECKPOINT, OUT; see megatron-flux quant fold --help"),
         ("slurm render", "--profile is required; see megatron-flux slurm render --help"),

@@ -64,9 +64,7 @@ class FluxConfig:
     """How patched layers run; checked by :func:`megatron_flux.patch`."""
 
     backend: str = "auto"
-    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name. In
-    training without sequence parallelism ``auto`` in all directions leaves layers to stock from 128 rows on: it is as
-    fast or faster (docs/limits.md)."""
+    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
 
     forward: str | None = None
     """Backend of forward operators; None is ``backend``."""

@@ -47,7 +47,6 @@ from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.reasons import (
     CHOSEN,
     INFERENCE_OPTIMIZED,
-    NO_GAIN,
     TE_NORM_COLUMN,
     TE_ROW,
     StockReasons,
@@ -202,9 +201,9 @@ class LinearPatch(StockReasons):
         """Count a call of ``layer`` that runs stock for ``reason``; the first of its kind and reason is logged.
 
         Raises:
-            FallbackError: with ``strict``, unless it was chosen or is faster.
+            FallbackError: with ``strict``, unless it was chosen.
         """
-        if self.config.strict and reason not in (CHOSEN, NO_GAIN):
+        if self.config.strict and reason != CHOSEN:
             raise FallbackError(
                 f"{kind} layer {layer} cannot run flux: {reason}; change the layout, or allow stock layers with "
                 "strict=False"

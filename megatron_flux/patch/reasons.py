@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron_flux.config import ALL_AUTO, Backends, FluxConfig
+from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.ops.call import DTYPES
 from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.originals import Originals, batch_invariant
@@ -26,13 +26,6 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 
 CHOSEN = "chosen with set_backend"
 """A reason that is no fallback, so ``strict`` does not refuse it; counted all the same."""
-MANY_ROWS = 128
-NO_GAIN = (
-    f"training without sequence parallelism, {MANY_ROWS} rows or more: stock is as fast or faster; name a backend to "
-    "run flux"
-)
-"""Nor is this a fallback. Stock hides dgrad's all-reduce behind wgrad; flux's sum of so many rows takes more than it
-gains."""
 INFERENCE_OPTIMIZED = "megatron-core's inference-optimized layer (transformer_impl=inference_optimized)"
 CHOICE = "_megatron_flux_backends"
 """A layer's own backends are in its ``__dict__``: found without a search through parameters, gone with the layer."""
@@ -184,11 +177,6 @@ class StockReasons:
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"
-        # A recomputed layer's first pass has no gradients; it is as the second one, whose numbers must be the same.
-        if not layer.sequence_parallel and (layer.training or torch.is_grad_enabled()):
-            many = x.numel() >= MANY_ROWS * x.shape[-1]
-            if many and backends_of(layer, self.config.backends) == ALL_AUTO:
-                return NO_GAIN
         return None
 
 

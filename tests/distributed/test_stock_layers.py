@@ -100,39 +100,6 @@ def rank_toggled(kind: str) -> None:
             stock_either_way(kind, layer, width_of(kind), NOT_SUMMED)
 
 
-NO_GAIN = (
-    "training without sequence parallelism, 128 rows or more: stock is as fast or faster; name a backend to run flux"
-)
-
-
-def rank_many_rows(kind: str) -> None:
-    """A choice of speed, so that strict lets it pass: not what is short, without gradients, or asked for by name."""
-    with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config(sequence_parallel=False), bias=True, skip_bias_add=False)
-        xs = {rows: integers(rows // B, B, width_of(kind), seed=3 + dist.get_rank()) for rows in (126, 128)}
-        stock = {rows: results(layer, x) for rows, x in xs.items()}
-
-        def runs_flux(rows: int, config: FluxConfig, run: Callable[[], list[torch.Tensor]]) -> bool:
-            with flux(config) as seen:
-                ours = run()
-            for one, other in zip(ours, stock[rows], strict=False):
-                require_close(f"{rows} rows", one, other, 0)
-            assert seen.fallbacks == ({} if seen.active_layers else {f"{kind}: {NO_GAIN}": 1})
-            return seen.active_layers == 1
-
-        def without_gradients() -> list[torch.Tensor]:
-            with torch.no_grad():
-                return [layer(xs[128])[0]]
-
-        strict, named = FluxConfig(strict=True), FluxConfig(strict=True, dgrad="reference")
-        assert runs_flux(126, strict, lambda: results(layer, xs[126]))
-        assert not runs_flux(128, strict, lambda: results(layer, xs[128]))
-        assert runs_flux(128, named, lambda: results(layer, xs[128]))
-        assert not runs_flux(128, strict, without_gradients), "the first pass of a recomputed layer is as the second"
-        layer.eval()
-        assert runs_flux(128, strict, without_gradients)
-
-
 def rank_unknown_keyword(value: Any) -> None:
     """A later release, or a subclass, passes a keyword that flux does not know."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -237,11 +204,6 @@ def test_a_layer_runs_stock(world2: WorkerPool, name: str) -> None:
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_sequence_parallelism_toggled(world2: WorkerPool, kind: str) -> None:
     world2.run(rank_toggled, kind)
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_many_rows_without_sequence_parallelism(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_many_rows, kind)
 
 
 @pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])

@@ -167,9 +167,7 @@ def ahead_of_inference(folder: Path) -> set[tuple[str, bool]]:
         frozen = {call[:4] for call in tuned.measured if call[0] == "gemm_all_reduce" and call[4]}
         assert frozen == {("gemm_all_reduce", BATCH, 32, 32)}
         with flux():
-            assert megatron_flux.tune_model(model, 64, BATCH) == 0, "in training calls of so many rows run stock"
-            with torch.no_grad():
-                assert megatron_flux.tune_model(model.eval(), 64, BATCH) > 0
+            assert megatron_flux.tune_model(model, 64, BATCH) > 0, "of many rows too"
         return {(call[0], call[4]) for call in forward}
 
 

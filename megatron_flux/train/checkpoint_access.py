@@ -91,7 +91,7 @@ def other_data(config: RunConfig) -> str | None:
         return None
     saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step)).get("data") or {}
     now = config.text.model_dump()
-    different = [f"{name} {now[name]}, not {then}" for name, then in saved.items() if then != now.get(name)]
+    different = [f"{name} {now.get(name)}, not {then}" for name, then in saved.items() if then != now.get(name)]
     return f"resumes on other data than the checkpoint's: {'; '.join(different)}" if different else None
 
 

@@ -61,7 +61,7 @@ def command(environment: dict[str, str], corpus: Path, warm_python: str) -> Run:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of one arm."""
+    """The records of baseline or flux."""
     return read_records(folder / "metrics.jsonl")
 
 

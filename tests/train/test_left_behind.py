@@ -29,7 +29,7 @@ SECONDS = 30.0
 
 @dataclass
 class Endless:
-    """A comparison that would run for hours and saves all the time, with saves of both arms behind it."""
+    """A comparison that would run for hours and saves all the time, with saves of both sides behind it."""
 
     process: subprocess.Popen[str]
     out: Path
@@ -104,15 +104,15 @@ def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal
     _, errors = endless.process.communicate(timeout=60)
     assert endless.process.returncode == 128 + number
     last = errors.strip().splitlines()[-1]
-    at = [tracked(saved / arm) for arm in ("baseline", "flux")]
+    at = [tracked(saved / side) for side in ("baseline", "flux")]
     if twice:
         assert last == f"megatron-flux: error: stopped by {number.name}; what was recorded is in {endless.out}"
-        whole = [damage(checkpoint_of(saved / arm, n)) for arm, n in zip(("baseline", "flux"), at, strict=True)]
+        whole = [damage(checkpoint_of(saved / side, n)) for side, n in zip(("baseline", "flux"), at, strict=True)]
         assert whole == [None, None], "what a save had not written is no checkpoint"
     else:
         assert f"stopped by {number.name}, saved in {saved}; the same command with --load {saved} goes on" in last
-        # Every arm where it is, on all ranks: nothing that was trained is lost.
-        assert at == [records(endless.out / arm)[-1]["iteration"] for arm in ("baseline", "flux")]
+        # Every side where it is, on all ranks: nothing that was trained is lost.
+        assert at == [records(endless.out / side)[-1]["iteration"] for side in ("baseline", "flux")]
     assert "KeyboardInterrupt" not in errors
     assert left(endless.mark, SECONDS) == []
 

@@ -45,8 +45,8 @@ class Training:
             assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(interval)
 
-    def has_recorded(self, steps: int, arm: str = "flux") -> bool:
-        file = self.out / arm / "metrics.jsonl"
+    def has_recorded(self, steps: int, side: str = "flux") -> bool:
+        file = self.out / side / "metrics.jsonl"
         return file.exists() and file.read_bytes().count(b"\n") >= steps
 
     def ended(self) -> str:
@@ -57,10 +57,10 @@ class Training:
         assert left(self.mark, SECONDS) == []
         return said
 
-    def is_saved_where_it_was(self, arm: str = "") -> int:
+    def is_saved_where_it_was(self, side: str = "") -> int:
         """The step."""
-        folder = self.saved / arm
-        reached = records(self.out / (arm or "flux"))[-1]["iteration"]
+        folder = self.saved / side
+        reached = records(self.out / (side or "flux"))[-1]["iteration"]
         assert checkpoint_folder.tracked(folder) == reached
         assert checkpoint_folder.damage(checkpoint_folder.checkpoint_of(folder, reached)) is None
         assert not list(folder.glob("*.partial"))
@@ -115,7 +115,7 @@ def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -
     training.wait(lambda: list(training.saved.glob("*/*.partial")), 0.002)
     training.process.terminate()
     training.ended()
-    steps = [training.is_saved_where_it_was(arm) for arm in ("baseline", "flux")]
+    steps = [training.is_saved_where_it_was(side) for side in ("baseline", "flux")]
     assert max(steps) - min(steps) <= 1
 
 

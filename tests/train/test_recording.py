@@ -39,7 +39,7 @@ def words(python: str, corpus: Path, folder: Path, *more: str) -> list[str]:
 def test_a_killed_run_loses_nothing_and_is_resumed(
     warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    arm, tracker = tmp_path / "run" / "flux", tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    flux, tracker = tmp_path / "run" / "flux", tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -57,10 +57,10 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
         finally:
             process.kill()
     said = [int(step) for step in re.findall(r"step (\d+)/", log.read_text())]
-    written = [record["iteration"] for record in records(arm)]
+    written = [record["iteration"] for record in records(flux)]
     assert written == list(range(1, len(written) + 1))
     assert written[-1] >= said[-1], "a step that was said to be done is not in the record"
-    first = json.loads((arm / "wandb.json").read_text())["id"]
+    first = json.loads((flux / "wandb.json").read_text())["id"]
     name = json.loads((tmp_path / "run" / "config.json").read_text())["wandb"]["run"]
 
     # As after a requeue: from the latest checkpoint, before the last recorded step, into the same folder.
@@ -76,12 +76,12 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
         env={**environment, **SECRETS, **JOB},
     )
     assert done.returncode == 0, done.stderr
-    rows = records(arm)
+    rows = records(flux)
     assert [row["iteration"] for row in rows] == list(range(1, resumed + 7))
     check_process(rows, resumed, first)
     check_samples([row for row in rows if row["iteration"] > resumed])
-    check_mirror(arm, range(written[-1] + 1, resumed + 7), first, name)
-    check_trace(arm, resumed + 3, resumed + 4, rows)
+    check_mirror(flux, range(written[-1] + 1, resumed + 7), first, name)
+    check_trace(flux, resumed + 3, resumed + 4, rows)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     for secret in SECRETS.values():
         assert [path for path in files if secret.encode() in content(path)] == [], secret
@@ -128,9 +128,9 @@ def items_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
-def check_mirror(arm: Path, steps: range, wandb_id: str, name: str) -> None:
+def check_mirror(flux: Path, steps: range, wandb_id: str, name: str) -> None:
     """Two offline folders of one run; the second one goes on where the first one's record ended."""
-    files = sorted((arm / "wandb").glob("offline-run-*/*.wandb"))
+    files = sorted((flux / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{wandb_id}.wandb"] * 2
     items = items_of(files[1])
     run = next(item["run"] for item in items if item["type"] == "run")
@@ -147,19 +147,19 @@ def check_mirror(arm: Path, steps: range, wandb_id: str, name: str) -> None:
         assert f"{name}/all_gather_gemm" not in sampled, "nothing overlaps where there is no GPU"
 
 
-def check_trace(arm: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:
+def check_trace(flux: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:
     """One trace per rank, with the operators by name; the parts add up to the step."""
     slowed = [row["iteration"] for row in rows if row.get("profiled")]
     assert slowed == [first - 1, first, last]
     for rank in (0, 1):
-        trace = json.loads(content(arm / "trace" / f"rank{rank:05d}.json.gz"))
+        trace = json.loads(content(flux / "trace" / f"rank{rank:05d}.json.gz"))
         names = [str(event.get("name")) for event in trace["traceEvents"]]
         assert [n for n in names if n.startswith("flux::step")] == [f"flux::step {first}", f"flux::step {last}"]
         calls = [n for n in names if n.startswith("flux::all_gather_gemm") and n.endswith("reference")]
         assert len(calls) == 2 * 2 * (5 + 4)
         assert all(f"tp=2 rank={rank} " in name for name in calls)
         assert names.count("flux::optimizer") == 2
-    found = json.loads((arm / "breakdown.json").read_text())
+    found = json.loads((flux / "breakdown.json").read_text())
     assert (found["steps"], found["source"]) == ([first, last], "cpu")
     assert sum(found["parts"].values()) == pytest.approx(found["span_ms"], rel=1e-3)
     for part in ("gemm", "attention", "norm", "optimizer", "communication_exposed"):

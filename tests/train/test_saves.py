@@ -99,7 +99,7 @@ def test_a_refused_resume_leaves_the_earlier_run(command: Run, stopped: Path) ->
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(command: Run, tmp_path: Path) -> None:
-    """Room for one checkpoint of both arms, and for half of the next."""
+    """Room for one checkpoint of both sides, and for half of the next."""
     out = tmp_path / "run"
     with small_disk(tmp_path / "disk", 23) as disk:
         saving = ["--save", disk / "saved", "--save-interval", "2", "--set", "block_steps=2"]
@@ -107,8 +107,8 @@ def test_a_full_disk_leaves_the_checkpoints_before(command: Run, tmp_path: Path)
         said = complaint(done)
         assert re.search(r"checkpoint \S+iter_0000004 could not be saved: .*\(\S+ GB are free there\)", said)
         assert "resumes from iteration 2 (exit code 1); what was recorded is in" in said
-        for arm in ("baseline", "flux"):
-            folder = disk / "saved" / arm
+        for side in ("baseline", "flux"):
+            folder = disk / "saved" / side
             tracked = checkpoint_folder.tracked(folder)
             assert checkpoint_folder.damage(checkpoint_folder.checkpoint_of(folder, tracked)) is None
             assert not list(folder.glob("*.partial"))

@@ -130,16 +130,25 @@ def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
     return replace(config, bk=128, bm=128, stages=stages, teams=2)
 
 
-def ag_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-    """Choose by rule for an all_gather_gemm with ``mp`` rows a rank; ``ws`` as in KernelConfig."""
-    return _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
+def by_rule(
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None
+) -> KernelConfig:
+    """Choose for a call with ``mp`` rows a rank without measuring; ``ws`` as in :class:`KernelConfig`.
 
-
-def rs_config(mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> KernelConfig:
-    """Choose by rule for a gemm_reduce_scatter with ``mp`` rows a rank."""
-    if ws:
-        return KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(k, tp) else 75)
-    return KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if k >= 2048 else 12)
+    ``promoted``: of FP8 operands, whether their sums are; None: 16-bit operands.
+    """
+    like = k if promoted is None else _time_like(op, k)
+    if op == "all_gather_gemm":
+        config = _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
+    elif ws:
+        config = KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(like, tp) else 75)
+    else:
+        config = KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if like >= 2048 else 12)
+    if promoted is None:
+        return config
+    config = for_fp8(config, promoted=promoted)
+    long = op == "gemm_reduce_scatter" and ws and promoted and k >= LONG
+    return replace(config, dedicated_reducers=True) if long and _needed(config, mp, n, tp, sms) < sms else config
 
 
 def _link_bound(k: int, tp: int) -> bool:
@@ -155,9 +164,16 @@ def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
     return configs if times[0] <= times[1] else configs[::-1]
 
 
-def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False) -> list[KernelConfig]:
-    """Return what is worth measuring, the likeliest first; nothing where a slab has too few flags."""
-    if op == "all_gather_gemm" and ws:
+def candidates(
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None
+) -> list[KernelConfig]:
+    """Return what is worth measuring, the choice by rule first; nothing where a slab has too few flags.
+
+    Arguments are those of :func:`by_rule`.
+    """
+    if promoted is not None:
+        found = _fp8_candidates(op, mp, n, k, tp, sms, ws, promoted)
+    elif op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
         found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
@@ -166,7 +182,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
     elif op == "all_gather_gemm":
         found = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
     elif ws:
-        first = rs_config(mp, n, k, tp, sms, ws)
+        first = by_rule(op, mp, n, k, tp, sms, ws)
         spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
         rows = cdiv(mp, 128)
         # 16 row blocks at a time, of all destinations: a round of tiles reads about as much of x as of the weight.
@@ -181,7 +197,7 @@ def candidates(op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = F
         ]
         found.append(replace(first, bn=128, stages=5))
     else:
-        first = rs_config(mp, n, k, tp, sms)
+        first = by_rule(op, mp, n, k, tp, sms)
         found = [first] + [replace(first, reducers=r) for r in (4, 12)]
     return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
 
@@ -191,20 +207,10 @@ def _time_like(op: str, k: int) -> int:
     return k // 2 if op == "gemm_reduce_scatter" else k
 
 
-def fp8_config(
-    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
-) -> KernelConfig:
-    """Choose by rule for FP8 operands."""
-    choose = ag_config if op == "all_gather_gemm" else rs_config
-    config = for_fp8(choose(mp, n, _time_like(op, k), tp, sms, ws), promoted=promoted)
-    long = op == "gemm_reduce_scatter" and ws and promoted and k >= LONG
-    return replace(config, dedicated_reducers=True) if long and _needed(config, mp, n, tp, sms) < sms else config
-
-
-def fp8_candidates(
-    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, *, promoted: bool
+def _fp8_candidates(
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool, promoted: bool
 ) -> list[KernelConfig]:
-    """Return the candidates for FP8 operands, with what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
+    """Return the candidates of 16-bit operands and what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
     like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
     found = [for_fp8(config, promoted=promoted) for config in like]
     if ws and found:
@@ -215,9 +221,9 @@ def fp8_candidates(
             four, eight = (replace(first, band=min(rows, band), teams=2) for band in (4, 8))
             reduced = [replace(four, dedicated_reducers=True)] if _needed(first, mp, n, tp, sms) < sms else []
             found = [first, four, *reduced, eight, *(plan for plan in found[1:] if not plan.dedicated_reducers)]
-        elif fp8_config(op, mp, n, k, tp, sms, ws, promoted=True).dedicated_reducers:
+        elif by_rule(op, mp, n, k, tp, sms, ws, promoted).dedicated_reducers:
             found = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in found] + [first]
-    return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
+    return found
 
 
 def all_ranks_candidates(m: int, k: int, *, fp8: bool, promoted: bool, ws: bool) -> list[KernelConfig]:

@@ -61,6 +61,10 @@ class Fused(ReferenceBackend):
         """Nothing here is ever broken off."""
 
 
+def candidates(*_: Any, promoted: bool | None) -> list[KernelConfig]:
+    return list(PLANS) if promoted is None else [PLANS[promoted]]
+
+
 class Said(logging.Handler):
     """What the package logs."""
 
@@ -87,8 +91,7 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(measure, "candidates", lambda *_: list(PLANS))
-        patch.setattr(measure, "fp8_candidates", lambda *_, promoted: [PLANS[promoted]])
+        patch.setattr(measure, "candidates", candidates)
         patch.setattr(timing, "interleaved", timed)
         patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
         logger.addHandler(said)

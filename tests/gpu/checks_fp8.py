@@ -24,7 +24,7 @@ from megatron_flux.comm import links
 from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
-from megatron_flux.ops.kernel_config import KernelConfig, fp8_candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from tests.gpu.checks import NAME, backend, poison
 from tests.gpu.common import error, gather, parser, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup
@@ -165,7 +165,7 @@ def plans(group):
                 plan
                 for ws in kinds
                 for op in ("all_gather_gemm", "gemm_reduce_scatter")
-                for plan in fp8_candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
+                for plan in candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
             ]
             found += [
                 KernelConfig(ws=True, bm=256, bn=128, stages=3), KernelConfig(ws=True, teams=2, stages=3),

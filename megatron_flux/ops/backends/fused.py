@@ -48,7 +48,7 @@ from megatron_flux.ops.fused import (
     GemmAllReducePlan,
     GemmReduceScatterPlan,
 )
-from megatron_flux.ops.kernel_config import KernelConfig, ag_config, for_fp8, fp8_config, rs_config
+from megatron_flux.ops.kernel_config import KernelConfig, by_rule, for_fp8
 from megatron_flux.settings import one_queue, sm_margin
 
 OFF_NVLINK = (
@@ -129,12 +129,9 @@ class FusedBackend(Backend):
         if config is not None:
             if config.ws and not hopper:
                 config = replace(config, ws=False)
-        elif call.fp8 is not None:
-            promoted = call.fp8.promoted
-            config = fp8_config(operator, m // tp, n, k, tp, sm_count(call.x.device), hopper, promoted=promoted)
         else:
-            choose = ag_config if operator == "all_gather_gemm" else rs_config
-            config = choose(m // tp, n, k, tp, sm_count(call.x.device), hopper)
+            promoted = None if call.fp8 is None else call.fp8.promoted
+            config = by_rule(operator, m // tp, n, k, tp, sm_count(call.x.device), hopper, promoted)
         return config if call.fp8 is None else for_fp8(config, promoted=call.fp8.promoted)
 
     def renew(self, group: dist.ProcessGroup) -> None:

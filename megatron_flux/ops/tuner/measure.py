@@ -28,7 +28,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.gemm import gemm_only
-from megatron_flux.ops.kernel_config import KernelConfig, candidates, fp8_candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import keys
 from megatron_flux.ops.tuner.cache import Entry, Plan, log_once
@@ -245,7 +245,7 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
     from megatron_flux.ops.device import hopper_kernels, sm_count
 
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
-    found = candidates(*operands) if call.fp8 is None else fp8_candidates(*operands, promoted=call.fp8.promoted)
+    found = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
     near: list[KernelConfig] = []
     if not full and shipped_plans.suggests_for(_gpu(call)):
         near = found[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(_shape(call), shipped_plans.entries())

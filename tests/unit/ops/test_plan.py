@@ -10,28 +10,31 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import (
     KernelConfig,
-    ag_config,
+    by_rule,
     candidates,
     for_fp8,
-    fp8_candidates,
-    fp8_config,
-    rs_config,
     workers,
 )
 from tests.unit.groups import group_of
 
+AG, RS = "all_gather_gemm", "gemm_reduce_scatter"
+
 
 def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
-    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == ag_config(1024, 6144, 12288, 8, 132)
-    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == rs_config(1024, 12288, 6144, 8, 132)
+    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == by_rule(
+        "all_gather_gemm", 1024, 6144, 12288, 8, 132
+    )
+    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == by_rule(
+        "gemm_reduce_scatter", 1024, 12288, 6144, 8, 132
+    )
 
 
 @pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize(("op", "n", "k"), [("all_gather_gemm", 14336, 8192), ("gemm_reduce_scatter", 8192, 7168)])
 def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promoted: bool) -> None:
     for mp, tp, ws in ((2048, 4, True), (1024, 8, True), (2048, 4, False)):
-        found = fp8_candidates(op, mp, n, k, tp, 132, ws, promoted=promoted)
-        assert found[0] == fp8_config(op, mp, n, k, tp, 132, ws, promoted=promoted)
+        found = candidates(op, mp, n, k, tp, 132, ws, promoted=promoted)
+        assert found[0] == by_rule(op, mp, n, k, tp, 132, ws, promoted=promoted)
         assert len(set(found)) == len(found) >= 1
         for plan in found:
             assert plan.bk == 128
@@ -46,8 +49,8 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
 
 def test_partials_of_fp8_take_the_link_twice_as_much() -> None:
     """The GEMM is twice as fast, what it sends is the same."""
-    assert rs_config(1024, 12288, 3072, 8, 132, True).spread == 75
-    assert fp8_config("gemm_reduce_scatter", 1024, 12288, 3072, 8, 132, True, promoted=False).spread == 0
+    assert by_rule(RS, 1024, 12288, 3072, 8, 132, True).spread == 75
+    assert by_rule(RS, 1024, 12288, 3072, 8, 132, True, promoted=False).spread == 0
 
 
 def test_label_names_what_differs() -> None:
@@ -57,11 +60,11 @@ def test_label_names_what_differs() -> None:
 
 def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
-    assert ag_config(256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)
-    assert ag_config(2048, 12288, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16)
+    assert by_rule(AG, 256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)
+    assert by_rule(AG, 2048, 12288, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16)
     # Short products are bound by the link: no pacing.
-    assert rs_config(2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
-    assert rs_config(2048, 12288, 1536, 4, 132, ws=True).spread == 0
+    assert by_rule(RS, 2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
+    assert by_rule(RS, 2048, 12288, 1536, 4, 132, ws=True).spread == 0
 
 
 def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
@@ -92,24 +95,24 @@ def test_sms_that_no_round_needs_add_partials() -> None:
     assert workers(reserved, 128, 256, 4, 132) == 4
 
     def first(n: int, k: int, promoted: bool, mp: int = 2048) -> bool:
-        return fp8_config("gemm_reduce_scatter", mp, n, k, 4, 132, True, promoted=promoted).dedicated_reducers
+        return by_rule(RS, mp, n, k, 4, 132, True, promoted=promoted).dedicated_reducers
 
     assert first(8192, 7168, True)
     assert not first(8192, 3584, True)
     assert not first(8192, 7168, False)
     assert not first(33 * 256, 7168, True, mp=128)
-    assert not rs_config(2048, 8192, 7168, 4, 132, ws=True).dedicated_reducers
+    assert not by_rule(RS, 2048, 8192, 7168, 4, 132, ws=True).dedicated_reducers
     for n in (8192, 33 * 256):
         for found in (
             candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True),
-            *(fp8_candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
+            *(candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
         ):
             assert {plan.dedicated_reducers for plan in found} == ({True, False} if n == 8192 else {False})
 
 
 @pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
 def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(op: str) -> None:
-    default = {"all_gather_gemm": ag_config, "gemm_reduce_scatter": rs_config}[op](2048, 12288, 6144, 4, 132, ws=True)
+    default = by_rule(op, 2048, 12288, 6144, 4, 132, ws=True)
     found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
     assert found[0] == default
     assert len(found) == len(set(found)) == (5 if op == "all_gather_gemm" else 9)

@@ -307,7 +307,7 @@ def test_the_fastest_by_itself_is_taken_if_it_wins_by_1_percent(
     timed: Tuned, monkeypatch: pytest.MonkeyPatch, sustained: tuple[float, float], wins: bool
 ) -> None:
     names = ("reference", "fused default")
-    monkeypatch.setattr(measure, "candidates", lambda *_: [KernelConfig()])
+    monkeypatch.setattr(measure, "candidates", lambda *_, promoted: [KernelConfig()])
     monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {names[0]: [1.0], names[1]: [1.01]})
     monkeypatch.setattr(timing, "sustained", lambda ways, *_: dict(zip(ways, sustained, strict=True)))
     assert timed() == (("fused", KernelConfig()) if wins else STOCK)
@@ -316,7 +316,7 @@ def test_the_fastest_by_itself_is_taken_if_it_wins_by_1_percent(
 
 def test_no_time_is_left_to_run_candidates_by_themselves(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([True, True, False])  # is the GEMM alone measured, is a plan tried, are the finalists
-    monkeypatch.setattr(measure, "candidates", lambda *_: [KernelConfig()])
+    monkeypatch.setattr(measure, "candidates", lambda *_, promoted: [KernelConfig()])
     monkeypatch.setattr(timing, "interleaved", lambda ways, *_: {"reference": [1.0], "fused default": [0.98]})
     monkeypatch.setattr(timing, "all_agree", lambda *_: next(left))
     monkeypatch.setattr(measure, "gemm_only", lambda call: lambda: None)
@@ -352,7 +352,7 @@ def on_h200(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> list[Shipped]:
     known = [Shipped(SHAPE._replace(m=m), KernelConfig(reducers=m), 0.5, "run") for m in (64, 32, 16)]
     monkeypatch.setattr(measure, "_gpu", lambda call: "NVIDIA H200")
     monkeypatch.setattr(shipped_plans, "entries", lambda: tuple(known))
-    monkeypatch.setattr(measure, "candidates", lambda *_: FULL)
+    monkeypatch.setattr(measure, "candidates", lambda *_, promoted: FULL)
     return known
 
 
@@ -391,7 +391,7 @@ def test_where_no_plans_ship_all_candidates_are_measured(
 @pytest.mark.usefixtures("on_h200")
 def test_of_fp8_the_first_candidates_are_measured_where_plans_ship(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [KernelConfig(reducers=number) for number in range(1, 10)]
-    monkeypatch.setattr(measure, "fp8_candidates", lambda *_, promoted: found)
+    monkeypatch.setattr(measure, "candidates", lambda *_, promoted: found)
     pair = Fp8Pair(quantized(torch.ones(16, 16), "tensor"), quantized(torch.ones(32, 16), "tensor"))
     call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, GROUP, fp8=pair)
     assert measure.list_plans(call, False) == ("short", found[:4])

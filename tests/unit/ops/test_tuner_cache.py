@@ -20,7 +20,7 @@ from megatron_flux.ops import all_reduce_config, shipped_plans
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
-from megatron_flux.ops.kernel_config import KernelConfig, candidates, fp8_candidates
+from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.tuner import cache, keys
 from megatron_flux.ops.tuner.cache import Entry
 from tests.unit.groups import group_of
@@ -95,7 +95,7 @@ def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
     plans = [entry.plan for entry in shipped_plans.entries()]
     for op, mp, ws in itertools.product(("all_gather_gemm", "gemm_reduce_scatter"), (16, 1024, 65536), (False, True)):
         plans += candidates(op, mp, 12288, 8192, 8, 132, ws)
-        plans += [plan for p in (False, True) for plan in fp8_candidates(op, mp, 12288, 8192, 8, 132, ws, promoted=p)]
+        plans += [plan for p in (False, True) for plan in candidates(op, mp, 12288, 8192, 8, 132, ws, promoted=p)]
     made = [("all_gather_gemm", Entry(backend="fused", plan=plan)) for plan in plans]
     for m in (1, 64, 8192):
         sums = all_reduce_config.candidates(m, 8192, 1024, 8, 2)

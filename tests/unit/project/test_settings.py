@@ -23,7 +23,7 @@ os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 os.environ["MEGATRON_FLUX_SM_MARGIN"] = "20"
 os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
-print(fused._others_cannot_block(), fused.sm_margin(), settings.timeout_s())
+print(fused._why_blocked(True, False, False) is None, fused.sm_margin(), settings.timeout_s())
 """
 
 STARTS = """
@@ -73,4 +73,4 @@ def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
     assert (settings.one_queue(), settings.sm_margin(), settings.timeout_s()) == (False, 0, None)
-    assert not fused._others_cannot_block()
+    assert fused._why_blocked(True, False, False) is not None

@@ -93,10 +93,11 @@ class Agreements:
     def of_all_ranks(self, value: Any, about: str) -> list[Any]:
         """See :func:`of_all_ranks`."""
         self._number += 1
+        prefix, last = f"{self._name}/{self._number}", f"{self._name}/{self._number - 1}/{self._rank}"
+        keys = [f"{prefix}/{rank}" for rank in self._ranks]
         try:
-            self._store.set(self._key(self._rank), pickle.dumps(_Message(about, self._process, value)))
-            self._wait(about)
-            keys = [self._key(rank) for rank in self._ranks]
+            self._store.set(f"{prefix}/{self._rank}", pickle.dumps(_Message(about, self._process, value)))
+            self._wait(keys, about)
             # One request for all: the ranks of a large job would wait for each other's at the one server.
             pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
             messages: list[_Message] = [pickle.loads(one) for one in pickled]  # noqa: S301 - peers' own
@@ -109,7 +110,7 @@ class Agreements:
                 raise OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}") from error
             raise
         if self._number > 1:  # everybody has read the last one: all are in this one
-            self._store.delete_key(self._key(self._rank, self._number - 1))
+            self._store.delete_key(last)
         for rank, message in zip(self._ranks, messages, strict=True):
             if rank not in self._peers and message.process[0] == self._process[0] and rank != self._rank:
                 try:
@@ -124,14 +125,11 @@ class Agreements:
             )
         return [message.value for message in messages]
 
-    def _key(self, rank: int, number: int | None = None) -> str:
-        return f"{self._name}/{self._number if number is None else number}/{rank}"
-
-    def _wait(self, about: str) -> None:
+    def _wait(self, keys: list[str], about: str) -> None:
         """Wait for all messages, without holding the store's lock: other threads use it too."""
-        keys = {rank: self._key(rank) for rank in self._ranks}
-        began, looked, pause = time.monotonic(), 0.0, 0.0005
-        while not self._store.check(list(keys.values())):
+        began = looked = time.monotonic()
+        pause = 0.0005
+        while not self._store.check(keys):
             if (now := time.monotonic()) - looked > _LOOK_S:
                 looked = now
                 if self._store.check([self._ended]):
@@ -140,7 +138,7 @@ class Agreements:
                         f"{self._store.get(self._ended).decode()}"
                     )
                 exited = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
-                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
                 if lost := [rank for rank in missing if rank in exited]:
                     raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {lost} have ended")
                 if now - began > self._timeout_s:

@@ -110,25 +110,28 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     return [(step, piece, pieces[step][piece]) for step, piece in sends]
 
 
-def push_of(
-    work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
-) -> Push:
-    """Build the copies of shards ``[mp, k]`` of ``dtype`` into ``half`` of the slab; ``scales``: the shape of a shard's
-    fp32 scales, which travel with its first piece.
+def pushes_of(
+    work: Slab, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
+) -> list[Push]:
+    """Build the copies of shards ``[mp, k]`` of ``dtype``, by half of the slab; ``scales``: the shape of a shard's fp32
+    scales, which travel with its first piece.
     """
-    rank, tp, size = work.rank, work.tp, dtype.itemsize
-    pitch, copies, places = k * size, [], None
-    if scales is not None:
-        places = work.scale_buffers(half, tp * mp * pitch, scales)
-    for step, piece, columns in order(tp, k, edges):
-        peer = (rank - step) % tp
-        word = half * FLAG_WORDS + ENTER_WORDS + rank * edges.flags + piece
-        offset, width = columns.start * size, (columns.stop - columns.start) * size
-        target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
-        flag = work.flags[peer].data_ptr() + 4 * word
-        scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
-        copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
-    return Push(copies, work.epochs.data_ptr() + 4 * half, 0 if scales is None else 4 * scales.numel())
+    rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, edges.flags
+    pitch, steps, pushes = k * size, order(tp, k, edges), []
+    for half in (0, 1):
+        places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
+        copies = []
+        for step, piece, columns in steps:
+            peer = (rank - step) % tp
+            word = half * FLAG_WORDS + ENTER_WORDS + rank * flags + piece
+            offset, width = columns.start * size, (columns.stop - columns.start) * size
+            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
+            flag = work.flags[peer].data_ptr() + 4 * word
+            scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
+            copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
+        epoch = work.epochs.data_ptr() + 4 * half
+        pushes.append(Push(copies, epoch, 0 if scales is None else 4 * scales.numel()))
+    return pushes
 
 
 class Side(NamedTuple):

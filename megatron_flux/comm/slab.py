@@ -251,9 +251,9 @@ class Slab:
         """Return a half of ``rank``, uint8 ``[half_bytes]``."""
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
 
-    def gather_buffers(self, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the gather buffer ``[m, k]`` of every rank."""
-        return [self.half(half, r).view(dtype)[: m * k].view(m, k) for r in range(self.tp)]
+    def gather_buffer(self, half: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the gather buffer of this rank, ``shape`` from the beginning of the half."""
+        return self.half(half, self.rank).view(dtype)[: math.prod(shape)].view(shape)
 
     def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
         """Return fp32 ``[tp, *shape]`` of every rank: all shards' scales, behind a gather buffer of ``nbytes``."""

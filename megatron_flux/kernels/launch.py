@@ -54,16 +54,16 @@ class _Map:
         self._dtype, self._shape = descriptor.base.dtype, [int(n) for n in descriptor.shape]
         self._strides = [int(n) for n in descriptor.strides]
         self._box, self._swizzle = list(about["block_size"]), about["swizzle"]
-        self._maps: dict[int, tuple[int, Any]] = {}
+        self.by_address: dict[int, tuple[int, Any]] = {}
 
     def at(self, address: int) -> int:
         """Return the host address of the map for ``address``."""
-        entry = self._maps.get(address)
+        entry = self.by_address.get(address)
         if entry is None:
-            if len(self._maps) >= _MOST_MAPS:
-                self._maps.clear()
+            if len(self.by_address) >= _MOST_MAPS:
+                self.by_address.clear()
             made = driver.tensor_map(address, self._dtype, self._shape, self._strides, self._box, self._swizzle)
-            entry = self._maps[address] = (ctypes.addressof(made), made)
+            entry = self.by_address[address] = (ctypes.addressof(made), made)
         return entry[0]
 
 
@@ -132,10 +132,11 @@ class Relaunch:
         parameters, values = self._parameters, self._values
         with _lock:  # another thread must not change the parameters before they are copied
             for (at, maps), tensor in zip(self._operands, operands, strict=True):
+                address = tensor.data_ptr()
                 if maps is None:
-                    values[at].value = tensor.data_ptr()
+                    values[at].value = address
                 else:
-                    parameters[at] = maps.at(tensor.data_ptr())
+                    parameters[at] = maps.by_address[address][0] if address in maps.by_address else maps.at(address)
             driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
 
 

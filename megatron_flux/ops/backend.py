@@ -32,7 +32,8 @@ class Plan:
     def run(self, call: OperatorCall) -> Any:
         """Make ``call``, whose operands have been checked.
 
-        Return ``(y, gathered x)`` of an all_gather_gemm, else a Pending; with the leading dimensions of ``x``.
+        Return ``(y, gathered x)`` of an all_gather_gemm, else the result, or a Pending that gives it; with the leading
+        dimensions of ``x``.
         """
         raise NotImplementedError
 

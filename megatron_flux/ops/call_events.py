@@ -44,11 +44,6 @@ class OpStats:
     degraded: Counter[str] = field(default_factory=Counter)
     """Calls that ``auto`` gave to a slower backend than the tuned one, by reason."""
 
-    def count(self, operator: str, backend: str, bytes_received: int) -> None:
-        """Add one call."""
-        self.calls[operator, backend] += 1
-        self.bytes_received += bytes_received
-
     def total(self, operator: str) -> int:
         """Calls of ``operator`` over all backends."""
         return sum(n for (op, _), n in self.calls.items() if op == operator)

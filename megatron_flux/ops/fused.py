@@ -27,7 +27,7 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, Side, finish_open, push_of, side_of
+from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, Side, finish_open, pushes_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, state_of
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
@@ -131,11 +131,11 @@ class _Gathering(FusedPlan):
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
         m, k, dtype, shape = call.m, call.k, call.x.dtype, self._scale_shape
-        buffers = [work.gather_buffers(half, m, k, dtype)[work.rank] for half in (0, 1)]
-        self._gathered = [whole.view(call.gathered_shape) for whole in buffers]
+        whole = call.gathered_shape
+        self._gathered = [work.gather_buffer(half, whole, dtype) for half in (0, 1)]
         if shape is not None:
             self._scales = [work.scale_buffers(half, m * k * dtype.itemsize, shape)[work.rank] for half in (0, 1)]
-        self._pushes = [push_of(work, half, m // work.tp, k, dtype, self._edges, shape) for half in (0, 1)]
+        self._pushes = pushes_of(work, m // work.tp, k, dtype, self._edges, shape)
         self._side = side_of(work) if self._cuda else None
 
     def _push(self, x: torch.Tensor, half: int, stream: int, scales: int = 0) -> None:
@@ -181,9 +181,11 @@ class AllGatherGemmPlan(_Gathering):
         x, weight, bias, fp8, work = call.x, call.weight, call.bias, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        y, scales = x.new_empty(self._shape, dtype=self._out), 0
         others: tuple[Any, ...] = () if bias is None else (bias,)
-        if fp8 is not None:
+        if fp8 is None:
+            y, scales = x.new_empty(self._shape), 0
+        else:
+            y = x.new_empty(self._shape, dtype=self._out)
             others = (*others, fp8.x.scale_inv, fp8.weight.scale_inv)
             scales = fp8.x.scale_inv.data_ptr()
         try:
@@ -233,13 +235,13 @@ class GemmReduceScatterPlan(FusedPlan):
             raise UserError(f"{call.operator}: too many tiles for {rows} x {n} with plan {config.label()}")
         super().__init__(call, tiles * config.bm * config.bn * call.out.itemsize, config)
 
-    def run(self, call: OperatorCall) -> Pending:
+    def run(self, call: OperatorCall) -> torch.Tensor:
         """See the base class."""
         call = call.addressable()
         x, weight, fp8, work = call.x, call.weight, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        y = x.new_empty(self._shape, dtype=self._out)
+        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=self._out)
         scales = () if fp8 is None else (fp8.x.scale_inv, fp8.weight.scale_inv)
         try:
             if work.table is not None:
@@ -255,7 +257,7 @@ class GemmReduceScatterPlan(FusedPlan):
         except BaseException as error:
             work.poison(self._operator, error)
             raise
-        return Pending(y)
+        return y
 
 
 class GemmAllReducePlan(FusedPlan):
@@ -267,13 +269,13 @@ class GemmAllReducePlan(FusedPlan):
         """``config``: in shots."""
         super().__init__(call, config.nbytes(call.m, call.n, call.group.size(), call.out.itemsize), config)
 
-    def run(self, call: OperatorCall) -> Pending:
+    def run(self, call: OperatorCall) -> torch.Tensor:
         """See the base class; finished."""
         call = call.addressable()
-        x, weight, work = call.x, call.weight, self._slab
+        x, weight, fp8, work = call.x, call.weight, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        y = x.new_empty(self._shape, dtype=self._out)
+        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=self._out)
         operands: Sequence[Any] = (x, weight) if self.config.own_gemm else (partial(call),)
         try:
             if work.table is not None:
@@ -288,7 +290,7 @@ class GemmAllReducePlan(FusedPlan):
         except BaseException as error:
             work.poison("gemm_all_reduce", error)
             raise
-        return Pending(y)
+        return y
 
     def _first(self, call: OperatorCall, operands: Sequence[Any], y: torch.Tensor, half: int) -> None:
         from megatron_flux.ops import arguments

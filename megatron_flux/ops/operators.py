@@ -12,9 +12,7 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,27 +22,11 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import call_events
 from megatron_flux.ops.backends import registry
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.call import OperatorCall, new_call
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 
-_Operator = TypeVar("_Operator", bound=Callable[..., Any])
 
-
-def _without_grad(operator: _Operator) -> _Operator:
-    """Run without recording for autograd. Inside an autograd function that is so already, and costs nothing."""
-
-    @functools.wraps(operator)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return operator(*args, **kwargs)
-        with torch.no_grad():
-            return operator(*args, **kwargs)
-
-    return cast(_Operator, call)
-
-
-@_without_grad
 def all_gather_gemm(
     x: torch.Tensor | Fp8Operand,
     weight: torch.Tensor | Fp8Operand,
@@ -97,16 +79,15 @@ def all_gather_gemm(
     inside, late = (bias, None) if epilogue_bias else (None, bias)
     if group is None:
         group = _default_group()
-    call = OperatorCall(
-        "all_gather_gemm", x, weight, group, transposed, inside, return_gathered, False, wire, fp8, late
+    call = new_call(
+        OperatorCall, ("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, False, wire, fp8, late)
     )
     y, gathered = _run(call, backend)
     if late is not None:
-        y.add_(late)
+        y.add_(late.detach())
     return (y, gathered) if return_gathered else y
 
 
-@_without_grad
 def gemm_reduce_scatter(
     x: torch.Tensor | Fp8Operand,
     weight: torch.Tensor | Fp8Operand,
@@ -137,11 +118,12 @@ def gemm_reduce_scatter(
         x, weight = fp8.x.numbers, fp8.weight.numbers
     if group is None:
         group = _default_group()
-    call = OperatorCall("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias)
+    call = new_call(
+        OperatorCall, ("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias)
+    )
     return _sum(call, backend)
 
 
-@_without_grad
 def gemm_all_reduce(
     x: torch.Tensor | Fp8Operand,
     weight: torch.Tensor | Fp8Operand,
@@ -169,11 +151,12 @@ def gemm_all_reduce(
         x, weight = fp8.x.numbers, fp8.weight.numbers
     if group is None:
         group = _default_group()
-    call = OperatorCall("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias)
+    call = new_call(
+        OperatorCall, ("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias)
+    )
     return _sum(call, backend)
 
 
-@_without_grad
 def all_gather(
     x: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -190,7 +173,7 @@ def all_gather(
     if group is None:
         group = _default_group()
     state_of(group).gathers_begun += 1
-    call = OperatorCall("all_gather", x, None, group, False, None, local_shard, False, wire)
+    call = OperatorCall("all_gather", x, None, group, return_gathered=local_shard, wire=wire)
     pending: Pending = _run(call, backend)
     return pending
 
@@ -201,7 +184,10 @@ def all_gathers_begun(group: dist.ProcessGroup) -> int:
 
 
 def _run(call: OperatorCall, backend: str) -> Any:
-    """Run ``call`` by its plan, made by the first call of its spec, and count it."""
+    """Run ``call`` by its plan, which the first call of its spec makes, and count it."""
+    if torch.is_grad_enabled():  # inside an autograd function that is not so, and costs nothing
+        with torch.no_grad():
+            return _run(call, backend)
     plans, key = state_of(call.group).plans, (backend, call.spec)
     plan = plans.get(key)
     if plan is None:
@@ -209,7 +195,8 @@ def _run(call: OperatorCall, backend: str) -> Any:
         if not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):  # what stands in for a call in one graph
             plans[key] = plan
     result = call_events.run(call, plan) if call_events.watching else plan.run(call)
-    stats.count(call.operator, plan.backend, plan.nbytes)
+    stats.calls[call.operator, plan.backend] += 1
+    stats.bytes_received += plan.nbytes
     for reason in plan.degraded:
         stats.degraded[reason] += 1
     return result
@@ -217,12 +204,16 @@ def _run(call: OperatorCall, backend: str) -> Any:
 
 def _sum(call: OperatorCall, backend: str) -> torch.Tensor | Pending:
     """Run an operator that sums over ranks; its bias is added to the result."""
+    bias = call.late_bias
     if call.async_op:
-        if call.late_bias is not None:
+        if bias is not None:
             raise UserError(f"{call.operator}: bias cannot be combined with async_op; add it after wait()")
-        return _run(call, backend)
-    y = _run(call, backend).wait()
-    return y if call.late_bias is None else y.add_(call.late_bias)
+        result = _run(call, backend)
+        return result if isinstance(result, Pending) else Pending(result)
+    y = _run(call, backend)
+    if isinstance(y, Pending):
+        y = y.wait()
+    return y if bias is None else y.add_(bias.detach())
 
 
 def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, transposed: bool, wire: str) -> Fp8Pair:

@@ -93,7 +93,7 @@ def test_every_shard_reaches_every_peer(tp: int, edges: Edges) -> None:
     ranks = slabs(tp)
     for rank, work in enumerate(ranks):
         x = shard(rank)
-        copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges).by_processor(x.data_ptr())
+        copy_engine.pushes_of(work, *x.shape, x.dtype, edges)[HALF].by_processor(x.data_ptr())
     check(ranks, edges)
 
 
@@ -127,7 +127,7 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
     ranks = slabs(tp)
     for rank, work in enumerate(ranks):
         told, x = Told(monkeypatch, work), shard(rank)
-        found = copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges)
+        found = copy_engine.pushes_of(work, *x.shape, x.dtype, edges)[HALF]
         for value in (x, x + 5):
             found.enqueue(value.data_ptr(), 5)
         data, flags = told.order[::2], told.order[1::2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,8 @@ class Work:
     def arguments(self, half: int) -> range:
         return range(7)
 
-    def gather_buffers(self, half: int, m: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [data[half << 20 :].view(dtype)[: m * k].view(m, k) for data in self.data]
+    def gather_buffer(self, half: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.data[1][half << 20 :].view(dtype)[: math.prod(shape)].view(shape)
 
     def scale_buffers(self, half: int, *_: Any) -> list[torch.Tensor]:
         return [self.scales[half]] * 2
@@ -128,7 +129,9 @@ class Gpu:
         monkeypatch.setattr(fused, "compare_calls", lambda call: 0)
         monkeypatch.setattr(fused, "sm_count", lambda device: 132)
         monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, CopyStream("side", None, None)))  # type: ignore[arg-type]
-        monkeypatch.setattr(fused, "push_of", lambda work, half, *of: self.push(half, scales=of[-1] is not None))
+        monkeypatch.setattr(
+            fused, "pushes_of", lambda _, *of: [self.push(half, scales=of[-1] is not None) for half in (0, 1)]
+        )
         from megatron_flux.kernels import launch
         from megatron_flux.ops import arguments
 

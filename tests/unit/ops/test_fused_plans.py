@@ -60,7 +60,7 @@ def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu, bias: bool)
         )
         assert y.shape == (128, 2, 32)
         assert gathered.shape == (128, 2, 64)
-        assert gathered.data_ptr() == gpu.work.gather_buffers(half, 256, 64, torch.bfloat16)[1].data_ptr()
+        assert gathered.data_ptr() == gpu.work.gather_buffer(half, (256, 64), torch.bfloat16).data_ptr()
         name = "hopper_ag_gemm_kernel"
         launched = ("triton", name, 132)
         if number > 1:

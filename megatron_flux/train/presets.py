@@ -96,6 +96,7 @@ PRESETS = {
     "llama2-7b": Preset(_shape(32, 4096, 32, 32, 11008, 4096, 32000, **_LLAMA), 2, 1, 3e-4),
     "llama2-70b": Preset(_shape(80, 8192, 64, 8, 28672, 4096, 32000, **_LLAMA), 2, 1, 1.5e-4),
     # Llama team, arXiv 2407.21783, table 3.
+    "llama3-8b": Preset(_shape(32, 4096, 32, 8, 14336, 8192, 128256, **_LLAMA, rotary_base=500_000), 2, 1, 3e-4),
     "llama3-70b": Preset(_shape(80, 8192, 64, 8, 28672, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 1.5e-4),
     "llama3-405b": Preset(_shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 8e-5),
     # Shows in seconds that a machine with GPUs can run a benchmark: the fused kernels and FP8 take it up to tp 4.

@@ -51,7 +51,7 @@ def refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--preset", "gpt5"], ["'gpt5'", "tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-70b"]),
+        (["--preset", "gpt5"], ["'gpt5'", "tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-8b, llama3-70b"]),
         (["--link", "p2p"], ["--link p2p needs GPUs", "use --link host or none"]),
         (["--nproc", "3", "--tp", "2"], ["3 process(es)", "tp 2 x pp 1", "multiple of 2"]),
         (["--nproc", "3", "--pp", "2"], ["3 process(es)", "pp 2"]),

@@ -276,7 +276,7 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, prec
     if options.eval_interval is not None:
         raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(options, CompareOptions):
-        # The graphs of a process are made once, when its first step ends: those of the other arm never would be.
+        # The graphs of a process are made once, when its first step ends: those of the other side never would be.
         raise UserError(
             f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
             "megatron-flux train with and without --no-flux, and megatron-flux report RUN OTHER --out FOLDER for both"

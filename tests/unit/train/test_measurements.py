@@ -28,7 +28,7 @@ def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
     telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
     for iteration in (1, 2, 3):
         with telemetry.step(iteration):
-            assert not observe.watching()
+            assert not observe.watching
         values = {"peak_memory_bytes": None, **telemetry.values()}
         fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}), 2, 1)
         assert fields["flux/sampled"] is (iteration == 2)

@@ -123,7 +123,15 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     [
         ["--tp", "2", "--pp", "2", "--set=distributed_optimizer=false", "--set=lr_warmup_steps=2", "--eval-interval=2"],
         [*LLAMA, "--num-query-groups", "4", "--recompute", "full", DROPOUT, FUSION],
-        ["--tp", "2", *LLAMA, "--set=overlap_grad_reduce=true", "--recompute=selective", "--precision=bf16", FUSION],
+        [
+            "--tp",
+            "2",
+            *LLAMA,
+            "--set=overlap_grad_reduce=true",
+            "--recompute=selective",
+            "--set=precision=bf16",
+            FUSION,
+        ],
     ],
     ids=["tp2-pp2-plain-adam-validation", "tp4-llama-recompute-full", "tp2-dp2-overlap-gqa-bf16"],
 )

@@ -3,7 +3,7 @@
 The engine needs flash-attention's kernels over a paged cache, NVTX, CUDA's events and einops. Their place is taken by
 what they compute, in torch (:func:`engine_shims`); engine, context, controller and model are megatron-core's.
 Covered: steps of a prompt, of prompts beside single tokens, and of single tokens, without sequence parallelism and with
-it, for which the engine pads the tokens; and megatron-core's inference-optimized layers, which run stock, counted.
+it, for which the engine pads the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,18 +22,40 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig
 from megatron_flux.patch.megatron_core import installed_megatron_core
-from megatron_flux.patch.reasons import INFERENCE_OPTIMIZED
-from tests.distributed import te_stand_in
-from tests.distributed.data import normals
-from tests.distributed.megatron_world import SEQUENCE, VOCABULARY, flux, gpt_model, megatron, model_config
+from tests.distributed.megatron_world import SEQUENCE, VOCABULARY, flux, gpt_model, megatron
 from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS
-from tests.distributed.test_whole_sequence import Event, Letters
 
 PROMPTS, NEW = ("flux", "of a GEMM", "a"), (6, 3, 5)
 ENGINE = "megatron.core.inference"
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    vocab_size, bos, eod = VOCABULARY, None, VOCABULARY - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(letter) % VOCABULARY for letter in text]
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+
+class Event:
+    """megatron-core's engine measures its steps."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
 
 
 class NoPinnedMemory(torch.overrides.TorchFunctionMode):
@@ -152,40 +173,3 @@ def test_greedy_tokens_of_the_dynamic_engine(world: WorkerPool, family: str, seq
         assert seen["active_layers"] == 4 * LAYERS + 1
         assert seen["fallbacks"] == {}
         assert {decode for _, decode in rows} == {False, True}
-
-
-def rank_inference_optimized(kind: str) -> tuple[dict[str, int], int]:
-    """What was counted of a layer whose results are stock's. Over gloo, where its own kernels would need multicast."""
-    from megatron.core.tensor_parallel import inference_layers
-
-    with (
-        te_megatron(tp=dist.get_world_size()),
-        mock.patch.object(inference_layers, "get_global_symmetric_memory_buffer", NoSymmetricMemory),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(major=8)),
-    ):
-        config = model_config(normalization="RMSNorm", hidden_size=32)
-        of_kind = {"input_is_parallel": True} if kind == "Row" else {"gather_output": False}
-        common = {"bias": False, "skip_bias_add": True, "is_expert": False, **of_kind}
-        name = f"Inference{kind}ParallelLinear"
-        layer = getattr(inference_layers, name)(32, 48, config=config, init_method=config.init_method, **common).eval()
-        x = normals(8, 2, 32 // dist.get_world_size() if kind == "Row" else 32, seed=3 + dist.get_rank())
-        with torch.inference_mode():
-            stock = layer(x)[0]
-            with flux() as seen:
-                assert torch.equal(layer(x)[0], stock)
-        assert stock.abs().max() > 0
-        return seen.fallbacks, seen.active_layers
-
-
-class NoSymmetricMemory:
-    """megatron-core's buffer of it, that has none left."""
-
-    def maybe_get_tensor(self, *_: Any, **__: Any) -> dict[str, None]:
-        return {"tensor": None, "handle": None}
-
-
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
-@pytest.mark.parametrize("kind", ["LayerNormColumn", "Row"])
-def test_inference_optimized_layers_run_stock(te_world2: WorkerPool, kind: str) -> None:
-    name = {"LayerNormColumn": "TE norm column", "Row": "TE row"}[kind]
-    assert te_world2.run(rank_inference_optimized, kind) == [({f"{name}: {INFERENCE_OPTIMIZED}": 1}, 0)] * 2

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops
+from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, keep, linears, prefetch, row_parallel_linear
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import normals
-from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron, on_gpu
+from tests.distributed.megatron_world import on_gpu
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_fused_twin import TINY, twin
 from tests.distributed.test_norm_column import LayerNorm, operands
@@ -118,38 +118,6 @@ def rank_between(mode: str) -> None:
 
 def test_it_ends_a_pair(world2: WorkerPool) -> None:
     world2.run(rank_between, "no_grad")
-
-
-def rank_gpt(family: str, sequence_parallel: bool) -> dict[str, int]:
-    """Operators of an inference pass. Losses and gradients of steps around it are those of steps without it."""
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model(family, sequence_parallel=sequence_parallel)
-        config = FluxConfig(strict=True, backend="reference", keep_gathered=True)
-        with flux(config) as before:
-            loss, gradients = loss_and_gradients(model)
-        with flux(config):
-            for mode in MODES.values():
-                ops.stats.reset()
-                with mode(), bookkeeping() as seen:
-                    assert torch.equal(model(**batch()), loss)
-                assert seen == {}
-                calls = {operator: n for (operator, _), n in ops.stats.calls.items()}
-                ops.stats.reset()
-                found, after = loss_and_gradients(model)
-                assert torch.equal(found, loss)
-                assert after.keys() == gradients.keys()
-                for name, gradient in gradients.items():
-                    assert torch.equal(after[name], gradient), name
-                assert {f"{operator}/{name}": n for (operator, name), n in ops.stats.calls.items()} == before.calls
-        return calls
-
-
-@pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("gpt3", False)])
-def test_training_goes_on_unchanged(world: WorkerPool, family: str, sequence_parallel: bool) -> None:
-    for calls in world.run(rank_gpt, family, sequence_parallel):
-        # Two layers of four linears, and the output layer, which gathers too.
-        split = {"all_gather_gemm": 5, "gemm_reduce_scatter": 4}
-        assert calls == (split if sequence_parallel else {"gemm_all_reduce": 4})
 
 
 class Pair:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from typing import Any
 from unittest import mock
 
@@ -25,17 +24,11 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from tests.distributed.data import integers, require_close
 from tests.distributed.megatron_world import (
-    BATCH,
-    SEQUENCE,
-    VOCABULARY,
     flux,
-    gpt_model,
-    inference,
     megatron,
     model_config,
 )
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_gpt import LAYERS
 
 STRICT = FluxConfig(strict=True)
 
@@ -170,100 +163,3 @@ def rank_pairs() -> None:
 
 def test_no_pairs_with_layers_that_gather(world2: WorkerPool) -> None:
     world2.run(rank_pairs)
-
-
-# Decoding
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    vocab_size, bos, eod = VOCABULARY, None, VOCABULARY - 1
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(letter) % VOCABULARY for letter in text]
-
-    def detokenize(self, tokens: list[int], **_: Any) -> str:
-        return "".join(chr(65 + token) for token in tokens)
-
-
-class Event:
-    """megatron-core's engine measures its steps."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    synchronize = record
-
-    def elapsed_time(self, _: Event) -> float:
-        return 0.0
-
-
-PROMPTS, NEW = ("flux", "tiles"), 6
-
-
-def rank_generate(family: str) -> tuple[list[list[int]], list[list[int]], dict[str, Any]]:
-    """Tokens of stock, of flux, and what ran."""
-    found = "megatron.core.inference"
-    engines = importlib.import_module(f"{found}.engines.static_engine")
-    wrappers = importlib.import_module(f"{found}.model_inference_wrappers.gpt.gpt_inference_wrapper")
-    configs = importlib.import_module(f"{found}.model_inference_wrappers.inference_wrapper_config")
-    contexts = importlib.import_module(f"{found}.contexts")
-    controllers = importlib.import_module(f"{found}.text_generation_controllers.text_generation_controller")
-    sampling = importlib.import_module(f"{found}.sampling_params")
-    from megatron.core.transformer.enums import AttnBackend
-
-    with (
-        megatron(tp=dist.get_world_size()),
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.dict(os.environ),  # models write into it which attention they have, and refuse what others wrote
-    ):
-        for name in [name for name in os.environ if name.startswith("NVTE_")]:
-            del os.environ[name]
-        model = gpt_model(family, sequence_parallel=False, attention_backend=AttnBackend.local)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(10)  # logits far apart: greedy tokens do not hang on the order of additions
-
-        def generate() -> list[list[int]]:
-            config = configs.InferenceWrapperConfig(
-                hidden_size=model.config.hidden_size,
-                params_dtype=torch.float32,
-                inference_batch_times_seqlen_threshold=-1,
-                padded_vocab_size=VOCABULARY,
-                inference_max_requests=BATCH,
-                inference_max_seq_length=SEQUENCE,
-            )
-            context = contexts.StaticInferenceContext.from_config(config)
-            wrapped = wrappers.GPTInferenceWrapper(model, config, context)
-            controller = controllers.TextGenerationController(inference_wrapped_model=wrapped, tokenizer=Letters())
-            engine = engines.StaticInferenceEngine(controller, random_seed=1, legacy=True)
-            greedy = sampling.SamplingParams(top_k=1, num_tokens_to_generate=NEW, termination_id=-1)
-            return [r.generated_tokens.tolist() for r in engine.generate(list(PROMPTS), sampling_params=greedy)]
-
-        with inference():
-            stock = generate()
-            with flux(STRICT) as seen:
-                ours = generate()
-        return stock, ours, seen.as_dict()
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core.inference.model_inference_wrappers.inference_wrapper_config") is None,
-    reason="another engine in this megatron-core",
-)
-def test_greedy_decoding(world: WorkerPool) -> None:
-    for stock, ours, seen in world.run(rank_generate, "llama"):
-        assert ours == stock
-        assert [len(tokens) for tokens in ours] == [NEW] * len(PROMPTS)
-        assert len({token for tokens in ours for token in tokens}) > 2, "always the same token: nothing is compared"
-        # A forward for the prompts, one for the letter that one of them has more, one for each further token.
-        forwards = seen["calls"]["gemm_all_reduce/reference"] / (2 * LAYERS)
-        assert forwards in (NEW, NEW + 1)
-        assert set(seen["calls"]) == {"gemm_all_reduce/reference"}
-        assert seen["active_layers"] == 4 * LAYERS + 1
-        assert seen["fallbacks"] == {}

@@ -5,6 +5,7 @@ Daemons, browsers and worker pools are fixtures, and have been ended by then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
@@ -29,7 +30,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for them; fixtures of all scopes have been torn down."""
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # as at the end of this process: its service serves all tests
+        with contextlib.suppress(OSError):  # its service has ended already
+            sys.modules["wandb"].teardown()  # as at the end of this process: its service serves all tests
     found = left(session.config.stash[_mark], SECONDS)
     session.config.stash[_found] = found
     if found and session.exitstatus == pytest.ExitCode.OK:

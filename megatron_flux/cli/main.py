@@ -5,6 +5,7 @@ Bad input ends it with one line and exit code 2, a failed run with 1: the cause 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -114,8 +115,11 @@ def run(words: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
+    _have_streams()
     unused.settle()
     try:
+        if sys.getfilesystemencoding() == "ascii":
+            raise UserError("this Python reads files and their names as ASCII, which torch cannot; set PYTHONUTF8=1")
         if "RANK" in os.environ:
             rank.recorded(lambda: run(sys.argv[1:]))
         else:
@@ -129,6 +133,37 @@ def main() -> None:
     except BaseException as error:
         sys.exit(_explained(error))
     sys.exit(0)  # which torch's recorder has swallowed
+
+
+class _LenientStream:
+    """Standard error on a disk that may be full: what is said there ends nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def _have_streams() -> None:
+    """Give the process standard streams where it was started without (``>&-``): files would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - as long as the process
+    sys.stderr = _LenientStream(sys.stderr)
 
 
 def _explained(error: BaseException) -> int:

@@ -24,11 +24,6 @@ install_packages() {
 }
 
 missing_packages() {
-    # A browser, for tests that look at reports.
-    if ! { command -v chromium || command -v google-chrome; } >/dev/null || ! command -v chromedriver >/dev/null; then
-        install_packages chromium chromium-driver
-    fi
-
     # Slurm's daemons, for tests that submit jobs; they start and end daemons of their own. As in CI,
     # MEGATRON_FLUX_SLURM_TESTS=required lets the tests fail instead of being skipped.
     if ! { command -v sbatch && [[ -x /usr/sbin/slurmctld && -x /usr/sbin/munged ]]; } >/dev/null; then
@@ -59,18 +54,6 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
 fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
-
-# The oldest wandb that pyproject.toml allows, beside the newest.
-if [[ -z ${MEGATRON_FLUX_OLDEST_WANDB:-} ]]; then
-    MEGATRON_FLUX_OLDEST_WANDB=$("$PYTHON" -c 'import sys; print(sys.prefix)')/oldest-wandb
-    if [[ ! -d $MEGATRON_FLUX_OLDEST_WANDB ]]; then
-        rm -rf "$MEGATRON_FLUX_OLDEST_WANDB.part"
-        pip_install --no-deps --target "$MEGATRON_FLUX_OLDEST_WANDB.part" wandb==0.30.0 &&
-            mv "$MEGATRON_FLUX_OLDEST_WANDB.part" "$MEGATRON_FLUX_OLDEST_WANDB" ||
-            printf 'note: wandb 0.30.0 could not be fetched\n' >&2
-    fi
-    export MEGATRON_FLUX_OLDEST_WANDB
-fi
 
 wait "$packages"
 trap - EXIT

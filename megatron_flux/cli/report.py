@@ -1,11 +1,10 @@
-"""``megatron-flux report`` and ``watch``: run folders as a page, against earlier results, in wandb, in a terminal."""
+"""``megatron-flux report`` and ``watch``: run folders as a page, in wandb, in a terminal."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from megatron_flux.errors import UserError
 from megatron_flux.options import Options, argument, option
 
 
@@ -14,13 +13,6 @@ class ReportOptions(Options):
 
     runs: list[Path] = argument(..., "Run folders, or folders that hold run folders.")
     out: Path | None = option(None, "Folder for the report. Default: the run folder; of several runs one under runs/.")
-    against: Path | None = option(
-        None, "Earlier results (a run folder): exit code 1 if the run is outside a band around them."
-    )
-    band: list[str] = option(
-        ["step-time=5", "loss=1", "memory=5"],
-        "What --against checks, and by how many per cent it may differ (step time and memory: be larger).",
-    )
     wandb: bool = option(
         False, "Also save a workspace and a report in wandb that compare baseline with flux; needs online runs."
     )
@@ -38,25 +30,16 @@ class WatchOptions(Options):
 
 def report(options: ReportOptions) -> None:
     """Write report.html, which needs no network, about one or several run folders."""
-    from megatron_flux.metrics import regression
     from megatron_flux.metrics.report import write_reports
     from megatron_flux.run import folder
 
-    runs, result = options.runs, None
-    if options.against is not None:
-        if len(runs) != 1:
-            raise UserError(f"--against compares one run folder, {len(runs)} were given; give one at a time")
-        result = regression.compare(runs[0], options.against, regression.parse_bands(options.band))
+    runs = options.runs
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
-    print(f"wrote {write_reports(runs, out, lead=result.part() if result else None)}", file=sys.stderr, flush=True)
+    print(f"wrote {write_reports(runs, out)}", file=sys.stderr, flush=True)
     if options.wandb:
         from megatron_flux.metrics import wandb_report
 
         print("\n".join(wandb_report.save(runs)))
-    if result is not None:
-        result.show()
-        if result.outside:
-            raise SystemExit(1)
 
 
 def watch(options: WatchOptions) -> None:

@@ -103,7 +103,7 @@ def _supersede(path: Path, last_kept: int) -> int:
 
 def parse_record(line: bytes, after: int = 0) -> Record:
     """Parse one line. Raises ValueError: it is not strict JSON, no record, or not later than iteration ``after``."""
-    return schema.checked(strict_json.loads(line.decode()), after)
+    return schema.checked(strict_json.loads(line), after)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:

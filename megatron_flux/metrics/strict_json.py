@@ -7,14 +7,13 @@ would lose the difference between "diverged" and "not known". So non-finite floa
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from megatron_flux.errors import UserError, one_line
 from megatron_flux.files import write_atomically
@@ -25,7 +24,7 @@ _SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IG
 
 def encodable(value: Any) -> Any:
     """Copy ``value`` as strict JSON: non-finite floats become strings, as do types that JSON has no form for."""
-    return json.loads(to_json(value, inf_nan_mode="strings", fallback=str))
+    return loads(dumps(value))
 
 
 def number(value: Any) -> float | None:
@@ -39,29 +38,18 @@ def number(value: Any) -> float | None:
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Return the strict JSON text of :func:`encodable` ``value``; one line unless ``indent``."""
-    try:
-        # Nearly every record is JSON as it is, and copying it takes longer than writing it.
-        return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
-    except (TypeError, ValueError):
-        return json.dumps(encodable(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    return to_json(value, inf_nan_mode="strings", fallback=str, indent=indent).decode()
 
 
-def loads(text: str) -> Any:
+def loads(text: str | bytes) -> Any:
     """Parse strict JSON. Raises ValueError: it is not, as with the bare words NaN and Infinity."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return from_json(text, allow_inf_nan=False)
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the JSON object in a file. Raises UserError: it is missing, not strict JSON, or no object."""
     try:
-        value = loads(Path(path).read_text(encoding="utf-8"))
+        value = loads(Path(path).read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
     except ValueError as error:

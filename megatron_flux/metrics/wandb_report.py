@@ -133,8 +133,6 @@ def _where(runs: Sequence[Run]) -> tuple[str, list[str]]:
     """Return the project, and the group of every run: its name if its folder has none."""
     projects = set()
     for run in runs:
-        if run.kind != "training":
-            raise UserError(f"{run.path} is a benchmark, which wandb knows nothing of; name runs of compare or train")
         mirrored = [read_json_object(file) for file in sorted(run.path.glob(f"*/{ID_FILE}"))]
         if not mirrored:
             raise UserError(f"{run.path} was recorded without wandb; train with --wandb offline or --wandb online")

@@ -59,7 +59,7 @@ def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float 
                 raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
             time.sleep(min(interval, 0.5))
         if watched.settings and not {"steps", "preset"} & set(watched.settings):
-            raise UserError(f"{path} is a benchmark, which has no steps; `megatron-flux report` shows it")
+            raise UserError(f"{path} is a benchmark, which has no steps; name a training's folder")
         if not following:
             console.print(view(watched, time.time()))
             return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,27 +123,6 @@ def test_calls_on_fp8_operands_are_measured_on_such(world2: WorkerPool, in_block
         assert all(row["gemm_ms"] > 0 and row["serial_ms"] > 0 for row in values["flux/calls"])
 
 
-def rank_rounds() -> list[int]:
-    register()
-    sampler, counts = Sampler(1), []
-    from megatron_flux.telemetry import call_sampler
-
-    measured = call_sampler._measure
-    calls: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_sampler, "_measure", lambda call, *more: (calls.append(call), measured(call, *more))[1])
-        for iteration, rows in enumerate([4] * (call_sampler.ROUNDS + 2) + [8], 1):
-            with sampler.step(iteration):
-                step(rows)
-            sampler.result()
-            counts.append(len(calls))
-    return counts
-
-
-def test_every_shape_is_measured_in_rounds_and_no_more(world2: WorkerPool) -> None:
-    assert world2.run(rank_rounds) == [[5, 10, 15, 20, 25, 25, 25, 30]] * 2
-
-
 def rank_without_memory() -> dict[str, Any]:
     register()
     from megatron_flux.telemetry import call_sampler
@@ -186,25 +163,3 @@ def test_calls_are_named_in_a_profile(world2: WorkerPool) -> None:
         assert f"flux::gemm_reduce_scatter m=8 n=8 k=6 float32 [k,n] tp=2 rank={rank} slow" in names
         assert f"flux::all_gather m=8 n=0 k=8 float32 [n,k] tp=2 rank={rank} slow wait" in names
         assert names.count("flux::optimizer") == 1
-
-
-def test_off_it_is_the_same_object() -> None:
-    pending = Pending(torch.zeros(2, 2))
-    backend: Any = SimpleNamespace(all_gather=lambda call: pending)
-    call: Any = OperatorCall("all_gather", torch.zeros(2, 2), None, None)  # type: ignore[arg-type]
-    assert observe.run(call, backend) is pending
-
-
-def test_a_finished_result_is_not_waited_for_again() -> None:
-    entered: list[int] = []
-
-    def context() -> Any:
-        entered.append(1)
-        return nullcontext()
-
-    done = Pending(torch.zeros(1))
-    assert done.within(context) is done
-    waits: list[int] = []
-    started = Pending(torch.zeros(1), lambda: waits.append(1)).within(context)
-    assert started.wait() is started.wait()
-    assert (entered, waits) == ([1], [1])

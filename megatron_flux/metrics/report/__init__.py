@@ -2,19 +2,18 @@
 
 A report is chapters of parts, made from the records. What is missing or damaged in a run is explained in its chapter.
 Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (a folder as the report sees it),
-``figures``, the chapters ``training`` with its ``ranks`` and ``benchmarks``; the overview of several runs is here.
+``figures``, the chapter ``training`` with its ``ranks``; the overview of several runs is here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.report import benchmarks, page, training
+from megatron_flux.metrics.report import page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
@@ -35,24 +34,18 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return strict_json.write_text(run.path / "report.html", page.html(*make_chapters([run])))
 
 
-def write_reports(paths: Sequence[Path], out: Path, *, lead: Part | None = None) -> Path:
-    """Write ``report.html`` about run folders, or folders of them, into ``out``, ``lead`` before everything else.
+def write_reports(paths: Sequence[Path], out: Path) -> Path:
+    """Write ``report.html`` about run folders, or folders of them, into ``out``.
 
     Raises UserError: there is no run folder, or ``out`` cannot be written.
     """
-    chapters, title = make_chapters(load_all(paths))
-    if lead is not None:
-        chapters[0] = replace(chapters[0], parts=[lead, *chapters[0].parts])
-    return strict_json.write_text(out / "report.html", page.html(chapters, title))
+    return strict_json.write_text(out / "report.html", page.html(*make_chapters(load_all(paths))))
 
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """Return the chapters about these runs, and a title for the whole."""
     runs = with_pairs(runs)
-    chapters = [
-        (training.chapter if run.kind == "training" else benchmarks.chapter)(run, f"run{number}")
-        for number, run in enumerate(runs, 1)
-    ]
+    chapters = [training.chapter(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
     chapters.insert(0, _overview(runs))
@@ -61,23 +54,20 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 def _overview(runs: Sequence[Run]) -> Chapter:
     """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
-    trained = [run for run in runs if run.kind == "training"]
     parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
     notes = [
         ("", f"{first.name} and {second.name} trained in different ways ({', '.join(unequal)}): do not compare them.")
-        for first, second in combinations(trained, 2)
+        for first, second in combinations(runs, 2)
         if {first.only_variant, second.only_variant} == set(VARIANTS)
         and (unequal := differing(first, second, TIME_SETTINGS))
     ]
     if notes:
         parts.append(Part("notes", "Notes", table=Table(notes)))
-    if trained:
-        head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
-        parts.append(Part("overview", "Training runs", table=Table([*map(_row, trained)], head)))
-    if len(trained) > 1:
-        table = _differences(trained)
-        caption = "" if table else "None: the same was requested, on the same devices and versions."
-        parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
+    head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
+    parts.append(Part("overview", "Training runs", table=Table([*map(_row, runs)], head)))
+    table = _differences(runs)
+    caption = "" if table else "None: the same was requested, on the same devices and versions."
+    parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
     title = counted(len(runs), "run")
     return Chapter("all", title, title, "megatron-flux", parts)
 

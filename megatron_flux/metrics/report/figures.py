@@ -179,8 +179,8 @@ def samples(variants: Variants, title: str, pick: Callable[[Record], Any]) -> Dr
     return figure_of(traces, "step in order of execution", title, height=280), caption
 
 
-def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figure | None:
-    """Draw the parts of each named breakdown (ms per ``unit``) as a stacked bar."""
+def time_parts(breakdowns: Mapping[str, Mapping[str, float]]) -> Figure | None:
+    """Draw the parts of each named breakdown (ms per step) as a stacked bar."""
     known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
     if not known:
         return None
@@ -194,7 +194,7 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]], unit: str) -> Figu
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
     # Room for the lines of the legend on a phone.
     layout = {"barmode": "stack", "bargap": 0.35, "legend": legend, "height": 44 * len(known) + 250}
-    return figure_of(traces, f"ms per {unit}", "", **layout)
+    return figure_of(traces, "ms per step", "", **layout)
 
 
 EFFICIENCY = "100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM."

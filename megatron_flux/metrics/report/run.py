@@ -1,7 +1,6 @@
 """Read a run folder for a report: what is there, what is damaged, and how it differs from another.
 
-Its contents decide the kind: ``training`` (written by ``compare`` or ``train``), ``operators`` (``bench ops``) or
-``layers`` (``bench layer``). Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
+Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import VARIANTS, Record, summarize, verdict
-from megatron_flux.metrics.table import finite
-
-Kind = Literal["training", "operators", "layers"]
 
 TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
@@ -39,9 +35,8 @@ class Run:
 
     path: Path
     name: str
-    kind: Kind
     summary: dict[str, Any]
-    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records, or a benchmark's ``summary.json``."""
+    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``: configuration, versions, device, command."""
     variants: dict[str, list[Record]] = field(default_factory=dict)
@@ -69,10 +64,6 @@ class Run:
     @property
     def verdict(self) -> str:
         """The finding in one line."""
-        if self.kind != "training":
-            noun = "operator calls" if self.kind == "operators" else "layer timings"
-            device, tp = self.summary.get("device", "unknown device"), self.summary.get("tp", "?")
-            return f"{len(self.summary['rows'])} {noun}, {device}, tp {tp}"
         if not any(self.variants.values()):
             return "no step has been recorded"
         if (variant := self.trained_variant) is None:
@@ -121,16 +112,15 @@ def _load(path: Path) -> Run:
     name = path.resolve().name
     problems: list[str] = []
     config, stored = (json_or_problem(path / file, problems) for file in ("config.json", "summary.json"))
-    kind = _bench_kind(path / "summary.json", stored)
-    if kind is not None:
-        return Run(path, name, kind, stored, config, problems=problems)
+    if "rows" in stored:
+        raise UserError(f"{path} is a benchmark, which has no steps: bench printed its table; name a training's folder")
     tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
     settings = config.get("config")
     begun = isinstance(settings, Mapping) and "preset" in settings
     if not begun and not any(tail.path.exists() for tail in tails.values()):
         raise UserError(
-            f"{path} is not a run folder: it has neither records of {' or '.join(VARIANTS)} nor a benchmark's "
-            "summary.json; name a folder that megatron-flux compare, train or bench has written"
+            f"{path} is not a run folder: it has no records of {' or '.join(VARIANTS)}; name a folder that "
+            "megatron-flux compare or train has written"
         )
     for variant, tail in tails.items():
         tail.poll()
@@ -146,31 +136,7 @@ def _load(path: Path) -> Run:
     summary = summarize(variants["baseline"], variants["flux"], about)
     if all(variants.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")
-    return Run(path, name, "training", summary, config, variants, breakdowns, problems)
-
-
-_TEXT: dict[Kind, tuple[str, ...]] = {"operators": ("op",), "layers": ("arm", "model")}
-_NUMBERS: dict[Kind, tuple[str, ...]] = {
-    "operators": ("m", "n", "k", "gemm_ms", "serial_ms"),
-    "layers": ("seq", "micro_batch", "ms_per_layer", "ms_per_layer_low", "ms_per_layer_high"),
-}
-"""What the rows of a benchmark's summary need to be shown; anything else in them may be missing."""
-
-
-def _bench_kind(path: Path, summary: Mapping[str, Any]) -> Kind | None:
-    """Return the kind of benchmark that wrote the summary, if any. Raises UserError: a row is damaged."""
-    rows = summary.get("rows")
-    if not isinstance(rows, list):
-        return None
-    columns = {name for row in rows if isinstance(row, dict) for name in row}
-    kind: Kind = "layers" if "ms_per_layer" in columns else "operators"
-    for number, row in enumerate(rows, 1):
-        known = row if isinstance(row, dict) else {}
-        missing = [name for name in _TEXT[kind] if not isinstance(known.get(name), str)]
-        missing += [name for name in _NUMBERS[kind] if not finite(known.get(name))]
-        if missing:
-            raise UserError(f"{path}: row {number} has no usable {missing[0]!r}; repair it or measure again")
-    return kind
+    return Run(path, name, summary, config, variants, breakdowns, problems)
 
 
 def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -190,9 +156,7 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     Runs whose step times say nothing about each other are not compared. Of others notes say that they were not
     interleaved, and in which settings of their losses they differ.
     """
-    baselines, fluxes = (
-        [run for run in runs if run.kind == "training" and run.only_variant == variant] for variant in VARIANTS
-    )
+    baselines, fluxes = ([run for run in runs if run.only_variant == variant] for variant in VARIANTS)
     if len(baselines) != 1 or len(fluxes) != 1 or differing(baselines[0], fluxes[0], TIME_SETTINGS):
         return list(runs)
     baseline, flux = baselines[0], fluxes[0]
@@ -209,7 +173,7 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
         summary["notes"].append(f"Their losses cannot be compared: {', '.join(unequal)}.")
     variants, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
     name = f"{baseline.name} and {flux.name}"
-    return [Run(flux.path, name, "training", summary, flux.config, variants, breakdowns), *runs]
+    return [Run(flux.path, name, summary, flux.config, variants, breakdowns), *runs]
 
 
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:

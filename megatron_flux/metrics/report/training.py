@@ -111,7 +111,7 @@ def _subtitle(run: Run) -> str:
 
 def _breakdown(run: Run) -> Part:
     title, found = "Where the time goes", run.breakdowns
-    figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()}, "step")
+    figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
     if figure is None:
         return Part("time", title, caption=f"{NOT_RECORDED}: no step was traced; --profile-steps traces some.")
     about, columns = [], []

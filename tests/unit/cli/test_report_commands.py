@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
-from tests.unit.metrics.report_runs import RESULTS, full_run, full_variants
+from tests.unit.metrics.report_runs import RESULTS, full_run
 
 CPU = RESULTS / "report-cpu-tiny"
 
@@ -52,40 +52,20 @@ def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
     assert run("report", root)[0] == 0
     found = re.findall('<h2 class="chapter">(.*)</h2>', (root / "report.html").read_text())
     assert found == [f"gpt3-175b-compare-4711/rep-{index}" for index in (0, 1, 10)]
-    # One repetition alone is a report of its own, and can be held against another.
+    # One repetition alone is a report of its own.
     alone = tmp_path / "runs" / "alone-7"
     shutil.copytree(root / "rep-0", alone / "rep-0")
-    assert run("report", alone, "--against", root / "rep-1" / "run", "--out", tmp_path / "out")[0] == 0
+    assert run("report", alone, "--out", tmp_path / "out")[0] == 0
     assert title(tmp_path / "out").startswith("flux 1.1")
     (tmp_path / "runs" / "new" / "rep-0" / "logs").mkdir(parents=True)
     with pytest.raises(UserError, match=r"no repetition of it has recorded anything yet; see .*rep-0/logs"):
         run("report", tmp_path / "runs" / "new")
 
 
-def test_against(tmp_path: Path) -> None:
-    results = full_run(tmp_path / "results")
-    variants = full_variants()
-    for item in variants["flux"]:
-        item["iteration-time"] *= 1.2
-    slower = full_run(tmp_path / "slower", variants)
-    code, output = run("report", slower, "--against", results, "--out", tmp_path / "out")
-    assert code == 1
-    last = output.strip().splitlines()[-1]
-    assert re.search(r"results: 1 of 6 .*: flux step time, median \(ms\) \+20.0 % \(band \+5 %\)", last)
-    text = (tmp_path / "out" / "report.html").read_text()
-    assert "Against earlier results" in text
-    assert "OUTSIDE ITS BAND" in text
-    assert (
-        run("report", slower, "--against", results, "--out", tmp_path / "out", "--band", "step-time=25,loss=1")[0] == 0
-    )
-    assert run("report", slower, "--against", results, "--out", tmp_path / "out", "--band", "loss=1,memory=5")[0] == 0
-
-
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     for words, said in (
         (["report", tmp_path / "no"], "no is missing; name a run folder"),
-        (["report", CPU, CPU, "--against", CPU], "--against compares one run folder, 2 were given"),
-        (["report", CPU, "--against", CPU, "--band", "x"], "--band x: give NAME=PER_CENT"),
+        (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
         (["watch", tmp_path / "no", "--wait", "0"], "no is missing; name the run folder of a training job"),
     ):

@@ -71,15 +71,6 @@ def test_a_comparison() -> None:
     assert text.splitlines()[-1] == verdict(summary)
 
 
-def test_what_stock_was_allowed_to_use_stands_below_the_table() -> None:
-    gpu = {"device": {"kind": "cuda"}}
-    assert "both variants: NVLink multicast: not recorded\n" in piped(comparison(gpu))
-    variables = {"environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
-    text = piped(comparison(gpu, **{"flux/run": variables}))
-    assert "both variants: NVLink multicast off (NCCL_NVLS_ENABLE 0), CUDA_DEVICE_MAX_CONNECTIONS 1\n" in text
-    assert "multicast" not in piped(comparison(CPU))
-
-
 def test_unknown_and_odd_values() -> None:
     nan = piped(comparison(**{"lm loss": float("nan"), "mfu": None}))
     assert line(nan, "loss, last step")[1] == "NaN"
@@ -141,9 +132,3 @@ def test_without_a_gpu_the_losses_are_all_that_is_judged(
     text = piped(summary)
     assert "+100.0" not in text
     assert f"active flux layers: 8 ({said})" in text
-
-
-def test_losses_on_cpus_that_differ_or_were_not_compared() -> None:
-    assert comparison(CPU, **{"lm loss": 5.0})["verdict"].startswith("losses: largest relative difference ")
-    baseline = interleaved(1, {"baseline": [0.1], "flux": [0.1]})["baseline"]
-    assert verdict(summarize(baseline, [], CPU)) == "no comparison: flux without timed steps"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,3 @@ def test_wandbs_own_group_and_tags_by_comma(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path / "x").group == "theirs"
     assert names(tmp_path / "y", wandb_group="ours").group == "ours"
     assert TrainOptions(wandb_tags=["a, b", "c"]).wandb_tags == ["a", "b", "c"]
-
-
-def test_names_that_cannot_be_read_are_new_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    names(tmp_path / "x")
-    (tmp_path / "x" / "config.json").write_text("[")
-    with caplog.at_level(logging.WARNING, logger="megatron_flux"):
-        assert re.fullmatch(ALONE, names(tmp_path / "x", load=tmp_path).group)
-    assert "wandb gets new names" in caplog.text

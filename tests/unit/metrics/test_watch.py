@@ -18,8 +18,8 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.report.run import load
 from megatron_flux.metrics.watch import Watched, view, watch
-from tests.unit.metrics.metrics_records import record, sampled_record
-from tests.unit.metrics.report_runs import RESULTS, full_run, one_variant
+from tests.unit.metrics.metrics_records import record
+from tests.unit.metrics.report_runs import full_run, one_variant
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
@@ -98,31 +98,9 @@ def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str
     assert ("config.json " in text) == ("started" not in content)
 
 
-def test_fallbacks_and_diverged_loss(tmp_path: Path) -> None:
-    with JsonlRecorder(tmp_path / "flux" / "metrics.jsonl") as recorder:
-        changes = {"lm loss": float("nan"), "flux/fallback_calls": 3, "flux/fallbacks": {"fp8 [bold]layer": 12}}
-        recorder.write(record(1, flux=True, **changes))
-    text = shown(tmp_path)
-    assert "fallback to stock: 12 calls: fp8 [bold]layer" in text
-    assert "NaN" in text
-
-
 def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch(one_variant(tmp_path / "run", "baseline", steps=20), interval=100)
     assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
-
-
-def test_waits_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(_: float) -> None:
-        with JsonlRecorder(tmp_path / "run" / "flux" / "metrics.jsonl") as recorder:
-            recorder.write(sampled_record(7, flux=True))
-
-    monkeypatch.setattr("megatron_flux.metrics.watch.time.sleep", begin)
-    watch(tmp_path / "run", interval=0.1, wait=30)
-    said = capsys.readouterr()
-    assert "flux 7" in said.out
-    assert f"waiting for a run in {tmp_path / 'run'}; Ctrl-C ends" in said.err
-    assert "no comparison" not in said.out
 
 
 @pytest.mark.parametrize(
@@ -136,11 +114,6 @@ def test_no_run(tmp_path: Path, make: str, said: str) -> None:
         path.write_text("")
     with pytest.raises(UserError, match=said):
         watch(path, wait=0)
-
-
-def test_a_benchmark_is_refused() -> None:
-    with pytest.raises(UserError, match="is a benchmark, which has no steps"):
-        watch(RESULTS / "layer-h200x4-nvlink")
 
 
 def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.metrics.schema import BREAKDOWN_PARTS, Breakdown
-from megatron_flux.telemetry.breakdown import CATEGORIES, category, cpu_category, of_layers, of_steps
+from megatron_flux.telemetry.breakdown import category, cpu_category, of_layers, of_steps
 
 NAMES = {
     "gemm": [
@@ -93,12 +93,6 @@ def test_communication_is_hidden_where_anything_computes(layers: int) -> None:
     }
 
 
-def test_every_kernel_counts_as_cover() -> None:
-    for name in (n for c, names in NAMES.items() if c != "communication" for n in names):
-        found = times(event(GEMM, 0, 10, COMPUTE), event(NCCL, 10, 110, SIDE), event(name, 60, 110, COMPUTE))
-        assert found["communication_hidden_ms"] == pytest.approx(0.05), name
-
-
 def test_copies_between_gpus_are_communication() -> None:
     within = "Memcpy DtoD (Device -> Device)"
     gemm = event("ag_gemm_kernel", 0, 1000, COMPUTE)
@@ -108,14 +102,6 @@ def test_copies_between_gpus_are_communication() -> None:
     own = times(gemm, event(within, 1000, 1500, COMPUTE, "gpu_memcpy"), event("Memset", 1500, 1600, 7, "gpu_memset"))
     assert (own["communication_ms"], own["fused_ms"]) == (0, 1.0)
     assert own["other_ms"] == pytest.approx(0.6)
-
-
-def test_categories_add_up_on_one_stream() -> None:
-    names = [names[0] for names in NAMES.values()]
-    found = times(*(event(name, 100 * i, 100 * (i + 1), COMPUTE) for i, name in enumerate(names)))
-    assert sum(found[f"{c}_ms"] for c in CATEGORIES) == pytest.approx(found["span_ms"])
-    assert found["idle_ms"] == 0
-    assert times() == of_layers({"traceEvents": []}, 1) == {}
 
 
 def steps(*windows: tuple[float, float]) -> list[dict[str, Any]]:

@@ -80,13 +80,6 @@ def test_on_a_processor_there_is_no_overlap(gemm: float) -> None:
     assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
 
 
-def test_a_gather_has_no_gemm_that_a_clock_could_change() -> None:
-    gather = call(operator="all_gather", n=0)
-    values = overlap({gather: Times(1, 0.5)}, {gather: Baseline(0.0, 2.0, "measured")}, None)
-    assert values["flux/e_overlap"] == {"all_gather": 0.75}
-    assert values["flux/exposed_communication_ms"] == {"all_gather": 0.5}
-
-
 def test_one_withheld_call_withholds_its_operators_sums() -> None:
     one, other = call(), call(n=6144)
     alone = {one: Baseline(1.0, 2.0, "measured", 1500.0), other: Baseline(1.0, 2.0, "measured", 1000.0)}

@@ -153,13 +153,6 @@ def test_pcie_and_health_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpu("1").health() == {"slowed": True, "uncorrected": None, "max_sm_mhz": 1980}
 
 
-def test_the_place_of_a_gpu_as_sysfs_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="3"))
-    answer(monkeypatch, DeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="00000000:3B:00.0"))
-    assert nvml.pci_address(torch.device("cuda", 0)) == "0000:3b:00.0"
-    assert nvml.pci_address(torch.device("cpu")) is None
-
-
 def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
     assert nvml.names() is nvml.pairs() is None

@@ -1,10 +1,9 @@
-"""Links and waits: no peer access, no multicast, peers that never come, memory that other libraries use, too."""
+"""Symmetric memory: no multicast, and signal pads that other libraries use, too."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,36 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, OperatorError
-from megatron_flux.comm import group_state, shared_memory, transports
+from megatron_flux import OperatorError
+from megatron_flux.comm import group_state, shared_memory
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.run import rank
 from tests.distributed.data import integers
-from tests.distributed.megatron_world import flux, gpt_model, megatron
 from tests.distributed.pool import WorkerPool
-from tests.field.same import both, over_host_memory, packed, steps
-
-CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
-
-
-def without_peer_access() -> tuple[dict[str, Any], str]:
-    with over_host_memory():
-        seen = both(lambda: gpt_model("llama"), [(16,), (9, 7)], CHUNKED, tolerance=1e-5, tp=2)
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_model_parallel_group()
-        return seen, transports.transport_of(group, torch.device("cpu")).kind
-
-
-def test_without_peer_access_chunks_go_through_host_memory(world2: WorkerPool) -> None:
-    """bytedance/flux#37, #42, #182: PCIe needs a ring mode that the user must find; #43: slower than torch there."""
-    for seen, kind in world2.run(without_peer_access):
-        assert kind == "host"
-        assert set(seen["layers"].values()) == {"flux"}
-        assert seen["calls"] == {
-            "all_gather_gemm/chunked": 18, "gemm_reduce_scatter/chunked": 18, "all_gather/chunked": 10
-        }  # fmt: skip
-
 
 # Multicast and signal pads: GPUs' way to symmetric memory, over memory that CPUs share
 
@@ -150,29 +125,3 @@ def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do
 
 
 # A peer that never comes
-
-
-def never_comes() -> str:
-    """In the second step's backward of a whole model: the peer stands still after its forward."""
-    with megatron(tp=2), over_host_memory(), mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="3"):
-        model = gpt_model("gpt3", num_layers=1)
-        with flux(CHUNKED):
-            steps(model, [(8,)])
-            loss = model(**packed((8,), 1)).float().mean()
-            if dist.get_rank() == 1:
-                dist.barrier()
-                return ""
-            began = time.monotonic()
-            with pytest.raises(OperatorError) as caught:
-                loss.backward()
-            assert time.monotonic() - began < 30
-        dist.barrier()
-        return str(caught.value)
-
-
-def test_a_hang_names_the_peer(world2: WorkerPool) -> None:
-    """NVIDIA/TransformerEngine#986, ByteDance-Seed/Triton-distributed#40: all stand still, nothing is said."""
-    said = world2.run(never_comes)[0]
-    assert said.startswith("rank 0 (tp rank 0 of 2): "), said
-    assert "timed out after 3 s waiting for peer rank 1 (tp rank 1), shard " in said
-    assert "\n" not in said

@@ -58,7 +58,7 @@ def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: s
 
 
 @pytest.mark.slow
-def test_a_rank_says_that_another_is_missing(command: Run, tmp_path: Path) -> None:
+def test_a_rank_says_that_another_is_missing_or_its_port_taken(command: Run, tmp_path: Path, taken: str) -> None:
     """pytorch/pytorch#55571: "Socket Timeout" from a rank whose peer never started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,4 +68,7 @@ def test_a_rank_says_that_another_is_missing(command: Run, tmp_path: Path) -> No
     last = done.stderr.strip().splitlines()[-1]
     assert f"rank 0 of 2 has not met the others at 127.0.0.1:{port} within 1 s" in last
     assert "are all of them running" in last
+    rank["MASTER_PORT"] = taken
+    done = command("train", "--steps", "1", "--out", tmp_path / "run", code=1, **rank)
+    assert f"port {taken} (MASTER_PORT) is in use on this machine" in done.stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

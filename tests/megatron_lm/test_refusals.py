@@ -21,12 +21,6 @@ def test_arguments_that_do_not_go_with_flux(run_forked: Run) -> None:
     assert "lm loss" not in result.out
 
 
-def test_an_unknown_backend_is_refused_by_the_parser(run_forked: Run) -> None:
-    result = run_forked("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-backend", "warp")
-    assert result.code == 2
-    assert "argument --flux-backend: invalid choice: 'warp'" in result.err
-
-
 def test_a_tree_that_lacks_a_function_is_refused_by_name(run_forked: Run, tmp_path: Path) -> None:
     arguments = write_tree(tmp_path) / "megatron" / "training" / "arguments.py"
     arguments.write_text(arguments.read_text().replace("def validate_args", "def check_args"))
@@ -63,11 +57,6 @@ def test_a_script_that_needs_a_newer_python(
     script.write_text("import nothing_of_that_name\n")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
         main([str(script)])
-
-
-def test_run_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m megatron_flux.run SCRIPT")
 
 
 def test_the_script_sees_what_python_would_give_it(run_forked: Run, tree: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -107,23 +106,3 @@ def test_torchrun_is_preempted_and_training_goes_on(torchrun: Torchrun, command:
     assert f"resumed: flux from step {reached} of {reached + 3}" in done.stderr
     command("train", *steps, *SAME, "--out", tmp_path / "uninterrupted")
     assert losses(training.out / "flux") == losses(tmp_path / "uninterrupted" / "flux")
-
-
-def test_a_comparison_is_preempted_in_the_middle_of_a_save(torchrun: Torchrun) -> None:
-    training = torchrun("--save-interval", "1", "--set", "save_keep=2", "--set", "block_steps=1", command="compare")
-    training.wait(lambda: checkpoint_folder.tracked(training.saved / "flux"))
-    training.wait(lambda: list(training.saved.glob("*/*.partial")), 0.002)
-    training.process.terminate()
-    training.ended()
-    steps = [training.is_saved_where_it_was(side) for side in ("baseline", "flux")]
-    assert max(steps) - min(steps) <= 1
-
-
-def test_a_signal_before_the_ranks_listen_ends_them(torchrun: Torchrun) -> None:
-    """Nothing is lost: nothing was trained. With Pythons that import torch for seconds."""
-    training = torchrun(python=sys.executable)
-    training.wait(training.ranks)
-    time.sleep(1)  # torchrun leaves behind what it is just starting (tests/unit/run/test_left_behind.py)
-    training.process.send_signal(signal.SIGTERM)
-    training.ended()
-    assert not training.saved.exists() or checkpoint_folder.tracked(training.saved) is None

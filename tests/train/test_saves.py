@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -114,33 +113,3 @@ def test_a_full_disk_leaves_the_checkpoints_before(command: Run, tmp_path: Path)
             assert not list(folder.glob("*.partial"))
         assert checkpoint_folder.tracked(disk / "saved" / "flux") == 2
         assert len(losses(out / "baseline")) == len(losses(out / "flux")) == 4
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [({}, "port {port} (MASTER_PORT) is in use on this machine"), ({"MASTER_ADDR": None}, "rank 0 of 1 has not met")],
-)
-def test_ranks_that_do_not_meet_leave_nothing(
-    warm_python: str,
-    environment: dict[str, str],
-    corpus: Path,
-    tmp_path: Path,
-    more: dict[str, str | None],
-    said: str,
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
-        words = ["train", "--steps", "1", "--data", corpus, "--out", tmp_path / "run"]
-        done = subprocess.run(
-            [warm_python, "-m", "megatron_flux.cli", *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={name: value for name, value in {**environment, **rank}.items() if value is not None},
-        )
-    assert done.returncode == 1
-    assert said.format(port=port) in complaint(done)
-    assert list(tmp_path.iterdir()) == []

@@ -33,14 +33,6 @@ def title(folder: Path) -> str:
     return found[1]
 
 
-def test_one_run_gets_its_report_beside_it(tmp_path: Path) -> None:
-    folder = shutil.copytree(CPU, tmp_path / "run")
-    code, output = run("report", folder)
-    assert code == 0
-    assert f"wrote {folder / 'report.html'}" in output.replace("\n", "")
-    assert title(folder).startswith("same losses: largest relative difference 0 over 80 steps; no verdict on speed (")
-
-
 def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
     """As a job's script leaves it, with logs and checkpoints beside the run folders."""
     root = tmp_path / "runs" / "gpt3-175b-compare-4711"

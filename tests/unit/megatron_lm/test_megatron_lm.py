@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import enum
-import logging
 import re
 import sys
 import types
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import megatron_flux.megatron_lm
-from megatron_flux import FluxConfig, UserError, nvml
+from megatron_flux import FluxConfig, UserError
 from megatron_flux.megatron_lm import (
     MegatronArgumentsError,
     add_arguments,
@@ -25,7 +22,7 @@ from megatron_flux.megatron_lm import (
     training_log,
     validate,
 )
-from megatron_flux.megatron_lm.start import add_from_command_line, config_from
+from megatron_flux.megatron_lm.start import config_from
 
 PATCHES = Path(__file__).parents[3] / "patches" / "megatron-lm"
 
@@ -42,12 +39,6 @@ def parsed(*words: str) -> argparse.Namespace:
 # Arguments.
 
 
-def test_every_field_of_the_config_has_an_argument() -> None:
-    text = add_arguments(argparse.ArgumentParser()).format_help()
-    for field in fields(FluxConfig):
-        assert f"--flux-{field.name.replace('_', '-')}" in text
-
-
 def test_arguments_become_the_config() -> None:
     assert parsed().flux is False
     assert config_from(parsed()) == FluxConfig()
@@ -59,12 +50,6 @@ def test_arguments_become_the_config() -> None:
     keeping = parsed("--flux", "--flux-keep-gathered", "--flux-keep-gathered-bytes", "4096", "--flux-link", "host")
     assert config_from(keeping) == FluxConfig(keep_gathered=True, keep_gathered_bytes=4096, link="host")
     assert config_from(parsed("--flux", "--no-flux-keep-gathered")) == FluxConfig(keep_gathered=False)
-
-
-def test_adding_the_group_twice_adds_it_once() -> None:
-    parser = argparse.ArgumentParser()
-    assert add_arguments(add_arguments(parser)) is parser
-    assert parser.format_help().count("--flux-backend") == 2  # usage and description
 
 
 @pytest.mark.parametrize(
@@ -87,17 +72,6 @@ def test_another_value_of_the_variable_is_an_error(
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: MEGATRON_FLUX='flase': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in line
-
-
-def test_what_a_yaml_file_dropped_comes_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", "--flux", "--flux-strict"])
-    args = add_from_command_line(types.SimpleNamespace(flux_strict=False))
-    assert (args.flux, args.flux_backend) == (True, "auto")
-    assert args.flux_strict is False, "the file decides what it names"
-
-
-def test_a_config_without_all_arguments_takes_defaults() -> None:
-    assert config_from(types.SimpleNamespace(flux=True, flux_strict=True)) == FluxConfig(strict=True)
 
 
 # Checks.
@@ -127,14 +101,11 @@ def arguments(**changes: Any) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.attn], "cuda_graph_warmup_steps": 0},
         {"cuda_graph_impl": "local", "data_parallel_size": 4, "flux_backend": "reference"},
-        {"cuda_graph_impl": "none", "data_parallel_size": 4, "pipeline_model_parallel_size": 2},
         {"high_priority_stream_groups": ["dp_cp"], "flux_backend": "reference"},
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "cuda_graph_warmup_steps": 3},
         {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 1},
-        {"cuda_graph_impl": "none", "flux_backend": "pipelined"},
         {"sequence_parallel": False},
     ],
 )
@@ -153,16 +124,10 @@ def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPat
     ("changes", "said"),
     [
         ({"tensor_model_parallel_size": 1, "sequence_parallel": False}, "--tensor-model-parallel-size 2 or more"),
-        ({"tp_comm_overlap": True}, "--tp-comm-overlap has TransformerEngine overlap the same communication"),
         ({"fp8": "hybrid", "flux_fp8": False}, "stock with --fp8-format and --no-flux-fp8: leave one of them out"),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: use one of delayed, tensorwise, blockwise"),
-        ({"fp8": "hybrid", "transformer_impl": "local"}, "give --transformer-impl transformer_engine"),
         ({"fp4": "e2m1"}, "stock with --fp4-format"),
         ({"use_megatron_fsdp": True}, "stock with --use-megatron-fsdp"),
-        (
-            {"cuda_graph_impl": "local", "flux_wgrad": "pipelined"},
-            "--cuda-graph-impl local comes with backend 'pipelined', which cannot be captured; use another backend",
-        ),
         (
             {"cuda_graph_impl": "local", "flux_backend": "chunked", "flux_link": "none"},
             "--cuda-graph-impl local comes with backend 'chunked' over the link none, which cannot be captured",
@@ -171,10 +136,6 @@ def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPat
         (
             {"cuda_graph_impl": "local", "data_parallel_size": 2},
             "beside NCCL's of data parallelism (2), and nothing orders the launch of a graph against those",
-        ),
-        (
-            {"cuda_graph_impl": "full_iteration", "context_parallel_size": 2, "expert_model_parallel_size": 2},
-            "set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes, or leave graphs out",
         ),
         (
             {"high_priority_stream_groups": ["dp_cp", "ep_dp"]},
@@ -207,17 +168,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="transformer_engine", flux=False))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_fp8_recipes_pass(recipe: str) -> None:
-    validate(arguments(fp8="hybrid", fp8_recipe=recipe))
-
-
-def test_all_reasons_are_said_at_once() -> None:
-    with pytest.raises(MegatronArgumentsError) as error:
-        validate(arguments(use_megatron_fsdp=True, tp_comm_overlap=True, fp8="e4m3", flux_fp8=False))
-    assert all(word in str(error.value) for word in ("--use-megatron-fsdp", "--tp-comm-overlap", "--fp8-format"))
-
-
 # Tuning ahead.
 
 
@@ -226,7 +176,6 @@ def test_all_reasons_are_said_at_once() -> None:
     [
         ({}, True, True),
         ({"flux": False}, True, False),
-        ({"skip_train": True}, True, False),
         ({}, False, False),
     ],
 )
@@ -328,71 +277,6 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
     assert len(megatron.tensorboard.rows) == 18  # 2 once
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
-
-
-def test_a_sample_waits_for_the_next_written_row(
-    megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Samples:
-        def __init__(self, interval: int, *, operators: bool) -> None:
-            assert (interval, operators) == (0, True)
-
-        def after(self, iteration: int) -> dict[str, float]:
-            return {"flux/e_overlap/all_gather_gemm": 0.9} if iteration == 1 else {}
-
-    monkeypatch.setattr(training_log, "Samples", Samples)
-    for iteration in (1, 2, 3, 4):
-        training_log.log(iteration)
-    found = [row for row in megatron.tensorboard.rows if "e_overlap" in row[1]]
-    assert found == [(2, "flux/e_overlap/all_gather_gemm", 0.9)]
-
-
-def test_what_graphs_hide_is_left_out_and_said(
-    megatron: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    megatron.args.flux_sample_interval, megatron.args.tensorboard_log_interval = 2, 1
-    monkeypatch.setattr(training_log, "report", lambda: seen({"all_gather_gemm/fused": 9}, graphs=True))
-    for iteration in (1, 2, 3):
-        training_log.log(iteration)
-    assert "4 layers of rank 0 run flux, in CUDA graphs: calls, fallbacks and operator times" in capsys.readouterr().out
-    names = [{name for i, name, _ in megatron.tensorboard.rows if i == iteration} for iteration in (1, 2, 3)]
-    sampled = {name for name in names[1] if not name.startswith(("flux/gpu/", "flux/throttle"))}
-    assert (names[0], sampled, names[2]) == (
-        {"flux/active_layers"},
-        {"flux/active_layers", "flux/wait_timeouts"},
-        {"flux/active_layers"},
-    )
-
-
-def test_a_rank_may_lack_writers_or_flux(megatron: types.SimpleNamespace) -> None:
-    megatron.tensorboard = None
-    training_log.log(2)
-    assert len(megatron.wandb.rows) == 1
-    megatron.wandb = None
-    training_log.log(4)
-    megatron.wandb, megatron.args.flux = Writer(), False
-    training_log.log(6)
-    assert megatron.wandb.rows == []
-
-
-def test_flux_without_a_layer_is_said_on_every_rank(
-    megatron: types.SimpleNamespace, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    megatron.layers, megatron.args.rank = 0, 3
-    caplog.set_level(logging.WARNING, logger="megatron_flux")
-    training_log.log(1)
-    training_log.log(2)
-    assert [record.getMessage() for record in caplog.records] == [
-        "megatron_flux: flux is on, but no layer of rank 3 ran it in the first iteration"
-    ]
-    assert capsys.readouterr().out == ""
-
-
-def test_a_machine_whose_gpu_cannot_be_asked_is_sampled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # megatron_lm_on_cpu.py says so too
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
-    assert training_log.Samples(interval=10).sampler._gpu is None
 
 
 # Patch sets.

@@ -72,6 +72,13 @@ def test_what_cannot_be_chosen_changes_nothing(model: torch.nn.Module, arguments
     assert chosen(model) == {}
 
 
+def test_the_report_names_every_layer(model: torch.nn.Module) -> None:
+    names = ["layers.0.mlp.fc1", "layers.0.mlp.fc2", "output"]
+    assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not patched")
+    with megatron_flux.patched():
+        assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not called")
+
+
 def test_directions_of_the_configuration() -> None:
     assert FluxConfig().backends == DEFAULT
     assert FluxConfig(backend="fused", dgrad="reference").backends == Backends("fused", "reference", "fused")

@@ -47,15 +47,6 @@ def test_once_by_the_first_linear(caplog: pytest.LogCaptureFixture, module: str,
     assert "call megatron_flux.patch()" in line
 
 
-def test_torch_that_loads_nothing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    unused.watch()
-    build()
-    (line,) = said(caplog)
-    assert "with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it" in line
-    assert "python -m megatron_flux.run SCRIPT" in line
-
-
 @pytest.mark.parametrize("why", ["off", "rank 1", "patched", "settled"])
 def test_silent(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "off":

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import yaml
-
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
 
@@ -23,23 +21,11 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def test_tables_in_documents_are_those_of_the_data() -> None:
-    for document, text in script("tables").documents().items():
-        assert text == document.read_text(), f"{document.name}: run python results/tables.py"
-
-
 def test_the_plans_that_ship_are_those_of_the_runs() -> None:
     module, advice = script("shipped-plans/tables"), "run PYTHONPATH=. python results/shipped-plans/tables.py"
     text = module.README.read_text()
     assert module.written(module.shipped(module.calls())) == module.PLANS.read_text(), advice
     assert module.between_marks(text, "plans", module.tables()) == text, advice
-
-
-def test_the_manifest_lists_the_folders() -> None:
-    folders = {path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("*.json*")}
-    listed = yaml.safe_load((RESULTS / "manifest.yaml").read_text())["folders"]
-    assert folders <= set(listed)
-    assert all((RESULTS / folder).is_dir() for folder in listed)
 
 
 def test_data_name_no_path_of_a_machine() -> None:

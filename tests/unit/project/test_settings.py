@@ -53,13 +53,9 @@ def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
     ("name", "value", "read"),
     [
         ("MEGATRON_FLUX_SM_MARGIN", "many", settings.sm_margin),
-        ("MEGATRON_FLUX_SM_MARGIN", "-1", settings.sm_margin),
         ("MEGATRON_FLUX_TUNE", "short-list", settings.tunes_fully),
-        ("MEGATRON_FLUX_TIMEOUT_S", "soon", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "0", settings.timeout_s),
-        ("MEGATRON_FLUX_TIMEOUT_S", "nan", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "inf", settings.timeout_s),
-        ("MEGATRON_FLUX_TIMEOUT_S", "1e300", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "1e-12", settings.timeout_s),
     ],
 )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,26 +87,6 @@ def test_a_folded_checkpoint_computes_what_it_did(tmp_path: Path, files: int, ga
             assert (out / path.name).read_bytes() == path.read_bytes()
 
 
-def test_folded_twice_is_folded_once(tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", tensors())
-    checkpoint.run(checkpoint.read(folder), tmp_path / "once")
-    report = checkpoint.run(checkpoint.read(tmp_path / "once"), tmp_path / "twice")
-    assert [mlp["state"] for mlp in report["mlps"]] == ["was folded"] * 2
-    assert (tmp_path / "once/model.safetensors").read_bytes() == (tmp_path / "twice/model.safetensors").read_bytes()
-
-
-def test_links_of_a_cache_become_files_and_what_they_point_to_stays(tmp_path: Path) -> None:
-    (tmp_path / "model/snapshots").mkdir(parents=True)
-    (tmp_path / "model/blobs").mkdir()
-    folder = write(tmp_path / "model/snapshots/revision", tensors())
-    real = (folder / "model.safetensors").rename(tmp_path / "model/blobs/0123")
-    (folder / "model.safetensors").symlink_to(Path("../../blobs/0123"))
-    before = real.read_bytes()
-    checkpoint.run(checkpoint.read(folder), tmp_path / "out")
-    assert real.read_bytes() == before
-    assert not (tmp_path / "out/model.safetensors").is_symlink()
-
-
 @pytest.mark.parametrize("target", ["/dev/zero", "/etc/passwd", "/etc", "."])
 def test_links_out_of_the_folder_are_refused(tmp_path: Path, target: str) -> None:
     folder = write(tmp_path / "in", tensors(1))
@@ -136,16 +114,12 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], 
     ("change", "said"),
     [
         (drop(f"{AT.format(1)}.up_proj.scales"), r"model\.layers\.1\.mlp\.up_proj lacks scales"),
-        (drop(f"{AT.format(1)}.down_proj.g_idx"), r"model\.layers\.1\.mlp\.down_proj lacks g_idx"),
         (put(f"{AT.format(0)}.up_proj.perm", torch.zeros(4)), r"up_proj\.perm is unknown and may depend on the order"),
-        (put(f"{AT.format(0)}.up_proj.scales", torch.ones(4, 8)), r"up_proj: scales is \[4, 8\], must be \[4, 128\]"),
         (
             put(f"{AT.format(0)}.up_proj.g_idx", torch.zeros(64, dtype=torch.int32)),
             "gate_proj and .*different activation",
         ),
-        (put(f"{AT.format(1)}.down_proj.g_idx", torch.full((128,), 9, dtype=torch.int32)), "g_idx runs from 9 to 9"),
         (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128, dtype=torch.int32)), "ungrouped order"),
-        (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128)), r"g_idx is torch\.float32, must be torch\.int32"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_before_anything_is_written(
@@ -158,12 +132,6 @@ def test_what_cannot_be_folded_is_refused_before_anything_is_written(
         checkpoint.run(checkpoint.read(folder), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_groups_that_straddle_the_ranks_asked_for(tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", tensors())
-    with pytest.raises(UserError, match="straddle ranks"):
-        checkpoint.run(checkpoint.read(folder), tmp_path / "out", tp=16)
 
 
 def lie(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
@@ -186,13 +154,10 @@ FIRST = f"{AT.format(0)}.down_proj.g_idx"
     "damage",
     [
         lambda data: data[:-5],
-        lambda data: data + b"more",
         lambda data: b"",
         lambda data: struct.pack("<Q", 1 << 60) + data[8:],
-        lie(lambda header: header[FIRST].update(shape=[1 << 40])),
         lie(lambda header: header[FIRST].update(data_offsets=[0, 1 << 50])),
         lie(lambda header: header.pop(FIRST)),
-        lie(lambda header: header.update(twice=header[FIRST])),
     ],
 )
 def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -209,11 +174,8 @@ def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable
     ("index", "said"),
     [
         ({"weight_map": {"a": "../outside.safetensors"}}, "names '../outside.safetensors'; a file of this folder"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "names '/etc/passwd'"),
         ({"weight_map": {"a": "not-there.safetensors"}}, "names not-there.safetensors, which is not there"),
-        ({"weight_map": {"a": 3}}, "has no weight_map of names of files"),
         ({}, "has no weight_map"),
-        ([], "must hold an object, not list"),
     ],
 )
 def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, index: Any, said: str) -> None:
@@ -223,24 +185,12 @@ def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, index: Any, said
         checkpoint.read(folder)
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", tensors(1), files=2)
-    first, second = sorted(folder.glob("*.safetensors"))
-    both = load_file(first) | load_file(second)
-    save_file(both, second)
-    with pytest.raises(UserError, match=r"00001-of-00002\.safetensors and in model-00002"):
-        checkpoint.read(folder)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"quant_method": "awq"}, "quant_method 'awq'"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"bits": 3}, "bits 3; can be one of 2, 4, 8"),
-        ({"bits": True}, "bits True"),
-        ({"bits": 4.0}, r"bits 4\.0"),
-        ({"bits": None}, "bits None"),
     ],
 )
 def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -265,27 +215,12 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, field: 
     [
         ("mlp.ffn_sub_norm.weight", [128]),  # between the linears
         ("mlp.down_proj.lora_A.weight", [4, 128]),
-        ("mlp.up_proj.lora_B.weight", [128, 4]),
-        ("mlp.act_fn.scales", [128]),
     ],
 )
 def test_what_else_may_depend_on_the_order_is_refused(tmp_path: Path, name: str, shape: list[int]) -> None:
     made = tensors(2) | {f"model.layers.1.{name}": torch.randn(shape)}
     with pytest.raises(UserError, match=rf"{name} .* may depend on the order of model\.layers\.1\.mlp\.down_proj's"):
         checkpoint.read(write(tmp_path / "in", made))
-
-
-def test_what_does_not_depend_on_the_order_may_be_there(tmp_path: Path) -> None:
-    others = {
-        "mlp.norm.weight": [64],
-        "mlp.down_proj.lora_B.weight": [64, 4],
-        "norm.weight": [128],
-        "mlp_norm.w": [128],
-    }
-    more = {f"model.layers.1.{name}": torch.randn(shape) for name, shape in others.items()}
-    # Another MLP, in the one of this layer.
-    more |= {n.replace("layers.0.mlp", "layers.1.mlp.shared"): t for n, t in tensors(1).items() if ".mlp." in n}
-    assert len(checkpoint.read(write(tmp_path / "in", tensors(2) | more)).mlps) == 3
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
@@ -329,18 +264,6 @@ def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_an_mlp_of_zeros_passes_the_check(tmp_path: Path) -> None:
-    """As models have them that were made deeper: what they add to the residual is nothing yet."""
-    made = tensors(1)
-    made["model.layers.0.mlp.down_proj.scales"].zero_()
-    report = checkpoint.run(checkpoint.read(write(tmp_path / "in", made)), tmp_path / "out", check=True)
-    assert report["mlps"][0]["error"] == 0
-    made["model.layers.0.mlp.down_proj.scales"].fill_(torch.inf)
-    found = checkpoint.read(write(tmp_path / "infinite", made))
-    with pytest.raises(UserError, match="numbers that are not finite"):
-        checkpoint.run(found, tmp_path / "none", check=True)
-
-
 def test_the_command(warm_python: str, tmp_path: Path) -> None:
     def command(*words: object) -> subprocess.CompletedProcess[str]:
         fold = [warm_python, "-m", "megatron_flux.cli", "quant", "fold", *map(str, words)]
@@ -358,37 +281,6 @@ def test_the_command(warm_python: str, tmp_path: Path) -> None:
     done = command(folder, out)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"
-
-
-def in_the_middle(folder: Path, out: Path) -> subprocess.Popen[str]:
-    """A fold that has copied the files and goes no further."""
-    code = (
-        "import sys, time\n"
-        "from megatron_flux.quant import checkpoint\n"
-        "copy = checkpoint._copy\n"
-        "def slow(*given):\n"
-        "    copy(*given); print('copied', flush=True); time.sleep(60)\n"
-        "checkpoint._copy = slow\n"
-        "from megatron_flux.cli.main import main\n"
-        "sys.argv = ['megatron-flux', 'quant', 'fold', *sys.argv[1:]]\n"
-        "main()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "copied\n"
-    return process
-
-
-def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
-    process = in_the_middle(write(tmp_path / "in", tensors(40)), tmp_path / "out")
-    assert len(list(tmp_path.iterdir())) == 2, "it is made beside"
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; nothing was written" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_what_another_fold_has_made_so_far_stays_and_is_named(tmp_path: Path) -> None:

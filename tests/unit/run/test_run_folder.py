@@ -32,13 +32,6 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert len({folder.default_folder("train", "tiny") for _ in range(20)}) > 10
-    monkeypatch.setenv("RANK", "1")
-    assert str(folder.default_folder("train", "tiny")).endswith("-train-tiny"), "the ranks of one run agree"
-
-
 @pytest.mark.parametrize("how", ["overwrite", "resuming"])
 def test_a_run_that_goes_on_is_not_replaced(earlier: Path, how: str) -> None:
     with run_in(earlier, resuming=True):
@@ -85,20 +78,8 @@ def _record_and_refuse(out: Path) -> None:
     raise UserError("token 999 in the last batch")
 
 
-def test_a_refused_run_leaves_what_it_has_recorded(tmp_path: Path) -> None:
-    with pytest.raises(UserError), run_in(tmp_path / "run") as out:
-        _record_and_refuse(out)
-    assert {folder.CONFIG, "flux"} <= set(everything(tmp_path / "run"))
-
-
 def test_a_refused_resume_leaves_the_earlier_run(earlier: Path) -> None:
     before = everything(earlier)
     with pytest.raises(UserError), run_in(earlier, resuming=True):
         _record_and_refuse(earlier)
     assert everything(earlier) == before
-
-
-def test_overwriting_deletes_the_earlier_run(earlier: Path) -> None:
-    with run_in(earlier, overwrite=True):
-        pass
-    assert not {"flux", folder.ENDED} & set(everything(earlier))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.files import locked
 from megatron_flux.train import checkpoint_access, checkpoint_folder, config
 from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
@@ -64,13 +60,6 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -
         checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
 
 
-def test_megatrons_own_checkpoints_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / checkpoint_folder.TRACKER).write_text("release")
-    with pytest.raises(UserError, match="holds checkpoints of another run"):
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
-
-
 def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:
     for refused in ({}, {"overwrite": True, "out": "new"}):
         with pytest.raises(UserError, match="holds checkpoints"):
@@ -85,28 +74,6 @@ def test_a_resumed_run_goes_on_and_clears_away_saves_that_died(saved: Path, tmp_
     with checkpoint_access.held(run_config(tmp_path, save=saved, load=saved, out="later"), saved):
         assert list(saved.glob("*.partial")) == []
         assert checkpoint_folder.iterations(saved) == [2, 4, 6]
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [({"save_interval": 5}, "--save-interval 5 without --save"), ({"save_keep": 2}, "save_keep 2 without --save")],
-)
-def test_options_of_saving_without_a_folder(tmp_path: Path, option: dict[str, int], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        checkpoint_access.check_save(run_config(tmp_path, **option))
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file is a file"):
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot be written: Not a directory"):
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "file" / "below"))
-
-
-def test_a_check_leaves_nothing(tmp_path: Path) -> None:
-    checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "a" / "b"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
@@ -127,18 +94,6 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="being saved to by another run"):
                 checkpoint_access.check_save(other)
     checkpoint_access.check_save(second)
-
-
-def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
-    (tmp_path / "saved").mkdir()
-    with ExitStack() as earlier:
-        earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
-        threading.Timer(0.5, earlier.close).start()
-        began = time.monotonic()
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
-        assert time.monotonic() - began > 0.4
 
 
 # What is kept.
@@ -200,15 +155,3 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --ckpt-step"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))
-
-
-def test_other_text_is_named(tmp_path: Path) -> None:
-    text = config.Text(name="/new/text", length=5, tokenizer="bytes")
-    checkpoint(tmp_path / "same", 2, data=text.model_dump())
-    checkpoint(tmp_path / "other", 2, data=text.model_dump() | {"name": "/old/text", "split": "97,3,0"})
-    lines = [
-        checkpoint_access.other_data(run_config(tmp_path, load=tmp_path / name).model_copy(update={"text": text}))
-        for name in ("same", "other")
-    ]
-    said = "resumes on other data than the checkpoint's: name /new/text, not /old/text; split 1,0,0, not 97,3,0"
-    assert lines == [None, said]

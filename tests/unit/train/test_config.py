@@ -37,35 +37,17 @@ def resolve(
 @pytest.mark.parametrize(
     ("device", "given", "message"),
     [
-        ("cpu", TE, "needs GPUs, this run is on cpu; use --transformer-impl local"),
         ("cpu", {"keep_gathered": False, "keep_gathered_bytes": "8GB"}, "with keep_gathered false: nothing is kept"),
-        ("cpu", {"link": "nvlink"}, "--link nvlink needs GPUs, this run is on cpu; use --link host or none"),
         ("cpu", {"wire": "int8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
-        ("cpu", {"grad_wire": "int8"}, "grad_wire int8 is for the backends auto and tuned, on GPUs"),
         ("cpu", {"nvtx": True}, "nvtx names what runs on GPUs, this run is on cpu"),
-        ("cpu", GRAPHS, "cuda_graph_impl local needs GPUs, this run is on cpu"),
         ("cuda", {"wire": "fp8", "backend": "chunked"}, "--wire fp8 is for the backends auto and tuned, on GPUs"),
-        ("cuda", {"eval_iters": 5}, "eval_iters 5 without --eval-interval"),
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
         ("cuda", {**GRAPHS, "eval_interval": 5}, "cuda_graph_impl local with --eval-interval"),
         ("cuda", {**GRAPHS, "wgrad_backend": "pipelined"}, "'pipelined', which cannot be captured"),
-        ("cuda", {**GRAPHS, "layer_backend": ["*.mlp.*=pipelined"]}, "'pipelined', which cannot be captured"),
         ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
-        (
-            "cuda",
-            {"cuda_graph_impl": "transformer_engine", "precision": "fp32"},
-            "cuda_graph_impl transformer_engine needs bf16, this run is fp32",
-        ),
         ("cuda", {**FP8, "transformer_impl": "local"}, "is of TransformerEngine's layers; give --transformer-impl"),
         ("cuda", {**FP8, "precision": "fp32"}, "needs bf16 around the linears, this run is fp32"),
-        ("cuda", {**FP8, "ffn_hidden_size": 4112}, "MLP hidden size 4112 / tp 2 must be a multiple of 16"),
-        ("cuda", {**FP8, "seq_length": 8}, "tokens of a micro-batch 8 / tp 2 must be a multiple of 8"),
-        (
-            "cuda",
-            {**FP8, "fp8": "blockwise", "ffn_hidden_size": 4224},
-            "MLP hidden size 4224 / tp 2 must be a multiple of 128",
-        ),
         ("cuda", {**FP8, "fp8": "blockwise", "seq_length": 2112}, "tokens of a micro-batch 2112 must be a multiple of"),
     ],
 )
@@ -109,12 +91,6 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
         assert (found.keep_gathered, found.keep_gathered_bytes) == (True, number)
 
 
-@pytest.mark.parametrize("given", ["8 apples", "-1", "", "lots"])
-def test_what_is_no_number_of_bytes(given: str) -> None:
-    with pytest.raises(UserError, match=f"keep_gathered_bytes '{given}' is no number of bytes, 0 or more; give a size"):
-        TrainOptions(keep_gathered_bytes=given)
-
-
 def test_options_reach_the_layers() -> None:
     chosen = {"backend": "reference", "dgrad_backend": "auto", "forward_backend": "auto", "wgrad_backend": "reference"}
     given = {"backend": "reference", "dgrad": "auto", "forward": "auto", "wgrad": "reference"}
@@ -123,10 +99,6 @@ def test_options_reach_the_layers() -> None:
         assert resolve("cpu", **chosen, **more).flux_config == FluxConfig(**given, **exact, **more)
     linked = resolve(link="host", wire="fp8", backend="tuned").flux_config
     assert linked == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
-
-
-def test_stock_in_cuda_graphs_does_not_mind_a_backend_that_it_does_not_use() -> None:
-    assert resolve(**GRAPHS, backend="pipelined", flux=False).cuda_graph_impl == "local"
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -143,12 +115,6 @@ def test_graphs_beside_other_groups_need_an_sm_margin(pp: int, monkeypatch: pyte
         graphs(backend="reference", layer_backend=["*.mlp.*=fused"])
     monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
     graphs()
-
-
-@pytest.mark.parametrize("impl", ["none", "local"])
-def test_cuda_graphs_reach_megatrons_configuration(impl: Any) -> None:
-    made = transformer_config(resolve(world_size=1, cuda_graph_impl=impl))
-    assert (made.cuda_graph_impl, made.disable_parameter_transpose_cache) == (impl, False)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +164,8 @@ def test_profiled_steps(given: str | None, block: int | None, expected: tuple[in
     ("given", "block", "message"),
     [
         ("5-", None, "'5-' is not of the form 5-7"),
-        ("7-5", None, "the first not behind the last"),
-        ("1-2", None, "in the steps 2 to 12"),
         ("12-13", None, "in the steps 2 to 12"),
         ("4-5", 3, "use 5-6 or fewer, or more block_steps"),
-        ("3", 1, "within one block of 1 steps; use more block_steps"),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, message: str) -> None:

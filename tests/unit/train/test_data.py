@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import pickle
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +17,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.train import config, data
 from megatron_flux.train.options import TrainOptions
 from tests.small_disk import small_disk
+from tests.unit.train.test_unpickling import Planted
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,30 +75,6 @@ def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) ->
     assert documents(second)[0] == b"other words\n"
 
 
-def test_what_a_killed_build_left_is_removed(folder: Path, tmp_path: Path) -> None:
-    name = prepare(folder, tmp_path / "cache").prefix.parent.name
-    shutil.rmtree(tmp_path / "cache" / name)
-    left = tmp_path / "cache" / f"{name}.building-1"
-    left.mkdir()
-    (left / "text.bin").write_bytes(b"half")
-    assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
-    assert not left.exists()
-
-
-def test_a_file_system_without_locks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", missing)
-    first = prepare(folder, tmp_path / "cache")
-    assert "cannot be locked (Function not implemented): going on without" in caplog.text
-    caplog.clear()
-    assert prepare(folder, tmp_path / "cache") == first
-    assert not caplog.text, "what is ready needs no lock"
-
-
 def test_text_is_read_from_files_alone_whatever_their_names(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")  # opening it would wait for a writer
     (folder / "null").symlink_to("/dev/zero")
@@ -110,20 +83,6 @@ def test_text_is_read_from_files_alone_whatever_their_names(folder: Path, tmp_pa
     assert documents(prepare(folder, tmp_path / "cache")) == ["naïve café\n".encode(), b"latin-1", b"# title\n" * 10]
     with pytest.raises(UserError, match="has no text in it"):
         prepare(folder / "pipe", tmp_path / "cache")
-
-
-def test_the_default_is_the_standard_library() -> None:
-    sources = data.find_sources([])
-    assert isinstance(sources, list)
-    names = {path.name for path in sources}
-    assert {"argparse.py", "typing.py"} <= names
-    assert not any("site-packages" in path.parts for path in sources)
-
-
-def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"data cache .* cannot be written.*data_cache"):
-        prepare(folder, tmp_path / "file")
 
 
 def run_on(text: Path, cache: Path, **more: Any) -> config.RunConfig:
@@ -143,24 +102,6 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
         found = data.build_datasets(run, data.prepared(run)).train
         assert sorted(found.shuffle_index) == list(range(len(found))) == list(range(45_000))
         del found  # its files are mapped
-
-
-def test_runs_that_begin_at_once_build_once(warm_python: str, folder: Path, tmp_path: Path) -> None:
-    words = [warm_python, "-m", "tests.unit.train.asking", str(folder), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
-    said = [process.communicate(timeout=300)[0].splitlines() for process in processes]
-    assert said[0][-1] == said[1][-1] != ""
-    assert sorted(len(lines) for lines in said) == [1, 5], "the tokens and three index files, and the first sample"
-
-
-class Planted:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
 
 
 def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:

@@ -71,12 +71,6 @@ def test_a_hugging_face_folder_or_its_file(tmp_path: Path) -> None:
         tokenizer.load("HuggingFaceTokenizer", tmp_path / "endless")
 
 
-def test_a_larger_vocabulary_may_be_asked_for(pieces: Path) -> None:
-    assert resolved(pieces, vocab_size=1000).shape.vocab_size == 1000
-    with pytest.raises(UserError, match=r"--vocab-size 59 is fewer than the 60 tokens of --tokenizer-model .*model"):
-        resolved(pieces, vocab_size=59)
-
-
 def test_what_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     with pytest.raises(UserError, match="--tokenizer-type without --tokenizer-model; give both"):

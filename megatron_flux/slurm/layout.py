@@ -11,6 +11,7 @@ Hazard: parallel state is one per process, so nothing else in the process may us
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,6 +73,7 @@ def _world(rank: int, run: RunConfig) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UserError("this process has process groups already; check the layout in a process of its own")
+    hook = sys.excepthook  # torch puts the rank before every line of a later error
     dist.init_process_group("fake", rank=rank, world_size=run.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(run.tp, run.pp, create_gloo_process_groups=False)
@@ -79,6 +81,7 @@ def _world(rank: int, run: RunConfig) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:

@@ -199,22 +199,17 @@ def time_parts(breakdowns: Mapping[str, Mapping[str, float]]) -> Figure | None:
 
 EFFICIENCY = "100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM."
 
-Points = Mapping[str, tuple[str, str, Sequence[float | None]]]
-"""Colour, marker and the value of each row, or None, by name."""
 
-
-def points_by_row(rows: Sequence[str], points: Points, x: str, lines: Sequence[float]) -> Figure | None:
-    """Draw one row of points for each of ``rows`` (``<br>`` breaks a line), with dashed lines at ``lines``."""
-    names = list(reversed(rows))  # plotly counts upwards: the first goes on top
-    traces = [
-        trace_of(name, colour, zip(reversed(values), names, strict=True), f"%{{y}}: {name} %{{x:.4g}}", symbol)
-        for name, (colour, symbol, values) in points.items()
-        if any(finite(value) for value in values)
-    ]
-    if not traces:
+def efficiencies(values: Mapping[str, float]) -> Figure | None:
+    """Draw the overlap efficiency, a fraction, of each named call (``<br>`` breaks a line), lines at 0 and 100 %."""
+    if not values:
         return None
+    points = [(100 * value, call) for call, value in reversed(values.items())]  # plotly counts upwards
+    drawn = trace_of("flux", "flux", points, "%{y}: %{x:.4g} %", SYMBOLS["flux"])
     line = {"width": 1, "dash": "dash", "color": "var(--quiet)"}
-    shapes = [{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line} for at in lines]
-    height = 130 + (10 + 15 * max(row.count("<br>") + 1 for row in rows)) * len(rows)
-    axis = {"tickfont": {"size": 11}, "range": [-0.6, len(rows) - 0.4]}
-    return figure_of(traces, x, "", xaxis={"nticks": 5}, yaxis=axis, height=height, shapes=shapes)
+    shapes = [{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line} for at in (0, 100)]
+    height = 130 + (10 + 15 * max(call.count("<br>") + 1 for call in values)) * len(values)
+    axis = {"tickfont": {"size": 11}, "range": [-0.6, len(values) - 0.4]}
+    return figure_of(
+        [drawn], "overlap efficiency (%)", "", xaxis={"nticks": 5}, yaxis=axis, height=height, shapes=shapes
+    )

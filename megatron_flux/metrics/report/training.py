@@ -151,8 +151,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part]:
             seen[_key(call)].append(call)
     values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
     drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
-    points = {"flux": ("flux", figures.SYMBOLS["flux"], [100 * value for value in drawn.values()])}
-    plot = figures.points_by_row(list(drawn), points, "overlap efficiency (%)", (0, 100)) if drawn else None
+    plot = figures.efficiencies(drawn)
     caption = f"{figures.EFFICIENCY} Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
     calls = [call for of_one in seen.values() for call in of_one]
     for reason, count in sorted(Counter(str(call["withheld"]) for call in calls if call.get("withheld")).items()):

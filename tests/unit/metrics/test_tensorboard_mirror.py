@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ def test_what_tensorboard_reads(tmp_path: Path) -> None:
     with TensorBoardMirror(tmp_path, resumed_from=1) as board:
         board.write(record(2, **{"lm loss": 4.5}))
     assert scalars(tmp_path, "lm loss") == [(1, 4.9), (2, 4.5)], "steps that a resumed run does again"
-
-
-def test_without_a_folder_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with TensorBoardMirror(None) as board:
-        board.write(record(1))
 
 
 def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

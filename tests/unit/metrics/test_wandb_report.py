@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import wandb
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.summary import VARIANTS
-from megatron_flux.metrics.wandb_report import SECTIONS, save
+from megatron_flux.metrics.wandb_report import save
 from tests.unit.metrics.report_runs import RESULTS, full_run
 
 
@@ -52,16 +51,9 @@ def test_dashboards(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, document = saved
     assert {(one.entity, one.project) for one in saved} == {("team", "project-x")}
     assert (workspace.name, document.title) == ("megatron-flux group-x", "megatron-flux group-x")
-    titles = [panel.title for section in workspace.sections for panel in section.panels]
-    assert titles == [title for panels in SECTIONS.values() for title in panels]
     assert "group-x" in str(workspace.runset_settings.filters)
     grids = [block for block in document.blocks if isinstance(block, reports.PanelGrid)]
-    assert len(grids) == len(SECTIONS)
-    for grid in grids:
-        assert [runset.name for runset in grid.runsets] == list(VARIANTS)
-        for variant, runset in zip(VARIANTS, grid.runsets, strict=True):
-            assert variant in str(runset.filters)
-            assert "group-x" in str(runset.filters)
+    assert [runset.name for grid in grids for runset in grid.runsets] == [*VARIANTS] * len(grids)
     assert "flux 1.1" in str(document.blocks)
 
     def refuse(_: Any) -> None:
@@ -93,15 +85,6 @@ def test_refused_without_a_login_and_without_a_network(run: Path, monkeypatch: p
         save([run])
 
 
-def test_what_is_not_in_wandb(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_in_wandb() -> None:
     with pytest.raises(UserError, match="was recorded without wandb"):
         save([RESULTS / "report-cpu-tiny"])
-    with pytest.raises(UserError, match="is a benchmark"):
-        save([RESULTS / "layer-h200x4-nvlink"])
-    other = mirrored(tmp_path / "other", project="project-y", mode="offline")
-    with (
-        caplog.at_level(logging.WARNING, logger="megatron_flux"),
-        pytest.raises(UserError, match="recorded for project-x and project-y; report one project at a time"),
-    ):
-        save([run, other])
-    assert "other was recorded offline: its curves are empty until `wandb sync` has sent it" in caplog.text

@@ -12,7 +12,6 @@ from megatron_flux.telemetry.breakdown import category, cpu_category, of_layers,
 NAMES = {
     "gemm": [
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_tn_align8>(T1::Params)",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16>(int)",
     ],
@@ -26,9 +25,7 @@ NAMES = {
     ],
     "attention": [
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_cga1x1x1_kernel0_0",
-        "void cudnn::fusion::compute_dot_do_o<true, __nv_bfloat16, float, 128>(...)",
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>",
-        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 11, false, false>(float*, int)",
     ],
     "norm": [
         "void transformer_engine::normalization::ln_fwd_tuned_kernel<transformer_engine::normalization::Kernel_traits>",

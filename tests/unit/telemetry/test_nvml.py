@@ -12,7 +12,7 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
-from megatron_flux.nvml import Glance, Gpu, Reading
+from megatron_flux.nvml import Gpu, Reading
 from megatron_flux.slurm.preflight import node
 from megatron_flux.telemetry import environment
 
@@ -161,16 +161,6 @@ def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         Gpu("0")
     with pytest.raises(LookupError, match="on the CPU"):
         nvml.of_device(torch.device("cpu"))
-
-
-def test_a_glance_is_taken_in_time_or_not_at_all() -> None:
-    reads: list[int] = []
-    gpu: Any = types.SimpleNamespace(read=lambda: reads.append(1) or "seen")
-    glance = Glance(gpu, 0.0)
-    glance._thread.join()
-    assert glance.result() == "seen"
-    assert Glance(gpu, 60.0).result() is None
-    assert reads == [1]
 
 
 def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> HostLink:
         try:
             transports[device] = _make(group, device)
         except UserError as error:  # on all ranks
-            transports[device] = error
+            transports[device] = str(error)  # not the exception, whose traceback holds the group
     transport = transports[device]
-    if isinstance(transport, UserError):
-        raise transport
+    if isinstance(transport, str):
+        raise UserError(transport)
     return transport
 
 

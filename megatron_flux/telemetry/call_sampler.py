@@ -267,9 +267,9 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
     if not timing.all_agree(operands is not None, group, "room to sample") or operands is None:
         return NO_MEMORY
     made, alone = operands
-    serial = partial(reference.plan(made).run, made)
+    stock = partial(reference.plan(made).run, made)
     # The slowest rank's, so that all ranks make as many calls.
-    once = timing.burst(serial, 1, group, call.device)
+    once = timing.burst(stock, 1, group, call.device)
     count = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
     barrier = partial(dist.barrier, group=group)
 
@@ -279,7 +279,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
         ms, *_ = timing.own_burst(way, count, call.device, barrier, meanwhile=look)
         return ms, seen[0].sm_clock_mhz if seen else None
 
-    ways: dict[str, Callable[[], Any]] = {"serial": serial, "gemm": alone}
+    ways: dict[str, Callable[[], Any]] = {"serial": stock, "gemm": alone}
     if call.operator == "all_gather":
         del ways["gemm"]
     taken = {name: burst(ways[name]) for name in (reversed(ways) if gemm_first else ways)}

@@ -217,6 +217,7 @@ def which_transport(asked: str | None) -> str:
     group = dist.group.WORLD
     state_of(group).transports.clear()
     state_of(group).link = None
+    links.want(links.Wanted())  # not strict, as a test before may have been
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_LINK": asked} if asked else {}):
         reason = transports.why_none(group, CPU)
         if reason is None:

@@ -1,6 +1,6 @@
 """A test session that leaves processes behind fails, and names them.
 
-Daemons, browsers and worker pools are fixtures, and have been ended by then.
+Daemons and worker pools are fixtures, and have been ended by then.
 """
 
 from __future__ import annotations

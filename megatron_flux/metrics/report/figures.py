@@ -204,7 +204,7 @@ def efficiencies(values: Mapping[str, float]) -> Figure | None:
     """Draw the overlap efficiency, a fraction, of each named call (``<br>`` breaks a line), lines at 0 and 100 %."""
     if not values:
         return None
-    points = [(100 * value, call) for call, value in reversed(values.items())]  # plotly counts upwards
+    points = [(100 * value, call) for call, value in reversed(list(values.items()))]  # plotly counts upwards
     drawn = trace_of("flux", "flux", points, "%{y}: %{x:.4g} %", SYMBOLS["flux"])
     line = {"width": 1, "dash": "dash", "color": "var(--quiet)"}
     shapes = [{"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line} for at in (0, 100)]

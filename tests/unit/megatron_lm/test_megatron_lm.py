@@ -101,10 +101,8 @@ def arguments(**changes: Any) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.attn], "cuda_graph_warmup_steps": 0},
         {"cuda_graph_impl": "local", "data_parallel_size": 4, "flux_backend": "reference"},
         {"high_priority_stream_groups": ["dp_cp"], "flux_backend": "reference"},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration", "cuda_graph_warmup_steps": 3},
         {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 1},
         {"sequence_parallel": False},
     ],

@@ -16,8 +16,6 @@ from megatron_flux import UnsupportedVersionError
 from megatron_flux.patch import megatron_core
 from megatron_flux.patch.megatron_core import LAYERS, REPLACED, check_symbol
 
-RANGE = ("0.15", "0.20")
-
 
 @pytest.mark.parametrize(
     ("version", "line"),
@@ -33,21 +31,17 @@ def test_supported_versions_find_their_line(version: str, line: str) -> None:
     assert [other for other in megatron_core.LINES if Version(line + ".5") in other.versions] == [found]
 
 
-@pytest.mark.parametrize("version", ["0.14.9", "0.20.0rc0", "1.0", "main-branch"])
-def test_other_versions_are_refused_with_the_range(version: str) -> None:
-    with pytest.raises(UnsupportedVersionError) as error:
-        megatron_core.find_line(version)
-    message = str(error.value)
-    assert version in message
-    assert all(bound in message for bound in RANGE)
-    assert "pip install 'megatron-core" in message
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize("version", ["1.13", "2.10.1+cu128"])
 def test_other_torch_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=r">=2\.11") as error:
         megatron_core.check_release("torch", version, megatron_core.SUPPORTED_TORCH)
+    assert version in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.14.9", "0.20.0rc0", "main-branch"])
+def test_other_versions_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(UnsupportedVersionError, match=r"0\.15.*0\.20.*pip install 'megatron-core") as error:
+        megatron_core.find_line(version)
     assert version in str(error.value)
 
 
@@ -59,13 +53,6 @@ def _checkout(folder: Path, version: str) -> Path:
     (core / "package_info.py").write_text(f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n')
     (core / "__init__.py").write_text("raise RuntimeError")
     return core
-
-
-def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(megatron_core, "distribution", not_found)
 
 
 def _import_finds(monkeypatch: pytest.MonkeyPatch, core: Path | None) -> None:
@@ -81,21 +68,9 @@ def test_a_checkout_ahead_of_the_installed_package_decides(monkeypatch: pytest.M
     assert megatron_core.checked_versions() is megatron_core.LINES[0]
 
 
-@pytest.mark.parametrize(
-    ("path", "named"),
-    [
-        (f"{LAYERS}:NoSuchLinear.forward", "NoSuchLinear"),
-        ("megatron.core.no_such_module:function", "no_such_module"),
-    ],
-)
-def test_a_missing_symbol_is_refused_by_name(path: str, named: str) -> None:
-    with pytest.raises(UnsupportedVersionError, match=named) as error:
-        check_symbol(path, ())
-    assert path in str(error.value)
-    assert "use an unmodified release" in str(error.value)
-
-
-def test_a_missing_parameter_is_refused_by_name() -> None:
+def test_a_missing_symbol_or_parameter_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedVersionError, match=r"NoSuchLinear.*use an unmodified release"):
+        check_symbol(f"{LAYERS}:NoSuchLinear.forward", ())
     path = f"{LAYERS}:RowParallelLinear.forward"
     with pytest.raises(UnsupportedVersionError, match=r"lacks the parameter\(s\) no_such_parameter") as error:
         check_symbol(path, ("self", "input_", "no_such_parameter"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import megatron_flux
-from megatron_flux import FallbackError, FluxConfig, UnsupportedVersionError
+from megatron_flux import FallbackError, FluxConfig
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import INFERENCE_LAYERS, TE_LAYERS
@@ -36,39 +35,16 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 CLASSES = ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear")
 
 
-def test_three_classes_are_replaced_and_restored_to_the_identical_objects(
-    imitated: types.ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    caplog.set_level(logging.INFO, logger="megatron_flux")
+def test_three_classes_are_replaced_and_restored_to_the_identical_objects(imitated: types.ModuleType) -> None:
     before = [dict(vars(getattr(imitated, name))) for name in CLASSES]
     megatron_flux.patch()
     now = [vars(getattr(imitated, name)) for name in CLASSES]
-    assert [[k for k in n if n[k] is not b.get(k)] for n, b in zip(now, before, strict=True)] == [["forward"]] * 3 + [
-        []
-    ]
-    assert imitated.TERowParallelLinear.forward.__doc__ == "Forward."
-    paths = [f"{TE_LAYERS}.{name}.forward" for name in CLASSES[:3]]
-    assert megatron_flux.report()["replaced"][2:] == paths
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    assert all(path in said for path in paths)
-    assert "5 replacements in megatron-core" in said
+    changed = [[k for k in n if n[k] is not b.get(k)] for n, b in zip(now, before, strict=True)]
+    assert changed == [*3 * [["forward"]], []]
+    assert megatron_flux.report()["replaced"][2:] == [f"{TE_LAYERS}.{name}.forward" for name in CLASSES[:3]]
     megatron_flux.unpatch()
     assert [dict(vars(getattr(imitated, name))) for name in CLASSES] == before
     assert imitated.TERowParallelLinear().forward(1) == "stock"
-
-
-def test_an_unsupported_release_is_patched_to_say_so(
-    imitated: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise UnsupportedVersionError("TransformerEngine 2.8.0, supported is >=2.9,<2.21")
-
-    monkeypatch.setattr(te_seam, "load", refuse)
-    megatron_flux.ops.stats.reset()
-    with megatron_flux.patched():
-        assert imitated.TERowParallelLinear().forward(X) == "stock"
-        assert megatron_flux.report()["fallbacks"] == {"TE row: TransformerEngine 2.8.0, supported is >=2.9,<2.21": 1}
 
 
 @pytest.fixture

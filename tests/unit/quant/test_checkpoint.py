@@ -120,6 +120,8 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], 
             "gate_proj and .*different activation",
         ),
         (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128, dtype=torch.int32)), "ungrouped order"),
+        (put(f"{AT.format(1)}.ffn_sub_norm.weight", torch.ones(128)), "may depend on the order"),
+        (put(f"{AT.format(1)}.down_proj.lora_A.weight", torch.ones(4, 128)), "may depend on the order"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_before_anything_is_written(
@@ -185,16 +187,10 @@ def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, index: Any, said
         checkpoint.read(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
-        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({"bits": 3}, "bits 3; can be one of 2, 4, 8"),
-    ],
-)
-def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize("config", [{"quant_method": "awq"}, {"checkpoint_format": "marlin"}, {"bits": 3}])
+def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    ((name, value),) = config.items()
+    with pytest.raises(UserError, match=f"{name} '?{value}"):
         checkpoint.read(write(tmp_path / "in", tensors(1), **config))
 
 
@@ -208,19 +204,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, field: 
     (folder / "quantize_config.json").write_text(json.dumps(settings | {field: other}))
     with pytest.raises(UserError, match=f"{field} '?{other}'? in quantize_config.json and {field} .* in config.json"):
         checkpoint.read(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("mlp.ffn_sub_norm.weight", [128]),  # between the linears
-        ("mlp.down_proj.lora_A.weight", [4, 128]),
-    ],
-)
-def test_what_else_may_depend_on_the_order_is_refused(tmp_path: Path, name: str, shape: list[int]) -> None:
-    made = tensors(2) | {f"model.layers.1.{name}": torch.randn(shape)}
-    with pytest.raises(UserError, match=rf"{name} .* may depend on the order of model\.layers\.1\.mlp\.down_proj's"):
-        checkpoint.read(write(tmp_path / "in", made))
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:

@@ -66,12 +66,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path
     assert set(everything(tmp_path)) == {"file", "thesis", "thesis/chapter"}
 
 
-def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError), run_in(tmp_path / "runs" / "new"):
-        raise UserError("no layer of such a name")
-    assert list(tmp_path.iterdir()) == []
-
-
 def _record_and_refuse(out: Path) -> None:
     assert not (out / folder.ENDED).exists(), "it has not ended again"
     (out / "flux").mkdir(exist_ok=True)

@@ -153,14 +153,6 @@ def test_fp8_needs_a_gpu_that_has_it(
 
 
 @pytest.mark.parametrize(
-    ("given", "block", "expected"),
-    [(None, None, None), ("5-7", None, (5, 7)), ("5", None, (5, 5)), ("5-6", 3, (5, 6)), ("12", 4, (12, 12))],
-)
-def test_profiled_steps(given: str | None, block: int | None, expected: tuple[int, int] | None) -> None:
-    assert config.profiled_steps(given, 12, block) == expected
-
-
-@pytest.mark.parametrize(
     ("given", "block", "message"),
     [
         ("5-", None, "'5-' is not of the form 5-7"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.slurm import job, queue, render, trial
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile, seconds
+from megatron_flux.slurm.submit import save_on_signal
 from tests.slurm import golden
 
 SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
@@ -151,6 +153,15 @@ def test_a_trial_fits_any_node(per_node: int, layout: tuple[int, int]) -> None:
     assert (own["tp"], own["pp"]) == layout
     run = job.resolve(Job.load(own.pop("job"), own), site, "compare").run
     assert (run.world_size, run.shape.num_layers, run.steps) == (2 * per_node, 2, 10)
+
+
+def test_submitting_says_what_a_save_on_the_signal_needs() -> None:
+    """GPT-3 175B: bf16 weights and three fp32 copies, 14 bytes a parameter, of baseline and flux."""
+    resolved = job.resolve(Job.load("gpt3-175b"), Profile.load("nvlink-h100"), "compare")
+    said = re.fullmatch(r"saves ([\d,.]+) GB on the signal, 300 s .* needs ([\d,.]+) GB/s .*", save_on_signal(resolved))
+    size, rate = (float(number.replace(",", "")) for number in said.groups())
+    assert size == pytest.approx(2 * 14 * 175, rel=0.02)
+    assert rate == pytest.approx(size / 300, rel=0.01)
 
 
 def test_your_own_files_by_path(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     [
         (["1 9.0 rank 3 on n01 failed: StorageError: disk full (exit code 1)"], "not retried: no node is to blame"),
         (["1 9.0 rank 3 on n01 failed: FluxError: diverged (exit code 1)"], "not retried: no node is to blame"),
+        (
+            ["1 9.0 rank 3 on n01 failed: UserError: no text (exit code 2)"],
+            "not retried: what it was given is wrong",
+        ),
         (["3 9.0 rank 0 on n01 failed: timed out (exit code 1)"], "without leaving out a node: rank 0 on n01"),
         (
             [
@@ -115,6 +120,10 @@ def test_the_node_that_is_left_out_is_no_witness(
         SLURM_JOB_PARTITION="p",
     )
     assert said in done.stdout, done.stdout + done.stderr
+    if bad := re.search(r"without (n0\S+):", said):
+        asked = (stubs[1] / "scontrol").read_bytes().decode().replace("\0", " ")
+        for job_id in ("7", "7_0"):  # the repetitions that wait, and this one
+            assert f"update jobid={job_id} ExcNodeList={bad[1]} " in asked
 
 
 def test_variables_that_nothing_would_expand_are_refused() -> None:

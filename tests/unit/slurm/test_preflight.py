@@ -14,6 +14,7 @@ from megatron_flux.slurm.preflight import rules
 from megatron_flux.slurm.preflight.ranks import neighbours, numbers
 from megatron_flux.slurm.preflight.rules import between_nodes, within_nodes
 from megatron_flux.slurm.profile import Profile
+from megatron_flux.telemetry import environment
 
 FLOORS = Profile.load("nvlink-h100").floors
 EXPECTED = rules.Expected(
@@ -94,6 +95,15 @@ def test_problems_of_a_node(path: tuple[Any, ...], value: Any, said: str) -> Non
 def test_differences_between_nodes(path: tuple[Any, ...], value: Any, said: str) -> None:
     (problem,) = rules.differences([report("n00"), changed(path, value, "n01"), report("n02")], EXPECTED)
     assert problem.startswith(said)
+
+
+def test_other_sources_of_the_same_version_are_noticed(tmp_path: Path) -> None:
+    assert environment.versions()["megatron-flux sources"] == environment.source_hash()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = environment.source_hash(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    environment.source_hash.cache_clear()
+    assert environment.source_hash(tmp_path) != before
 
 
 def test_an_fp8_wire_needs_gpus_that_can() -> None:

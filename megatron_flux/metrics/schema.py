@@ -4,17 +4,11 @@ Names are Megatron's own where it has one, so that dashboards made for Megatron 
 A record may hold further fields: readers keep and ignore them. Removing a field, or changing its unit or meaning, makes
 a new schema version.
 
-The tables in docs/metrics.md are generated from these models::
-
-    python -m megatron_flux.metrics.schema docs/metrics.md
+The tables in docs/metrics.md are generated from these models: ``python -m scripts.record_tables``.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -221,14 +215,6 @@ class Breakdown(BaseModel):
     launches: float = Field(description="kernels, copies and fills (CPU: operators) per step")
 
 
-TABLES: dict[str, type[BaseModel]] = {
-    "record": StepRecord,
-    "calls": CallRecord,
-    "run": ProcessRecord,
-    "breakdown": Breakdown,
-}
-
-
 def names(model: type[BaseModel]) -> set[str]:
     """Return the names that the fields of ``model`` have in JSON."""
     return {field.alias or name for name, field in model.model_fields.items()}
@@ -248,39 +234,3 @@ def checked(record: Any, after: int = 0) -> dict[str, Any]:
     if found["iteration"] <= after:
         raise ValueError(f"iteration {found['iteration']} after iteration {after}")
     return found
-
-
-def _kind(schema: Mapping[str, Any]) -> str:
-    """Return the JSON type of a field in words; ``?``: it may be null or absent."""
-    if "anyOf" in schema:
-        return " or ".join(_kind(one) for one in schema["anyOf"] if one.get("type") != "null") + "?"
-    inner = schema.get("additionalProperties", schema.get("items"))
-    of = f" of {_kind(inner).rstrip('?')}" if isinstance(inner, dict) and ("type" in inner or "anyOf" in inner) else ""
-    return schema["type"] + of
-
-
-def markdown(model: type[BaseModel]) -> str:
-    """Return the fields of a model as a Markdown table."""
-    schema = model.model_json_schema()
-    has_units = any("unit" in field for field in schema["properties"].values())
-    lines = ["| field | type | unit | meaning |", "| --- | --- | --- | --- |"] if has_units else []
-    lines = lines or ["| field | type | meaning |", "| --- | --- | --- |"]
-    for name, field in schema["properties"].items():
-        unit = [field["unit"]] if has_units else []
-        when = f" ({field['when']})" if field.get("when") else ""
-        cells = [f"`{name}`", _kind(field), *unit, field["description"] + when]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def with_tables(text: str) -> str:
-    """Return a document with its generated tables, ``<!-- table NAME -->`` to ``<!-- end -->``, made anew."""
-    for name, model in TABLES.items():
-        marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = marks.sub(rf"\g<1>{markdown(model)}\g<2>", text)
-    return text
-
-
-if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(with_tables(document.read_text()))

@@ -1,16 +1,13 @@
-"""The schema accepts what it documents and nothing else; docs/metrics.md has its tables."""
+"""The schema accepts what it documents and nothing else."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.metrics import schema
 from tests.unit.metrics.metrics_records import breakdown, record, sampled_record
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_examples_have_every_field() -> None:
@@ -22,13 +19,6 @@ def test_the_examples_have_every_field() -> None:
     schema.ProcessRecord.model_validate(full["flux/run"])
     schema.CallRecord.model_validate(full["flux/calls"][0])
     schema.Breakdown.model_validate(breakdown())
-
-
-def test_the_document_has_the_tables() -> None:
-    text = DOCUMENT.read_text()
-    assert text.count("<!-- table ") == len(schema.TABLES)
-    assert schema.with_tables(text) == text, "run: python -m megatron_flux.metrics.schema docs/metrics.md"
-    assert "| `flux/calls` | array of object? |  | one object per distinct call" in text
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ class StockReasons:
                 return f"unsupported keyword {name}={value!r}"
         if missing := _EXPECTED - kwargs.keys():
             return f"_forward_impl was called without {', '.join(sorted(missing))}"
+        if kwargs["sequence_parallel"] and kwargs["allreduce_dgrad"]:
+            return "allreduce_dgrad together with sequence parallelism"  # stock refuses it
         if not (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]) and torch.is_grad_enabled():
             return "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
         bias = kwargs["bias"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -39,24 +37,6 @@ def test_run_without_a_script(words: list[str], said: str, capsys: pytest.Captur
     printed = capsys.readouterr().err
     assert printed.startswith(f"megatron-flux: error: {said}")
     assert "usage: python -m megatron_flux.run SCRIPT" in printed
-
-
-def test_a_script_that_needs_a_newer_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text("from typing import Any, override\n")
-    monkeypatch.delattr(typing, "override", raising=False)  # as in Python 3.11
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("megatron_flux.run.__main__.hooks.register", lambda: None)
-    with pytest.raises(SystemExit) as exit_:
-        main([str(script)])
-    assert exit_.value.code == 2
-    assert "Megatron-LM's scripts from 0.18 on need Python 3.12 or newer" in capsys.readouterr().err
-    script.write_text("import nothing_of_that_name\n")
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
-        main([str(script)])
 
 
 def test_the_script_sees_what_python_would_give_it(run_forked: Run, tree: Path) -> None:

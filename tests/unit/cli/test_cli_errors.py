@@ -35,9 +35,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (EOFError(), 1, "EOFError"),
         (EOFError("Ran out of input"), 1, "EOFError: Ran out of input"),
-        (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
         (RuntimeError("two\nlines"), 1, "RuntimeError: two lines"),
         (OutOfTheOrdinary("of the saving"), 1, "OutOfTheOrdinary: of the saving"),
         (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),

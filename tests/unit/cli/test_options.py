@@ -45,31 +45,18 @@ def test_every_command_has_help(told: Told) -> None:
         assert told(name, "--help").startswith(f"usage: megatron-flux {name} ")
 
 
-def test_a_group_without_a_command_lists_them() -> None:
-    for words in ([], ["slurm"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.find(words)
-        assert ended.value.code == 2
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("compare --steps many", "--steps many: input should be a valid integer"),
-        ("compare --link fast", "--link fast: input should be 'nvlink', 'p2p', 'host' or 'none'"),
-        ("compare --set timeout=0", "--set timeout 0: input should be greater than 0"),
         ("compare --set steps", "--set steps: give NAME=VALUE, such as timeout=1800"),
         ("compare --set stepz=3", "--set stepz=3 is no option of this command; did you mean steps?"),
         ("compare --set lr=1 --set lr=2", "--set lr is given twice; give it once"),
         ("compare --timeout 3", "--timeout is an option of files: give --set timeout=VALUE; see megatron-flux compare"),
-        ("compare --no-checksumz", "no such option: --no-checksumz"),
         ("compare --lr", "--lr: expected one argument; see megatron-flux compare --help"),
-        ("compare --num 3", "no such option: --num"),
         ("doctor --jsn", "no such option: --jsn, did you mean --json?; see megatron-flux doctor --help"),
-        ("doctor here", "unexpected argument: here; see megatron-flux doctor --help"),
         ("quant fold", "the following arguments are required: CHECKPOINT, OUT; see megatron-flux quant fold --help"),
         ("slurm render", "--profile is required; see megatron-flux slurm render --help"),
-        ("--fast", "no such option: --fast; see megatron-flux --help"),
         ("trains", "no such command: trains; did you mean train?"),
         ("slurm sumbit", "no such command: slurm sumbit; did you mean slurm submit?"),
     ],
@@ -139,8 +126,6 @@ def test_a_resumed_comparison_keeps_its_turns(told: Told, tmp_path: Path) -> Non
     [
         ("num_layer: 3", "num_layer is no option of this command; did you mean num_layers?"),
         ("steps: many", "steps many: input should be a valid integer"),
-        ("steps:", "steps None: input should be a valid integer"),
-        ("link: wifi", "link wifi: input should be 'nvlink', 'p2p', 'host' or 'none'"),
         ("- steps", "must hold options as NAME: VALUE, or be a run folder's config.json"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML: could not determine a constructor"),
     ],

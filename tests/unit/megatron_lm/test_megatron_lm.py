@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import enum
 import re
 import sys
 import types
@@ -75,13 +74,6 @@ def test_another_value_of_the_variable_is_an_error(
 
 
 # Checks.
-
-
-class CudaGraphScope(enum.Enum):
-    """As megatron-core 0.16 and 0.17 have it; in 0.15 scopes are strings."""
-
-    full_iteration = 1
-    attn = 2
 
 
 def arguments(**changes: Any) -> types.SimpleNamespace:

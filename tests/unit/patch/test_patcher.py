@@ -77,8 +77,14 @@ def test_patch_again_exchanges_the_config_only() -> None:
 
 
 def test_patched_nests_and_restores_the_outer_config() -> None:
+    def fails() -> None:
+        with patched(FluxConfig(strict=False)):
+            raise ZeroDivisionError
+
     with patched(FluxConfig(strict=True)):
         outer = methods()
+        with pytest.raises(ZeroDivisionError):
+            fails()
         with patched(FluxConfig(backend="reference")):
             assert config() == FluxConfig(backend="reference")
             with patched():
@@ -86,13 +92,6 @@ def test_patched_nests_and_restores_the_outer_config() -> None:
             assert config() == FluxConfig(backend="reference")
         assert config() == FluxConfig(strict=True)
         assert methods() == outer
-    assert methods() == STOCK
-
-
-def test_patched_restores_after_an_exception() -> None:
-    with pytest.raises(ZeroDivisionError), patched():
-        raise ZeroDivisionError
-    assert not is_patched()
     assert methods() == STOCK
 
 
@@ -114,15 +113,6 @@ def test_somebody_elses_later_replacement_is_not_thrown_away(which: int) -> None
     setattr(owner, name, flux[which])
     unpatch()
     assert methods() == STOCK
-
-
-def test_somebody_elses_earlier_replacement_is_what_comes_back() -> None:
-    def theirs(self: object, input: object, weight: object, *args: object, **kwargs: object) -> None: ...
-
-    ColumnParallelLinear._forward_impl = theirs
-    patch()
-    unpatch()
-    assert vars(ColumnParallelLinear)["_forward_impl"] is theirs
 
 
 def test_report_is_for_json() -> None:

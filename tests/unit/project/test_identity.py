@@ -58,13 +58,6 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
     assert run(*command, "slurm", "render", "--help", cwd=empty, PYTHONPATH=str(site))
 
 
-def test_a_copy_without_git_is_the_next_version(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools_scm")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    assert run(sys.executable, "-m", "setuptools_scm", cwd=tmp_path) == "0.2.0.dev0"
-    assert version.commit(tmp_path) is None
-
-
 def test_the_commit_is_that_of_the_checkout_now(tmp_path: Path) -> None:
     repository, tree = tmp_path / "repository", tmp_path / "tree"
     git = ("git", "-c", "user.name=n", "-c", "user.email=e@example.com", "-C", repository)

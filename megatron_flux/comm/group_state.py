@@ -124,7 +124,9 @@ class GroupState:
         return new
 
     def _retire(self, slab: Slab) -> None:
-        slab.limit = 0
+        slab.limit = 0  # for plans that are not among the group's
+        for plan in self.plans.values():
+            plan.leave(slab)
         if slab.in_graphs:
             self.graph_slabs.append(slab)
         else:

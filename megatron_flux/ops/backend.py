@@ -37,6 +37,9 @@ class Plan:
         """
         raise NotImplementedError
 
+    def leave(self, slab: Any) -> None:
+        """Drop everything that keeps the memory of ``slab``, which the group has replaced."""
+
 
 class BackendPlan(Plan):
     """A call of the backend's own method."""

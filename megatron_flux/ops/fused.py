@@ -81,6 +81,15 @@ class FusedPlan(Plan):
     def _view(self, work: Slab, call: OperatorCall) -> None:
         """Make views of ``work`` that calls need."""
 
+    def leave(self, slab: Any) -> None:
+        """See the base class; the next call binds to the new slab."""
+        if self._slab is slab:
+            self._slab, self._launches, self._fixed = None, [None, None], {}
+            self._drop_views()
+
+    def _drop_views(self) -> None:
+        """Drop what :meth:`_view` has made."""
+
     def _begin(self, work: Slab) -> tuple[int, int]:
         """Claim a slot as :meth:`Slab.claim_eager` does, in a capture and on CPUs too."""
         half = work.claim()
@@ -138,6 +147,9 @@ class _Gathering(FusedPlan):
         self._pushes = pushes_of(work, m // work.tp, k, dtype, self._edges, shape)
         self._side = side_of(work) if self._cuda else None
 
+    def _drop_views(self) -> None:
+        self._gathered, self._scales, self._pushes, self._side = [], None, [], None
+
     def _push(self, x: torch.Tensor, half: int, stream: int, scales: int = 0) -> None:
         """Enqueue the copies behind what ``stream`` has been given, and ``side.after`` behind them; ``scales``: the
         address of those that travel with x.
@@ -174,6 +186,10 @@ class AllGatherGemmPlan(_Gathering):
             self._gathered_fp8 = [Fp8Operand(to.view(torch.uint8), x.dtype, by, x.scaling, tp) for to, by in both]
             copied = self.config.ws and call.return_gathered
             self._own_scales = [by[work.rank] for by in self._scales] if copied else []
+
+    def _drop_views(self) -> None:
+        super()._drop_views()
+        self._gathered_fp8, self._own_scales = [], []
 
     def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
         """See the base class."""
@@ -320,6 +336,10 @@ class AllGatherPlan(_Gathering):
         rows = self._gathered[0].shape[0] // work.tp
         own = slice(work.rank * rows, (work.rank + 1) * rows)
         self._own = [whole[own] for whole in self._gathered] if call.return_gathered else []
+
+    def _drop_views(self) -> None:
+        super()._drop_views()
+        self._own = []
 
     def run(self, call: OperatorCall) -> Pending:
         """See the base class."""

@@ -76,6 +76,7 @@ def test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it(made: l
     assert state.slab("gemm", MIB, CPU, False) is old
     assert state_of(second) is not state  # type: ignore[arg-type]
     assert state_of(second).slab("gemm", MIB, CPU, False) is not old  # type: ignore[arg-type]
+    gc.collect()  # those of tests before
     held, before = weakref.ref(state), len(all_states())
     del state, old, first
     made.clear()

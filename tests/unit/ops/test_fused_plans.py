@@ -6,6 +6,8 @@ tests/gpu.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -199,6 +201,23 @@ def test_a_slab_that_is_replaced_or_worn_out_is_left(gpu: Gpu) -> None:
     state_of(gpu.group).slab = lambda *of: made.append(of) or Work()  # type: ignore[assignment, func-returns-value]
     call()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather", "gemm_all_reduce"])
+def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
+    """Also by plans of calls that never come again."""
+    gpu.backend(CONFIGS.get(operator, HOPPER))
+    CALLS[operator](gpu)
+    old, memory = gpu.work, [weakref.ref(data) for data in gpu.work.data]
+    gpu.use(Work())
+    state_of(gpu.group)._retire(old)  # type: ignore[arg-type]
+    gpu.done.clear()
+    del old
+    gpu.arguments = {}
+    gc.collect()
+    assert all(data() is None for data in memory)
+    CALLS[operator](gpu)
+    assert gpu.work.calls == 1
 
 
 def test_a_configuration_set_later_is_not_passed_by() -> None:

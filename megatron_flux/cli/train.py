@@ -73,7 +73,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     text = data.text_of(run, found)
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    other_data = checkpoint_access.other_data(run)
+    other_data = checkpoint_access.check_data(run)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
     for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)

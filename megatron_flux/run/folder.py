@@ -1,4 +1,8 @@
-"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first."""
+"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first.
+
+Ranks may refuse a run after its folder was made. Until it has begun (:func:`begun`), what it replaces lies in
+``.before``, and comes back: a refused run loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from megatron_flux.metrics import strict_json
 CONFIG = "config.json"
 ENDED = "ended.json"
 """How the run ended, if not by an error: job scripts read it."""
-_LOCK = ".lock"
+_LOCK, _BEFORE = ".lock", ".before"
 
 
 def default_folder(*words: str) -> Path:
@@ -39,7 +43,7 @@ def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
     check_writable(out, "--out")
     if not out.is_dir() or not any(path.name != _LOCK for path in out.iterdir()):
         return
-    if not (out / CONFIG).is_file():
+    if not (out / CONFIG).is_file() and not (out / _BEFORE).is_dir():
         raise UserError(f"--out {out} has files in it and is not a run folder; give a new or an empty folder")
     if not (overwrite or resuming):
         raise UserError(f"--out {out} holds an earlier run; give another folder, or --overwrite to replace it")
@@ -60,16 +64,16 @@ def check_writable(folder: Path, option: str) -> Path:
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
     """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
     with made(out, description, overwrite=overwrite, resuming=False):
-        pass
+        begun(out)
 
 
 @contextmanager
 def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> Iterator[None]:
     """Make the run folder, and hold it for the run inside the context.
 
-    ``description`` goes into its ``config.json``. ``overwrite`` deletes an earlier run, ``resuming`` goes on in its
-    folder. If ranks refuse the run (UserError, RendezvousError) before they have recorded anything, a new folder
-    is removed, and a resumed run has its files back.
+    ``description`` goes into its ``config.json``. ``overwrite`` replaces an earlier run, ``resuming`` goes on in its
+    folder. If ranks refuse the run (UserError, RendezvousError) before it has begun, a new folder is removed, and an
+    earlier run is as it was.
 
     Raises UserError: the folder is taken, or cannot be written.
     """
@@ -80,39 +84,56 @@ def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: b
             out.mkdir(parents=True, exist_ok=True)
             holding.enter_context(locked(out / _LOCK, 0))  # what a run goes on writing must not be replaced
             check_free(out, overwrite=overwrite, resuming=resuming)  # another run may have made it since
-            before = _begin(out, description, overwrite=overwrite, resuming=resuming)
+            _begin(out, description, replacing=overwrite and not resuming)
         except TimeoutError:
             taken = "has been taken by another run; wait for its end, or give another folder"
             raise UserError(f"--out {out} {taken}") from None
         except OSError as error:
             with suppress(OSError):
-                _undo(out, {}, missing)
+                _undo(out, missing)
             raise unwritable(out, error) from None
         try:
             yield
         except (UserError, RendezvousError):
-            _undo(out, before, missing)
+            _undo(out, missing)
             raise
+        begun(out)
 
 
-def _begin(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> dict[str, bytes]:
-    """Write ``config.json``; returns the files of an earlier start that this replaces."""
-    if overwrite and not resuming:
-        for path in out.iterdir():
-            if path.name != _LOCK:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    before = {name: (out / name).read_bytes() for name in (CONFIG, ENDED) if (out / name).exists()}
-    (out / ENDED).unlink(missing_ok=True)
+def begun(out: Path) -> None:
+    """Delete what the run in ``out`` replaces: it records from here on."""
+    replaced = out / ".replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        (out / _BEFORE).rename(replaced)  # a deletion may be cut short, and half of a run must not come back
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _begin(out: Path, description: dict[str, Any], *, replacing: bool) -> None:
+    """Write ``config.json``; move all of an earlier run, or what this start of it replaces, to :data:`_BEFORE`."""
+    before = out / _BEFORE
+    if before.is_dir():  # of a start that was killed before it had begun
+        _put_back(out)
+    names = [path.name for path in out.iterdir() if path.name != _LOCK]
+    if names := [name for name in names if replacing or name in (CONFIG, ENDED)]:
+        before.mkdir()
+        for name in names:
+            (out / name).rename(before / name)
     # Whole at once: `watch` waits for this file and reads it as soon as it exists.
     strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
-    return before
 
 
-def _undo(out: Path, before: dict[str, bytes], missing: list[Path]) -> None:
+def _put_back(out: Path) -> None:
+    (out / CONFIG).unlink(missing_ok=True)
+    for path in (out / _BEFORE).iterdir():
+        path.rename(out / path.name)
+    (out / _BEFORE).rmdir()
+
+
+def _undo(out: Path, missing: list[Path]) -> None:
     """Undo :func:`_begin`, unless something was recorded."""
-    if before:
-        for name, content in before.items():
-            strict_json.write_atomically(out / name, content)
+    if (out / _BEFORE).is_dir():
+        _put_back(out)
     elif {path.name for path in out.iterdir()} <= {CONFIG, _LOCK}:
         for name in (CONFIG, _LOCK):
             (out / name).unlink(missing_ok=True)

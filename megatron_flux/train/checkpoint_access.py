@@ -46,8 +46,9 @@ def is_saved(config: RunConfig) -> bool:
 def check_resume(config: RunConfig) -> None:
     """Check that ``config.load`` fits this run, and that something is left to do."""
     if config.load is None:
-        if config.ckpt_step is not None:
-            raise UserError("--ckpt-step without --load: nothing is resumed; add --load FOLDER")
+        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("other_data", config.other_data)):
+            if given:
+                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
         return
     iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
     if iteration >= config.steps:
@@ -85,14 +86,24 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     return int(saved["iteration"])
 
 
-def other_data(config: RunConfig) -> str | None:
-    """Return a line for the user if the checkpoint was trained on another text than ``config.text``."""
+def check_data(config: RunConfig) -> str | None:
+    """Refuse to resume on another text than the checkpoint's, or return a line for the user who wants that.
+
+    A text that moved is the same one, by its tokens. An empty value is one that is not known.
+    """
     if config.load is None or config.text is None:
         return None
-    saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step)).get("data") or {}
-    now = config.text.model_dump()
-    different = [f"{name} {now.get(name)}, not {then}" for name, then in saved.items() if then != now.get(name)]
-    return f"resumes on other data than the checkpoint's: {'; '.join(different)}" if different else None
+    checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
+    saved, now = files.description(checkpoint).get("data") or {}, config.text.model_dump()
+    pairs = {name: (then, now.get(name)) for name, then in saved.items() if name != "name"}
+    different = [name for name, (then, here) in pairs.items() if then and here and then != here]
+    if not different:
+        return None
+    then, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (saved, now))
+    said = f"checkpoint {checkpoint} was trained on other data ({then}) than this run's ({this})"
+    if config.other_data:
+        return said
+    raise UserError(f"{said}; give the data, tokenizer and --eval-interval it had, or --set other_data=true to go on")
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:

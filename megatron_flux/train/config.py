@@ -40,6 +40,8 @@ class Text(BaseModel):
     name: str
     length: int
     """Tokens."""
+    sha256: str = ""
+    """By :func:`megatron_flux.train.data.fingerprint`."""
     split: str = "1,0,0"
     tokenizer: str = ""
     """By :func:`megatron_flux.train.tokenizer.fingerprint`, or bytes; empty where that is not known."""

@@ -5,7 +5,8 @@ document, 257 pads. Without ``--data`` the text is the source code of Python's s
 
 Tokenized text and megatron-core's indices lie in a cache folder, under names made from the files' paths, sizes and
 times. One process builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
-Finished entries are read without a lock.
+Finished entries are read without a lock. Users may share the folder: each reads only what that user or root alone can
+have written, and builds the rest again under a name with the user's number.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from megatron_flux.train.config import RunConfig, Text
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
+_CHECKED_SEQUENCES = 1 << 20
+"""Sequences of an index that are checked at a time: 10^8 all at once would take gigabytes."""
+_FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
@@ -96,7 +100,24 @@ def text_of(config: RunConfig, corpus: Corpus) -> Text:
     by = "bytes" if corpus.is_bytes else ""
     if config.text_tokenizer is not None:
         by = tokenizer.fingerprint(*config.text_tokenizer)
-    return Text(name=name_of(config.data), length=corpus.tokens, split=config.split, tokenizer=by)
+    digest = fingerprint(corpus)
+    return Text(name=name_of(config.data), length=corpus.tokens, sha256=digest, split=config.split, tokenizer=by)
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """Return the SHA-256 of 64 MiB of the tokens, wherever the text lies.
+
+    A larger corpus is read in 1024 pieces from beginning to end: enough to tell texts apart, not a changed word.
+    """
+    digest = hashlib.sha256()
+    with Path(f"{corpus.prefix}.bin").open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces = 1024 if size > _FINGERPRINT_BYTES else 1
+        length = _FINGERPRINT_BYTES // pieces
+        for piece in range(pieces):
+            file.seek(piece * (size - length) // (pieces - 1) if piece else 0)
+            digest.update(file.read(length))
+    return digest.hexdigest()
 
 
 def name_of(data: list[Path]) -> str:
@@ -154,13 +175,15 @@ def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.K
 def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
     """Return the folder ``name`` of the cache; ``build`` fills it if it is missing.
 
-    Raises UserError: it cannot be written, or another process builds it for too long.
+    Raises UserError: it cannot be written, another process builds it for too long, or others can have written it.
     """
     folder = cache / name
+    if folder.exists() and not _is_own(folder):
+        folder = cache / f"{name}-{os.geteuid()}"
     try:
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with locked(cache / f"{name}.lock", 600):
+            with locked(cache / f"{folder.name}.lock", 600):
                 if not folder.is_dir():
                     _fill(folder, build)
     except TimeoutError as error:
@@ -169,16 +192,29 @@ def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
         cause = error.strerror or error  # NumPy gives words alone
         said = f"the data cache {cache} cannot be written: {cause}"
         raise UserError(f"{said}; make room, or set data_cache") from None
+    if not _is_own(folder):
+        raise UserError(f"{folder} can be written by another user than this one and root; remove it or set data_cache")
     return folder
+
+
+def _is_own(folder: Path) -> bool:
+    """Return True if only this user and root can have written what is in ``folder``."""
+    try:
+        stats = [path.lstat() for path in (folder, *folder.iterdir())]
+    except OSError:
+        return False
+    return all(stat.st_uid in (0, os.geteuid()) and not stat.st_mode & 0o022 for stat in stats)
 
 
 def _fill(folder: Path, build: Callable[[Path], object]) -> None:
     for dead in folder.parent.glob(f"{folder.name}.building-*"):  # of a process that held the lock and was killed
         shutil.rmtree(dead, ignore_errors=True)
     building = folder.with_name(f"{folder.name}.building-{uuid.uuid4().hex}")
-    building.mkdir()
+    building.mkdir(mode=0o755)
     try:
         build(building)
+        for path in building.iterdir():
+            path.chmod(path.stat().st_mode & ~0o022)  # whatever the umask: others may read it, not write it
         try:
             building.rename(folder)
         except OSError:
@@ -211,12 +247,7 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     try:
         dataset = IndexedDataset(str(prefix))
         dtype = np.dtype(dataset.index.dtype)
-        lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
-        tokens = int(lengths.sum(dtype=np.int64))
-        # A pointer that wrapped at a width that is too small shows in the last one; megatron-core's reader does not
-        # look, and would train on other text.
-        if len(lengths) and int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize != tokens * dtype.itemsize:
-            raise ValueError(f"its last sequence ends elsewhere than behind its {tokens} tokens")
+        tokens = _check_index(dataset.index, dtype.itemsize)
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
@@ -227,6 +258,30 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(head.min().item(), head.max().item(), vocab_size, str(prefix))
     return Corpus(prefix, tokens, len(dataset), is_bytes=False)
+
+
+def _check_index(index: Any, itemsize: int) -> int:
+    """Return the number of tokens.
+
+    Raises ValueError: sequences do not follow each other from byte 0 on, or documents do not cover them in order.
+    megatron-core's reader checks neither and would train on other text.
+    """
+    lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
+    end = 0
+    for first in range(0, len(lengths), _CHECKED_SEQUENCES):
+        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64)
+        behind = end + np.cumsum(part * itemsize)
+        begins, end = behind - part * itemsize, int(behind[-1])
+        wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
+        if wrong.any():
+            at = int(wrong.argmax())
+            if part[at] < 0:
+                raise ValueError(f"sequence {first + at} has length {part[at]}")
+            pointer = pointers[first + at]
+            raise ValueError(f"sequence {first + at} should begin at byte {begins[at]} of the .bin, not at {pointer}")
+    if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
+        raise ValueError("its documents' ends do not ascend from 0")
+    return end // itemsize
 
 
 def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str) -> None:

@@ -268,6 +268,7 @@ class SaveOptions(EvalOptions):
     save_keep: int | None = option(None, "Newest checkpoints to keep. Default: all.", ge=1, file_only=True)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
+    other_data: bool = option(False, "Resume on another text than the checkpoint was trained on.", file_only=True)
 
 
 class RunOptions(

@@ -165,7 +165,7 @@ class Variant:
         names = description.load_wandb_names(config)
         return WandbMirror(
             config.wandb,
-            config.model_dump(mode="json") | description.run_info(config),
+            description.megatron_arguments(config) | config.model_dump(mode="json") | description.run_info(config),
             self.folder,
             resuming=self.trainer.iteration > 0,
             per_rank=config.wandb_ranks,

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_flux.cli import main as cli
 from megatron_flux.run import launcher
+from megatron_flux.train import data as data_module
 
 Refused = Callable[..., str]
 
@@ -102,7 +103,7 @@ def _pair(prefix: Path, tokens: list[int]) -> Path:
 
 
 def test_pairs_that_do_not_fit(refused: Refused, tmp_path: Path, corpus: Path) -> None:
-    foreign, cut, wrapped = _pair(tmp_path / "foreign", [5] * 500 + [1000]), tmp_path / "cut", tmp_path / "wrapped"
+    foreign, cut = _pair(tmp_path / "foreign", [5] * 500 + [1000]), tmp_path / "cut"
     line = refused("train", "--data", foreign, data=False)
     assert "token 1000" in line
     assert "vocabulary of 258" in line
@@ -110,13 +111,35 @@ def test_pairs_that_do_not_fit(refused: Refused, tmp_path: Path, corpus: Path) -
     with open(f"{_pair(cut, [5] * 500)}.bin", "r+b") as file:
         file.truncate(100)
     assert "has 100 bytes" in refused("train", "--data", cut, data=False)
-    # An offset that wrapped at a width that is too small: the second half of the pair is the first one again.
-    np.zeros(800, dtype=np.uint16).tofile(f"{wrapped}.bin")
-    parts = np.int32([100] * 8), np.int64([0, 200, 400, 600] * 2), np.int64([0, 8])
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 8, 2)  # 8: uint16
-    Path(f"{wrapped}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    line = refused("train", "--data", wrapped, data=False)
-    assert "wrapped.idx is damaged: its last sequence ends elsewhere than behind its 800 tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "ends", "said"),
+    [
+        # An offset that wrapped at a width that is too small: the second half of the pair is the first one again.
+        ([100] * 8, [0, 200, 400, 600] * 2, [0, 8], "sequence 4 should begin at byte 800 of the .bin, not at 0"),
+        ([100] * 8, [200, *range(200, 1600, 200)], [0, 8], "sequence 0 should begin at byte 0 of the .bin, not at 200"),
+        ([100, -100, 800], [0, 200, 0], [0, 3], "sequence 1 has length -100"),
+        ([400, 400], [0, 800], [0, 2, 1, 2], "its documents' ends do not ascend from 0"),
+        ([400, 400], [0, 800], [1, 2], "its documents' ends do not ascend from 0"),
+    ],
+)
+def test_index_that_lies(
+    refused: Refused,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    pointers: list[int],
+    ends: list[int],
+    said: str,
+) -> None:
+    monkeypatch.setattr(data_module, "_CHECKED_SEQUENCES", 3)  # in parts, as a large index is
+    np.arange(800, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    parts = np.int32(lengths), np.int64(pointers), np.int64(ends)
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(ends))  # 8: uint16
+    (tmp_path / "tokens.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    line = refused("train", "--data", tmp_path / "tokens", "--vocab-size", "1000", data=False)
+    assert f"tokens.idx is damaged: {said}" in line
 
 
 def _checkpoint(folder: Path, **changed: object) -> Path:

@@ -87,12 +87,14 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     assert [again[n] for n in range(older + 1, newest + 1)] == [first[n] for n in range(older + 1, newest + 1)]
 
 
-def test_a_refused_resume_leaves_the_earlier_run(command: Run, stopped: Path) -> None:
+@pytest.mark.parametrize("how", ["--load", "--overwrite"])
+def test_a_run_that_ranks_refuse_leaves_the_earlier_run(command: Run, stopped: Path, how: str) -> None:
     run, saved = stopped / "run", stopped / "saved"
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     kept = checkpoint_folder.iterations(saved)
-    resume = ["train", *SMALL, "--steps", "100000", "--load", saved, "--save", saved, "--out", run]
-    assert "no.such.layer" in complaint(command(*resume, "--set", "layer_backend=no.such.layer=stock", code=2))
+    again = ["train", *SMALL, "--steps", "100000", how, *([saved] if how == "--load" else []), "--save", saved]
+    said = complaint(command(*again, "--out", run, "--set", "layer_backend=no.such.layer=stock", code=2))
+    assert "no.such.layer" in said
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
     assert checkpoint_folder.iterations(saved) == kept
 

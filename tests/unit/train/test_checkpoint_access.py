@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,32 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
     with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
-    with pytest.raises(UserError, match="--ckpt-step without --load"):
-        checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))
+    for option, name in (({"ckpt_step": 5}, "--ckpt-step"), ({"other_data": True}, "other_data")):
+        with pytest.raises(UserError, match=f"{name} without --load"):
+            checkpoint_access.check_resume(run_config(tmp_path, **option))
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --ckpt-step"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ({}, None),
+        ({"name": "/old/place", "tokenizer": ""}, None),
+        ({"sha256": "b"}, r"\(name /text, sha256 b\) than this run's \(name /text, sha256 a\)"),
+        ({"split": "97,3,0"}, r"\(name /text, split 97,3,0\) than this run's \(name /text, split 1,0,0\)"),
+        ({"name": "/old", "length": 4, "tokenizer": "c"}, r"\(name /old, length 4, tokenizer c\) than this run's"),
+    ],
+)
+def test_other_data_must_be_asked_for(tmp_path: Path, then: dict[str, Any], said: str | None) -> None:
+    text = config.Text(name="/text", length=5, sha256="a", tokenizer="bytes")
+    checkpoint(tmp_path / "saved", 2, data=text.model_dump() | then)
+    run = run_config(tmp_path, load=tmp_path / "saved").model_copy(update={"text": text})
+    if said is None:
+        assert checkpoint_access.check_data(run) is None
+        return
+    with pytest.raises(UserError, match=rf"iter_0000002 was trained on other data {said}.*; give .*other_data=true"):
+        checkpoint_access.check_data(run)
+    asked = run.model_copy(update={"other_data": True})
+    assert re.search(said, checkpoint_access.check_data(asked) or "")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +76,64 @@ def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) ->
     second = prepare(folder, tmp_path / "cache")
     assert second.prefix != first.prefix
     assert documents(second)[0] == b"other words\n"
+
+
+def test_what_a_killed_build_left_is_removed(folder: Path, tmp_path: Path) -> None:
+    name = prepare(folder, tmp_path / "cache").prefix.parent.name
+    shutil.rmtree(tmp_path / "cache" / name)
+    left = tmp_path / "cache" / f"{name}.building-1"
+    left.mkdir()
+    (left / "text.bin").write_bytes(b"half")
+    assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
+    assert not left.exists()
+
+
+def test_what_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        first = prepare(folder, tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert prepare(folder, tmp_path / "cache") == first, "whatever the umask"
+    planted = Path(f"{first.prefix}.bin")
+    planted.write_bytes(bytes(planted.stat().st_size))
+    planted.chmod(0o664)
+    second = prepare(folder, tmp_path / "cache")
+    assert documents(second)[0] == "naïve café\n".encode()
+    assert second.prefix.parent.name == f"{first.prefix.parent.name}-{os.geteuid()}"
+    if os.geteuid() == 0:
+        planted.chmod(0o644)
+        os.chown(planted, 12345, -1)
+        assert prepare(folder, tmp_path / "cache") == second
+    Path(f"{second.prefix}.idx").chmod(0o666)
+    with pytest.raises(UserError, match="can be written by another user than this one and root; remove it or set"):
+        prepare(folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("at_once", [1000, 100])
+def test_texts_differ_by_their_fingerprints(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(data, "_FINGERPRINT_BYTES", at_once * 1024)
+    (folder / "z").write_text("word " * 100_000)
+    first = data.fingerprint(prepare(folder, tmp_path / "cache"))
+    assert data.fingerprint(prepare(folder.rename(tmp_path / "moved"), tmp_path / "cache")) == first
+    (tmp_path / "moved" / "z").write_text("word " * 99_999 + "last!")
+    assert data.fingerprint(prepare(tmp_path / "moved", tmp_path / "cache")) != first
+
+
+def test_a_file_system_without_locks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    first = prepare(folder, tmp_path / "cache")
+    assert "cannot be locked (Function not implemented): going on without" in caplog.text
+    caplog.clear()
+    assert prepare(folder, tmp_path / "cache") == first
+    assert not caplog.text, "what is ready needs no lock"
 
 
 def test_text_is_read_from_files_alone_whatever_their_names(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ class Planted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.file,)
+
+
+class Inside:
+    """A pickle in the bytes of what is said to be a tensor."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.storage._load_from_bytes, (self.content,)
 
 
 @pytest.fixture
@@ -57,4 +68,7 @@ def test_what_would_run_something_is_refused(saved: Path, tmp_path: Path, monkey
         loaded(saved)
     with restricted(), pytest.raises(pickle.UnpicklingError, match=r"it names builtins\.type, which no checkpoint"):
         pickle.loads(pickle.dumps(type))
+    torch.save(Planted(tmp_path / "ran"), hidden := io.BytesIO())
+    with restricted(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        pickle.loads(pickle.dumps(Inside(hidden.getvalue())))
     assert not (tmp_path / "ran").exists()

@@ -7,6 +7,7 @@ would lose the difference between "diverged" and "not known". So non-finite floa
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ _SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IG
 
 def encodable(value: Any) -> Any:
     """Copy ``value`` as strict JSON: non-finite floats become strings, as do types that JSON has no form for."""
-    return loads(dumps(value))
+    return from_json(to_json(value, inf_nan_mode="strings", fallback=str))
 
 
 def number(value: Any) -> float | None:
@@ -38,7 +39,8 @@ def number(value: Any) -> float | None:
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Return the strict JSON text of :func:`encodable` ``value``; one line unless ``indent``."""
-    return to_json(value, inf_nan_mode="strings", fallback=str, indent=indent).decode()
+    # Spaced as json does it: jobs look for `"state": "stopped"` by grep.
+    return json.dumps(encodable(value), ensure_ascii=False, indent=indent)
 
 
 def loads(text: str | bytes) -> Any:

@@ -68,6 +68,14 @@ def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias:
         assert near(sum(forward(shard(after, rank, tp), x) for rank in range(tp)), expected)
 
 
+def test_one_group_is_every_ranks() -> None:
+    made = replace(mlp(), second=linear(FFN, HIDDEN, bias=True, name="down", group=FFN))  # group_size -1
+    x = torch.randn(5, HIDDEN)
+    assert tensor_parallel_sizes(made) == [1, 2, 4, 8, 16]
+    for tp in (2, 16):
+        assert near(sum(forward(shard(made, rank, tp), x) for rank in range(tp)), forward(made, x))
+
+
 def test_mlps_that_cannot_be_folded() -> None:
     made = mlp()
     with pytest.raises(NotFoldableError, match="down has activation order; fold the MLP"):

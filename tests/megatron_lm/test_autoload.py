@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 import megatron_flux_autoload
 from megatron_flux import settings
 from megatron_flux.megatron_lm import hooks
+from tests.distributed import te_stand_in
 from tests.megatron_lm.conftest import Run
+
+BRIDGE = Path(sys.prefix) / "bridge-source"
 
 LOADED = """
 import sys
@@ -23,6 +27,37 @@ print(*sorted({name for name in sys.modules if name.partition(".")[0] in ("megat
 def test_this_package_may_be_imported_before_torch(run: Run, installed: Path, module: str) -> None:
     result = run("-c", f"import {module}; print('imported')", path=(installed,), MEGATRON_FLUX="1")
     assert (result.code, result.out.split()) == (0, ["imported"]), result.err
+
+
+BUILDS = """
+import torch
+{imports}
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import RowParallelLinear
+config = ModelParallelConfig(use_cpu_initialization=True, perform_initialization=False)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel()
+for _ in range(2):
+    RowParallelLinear(4, 4, config=config, init_method=None, bias=False, input_is_parallel=True, skip_bias_add=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("autoload", "imports", "reason"),
+    [
+        ("1", "", "it works through Megatron-LM's megatron.training"),
+        ("0", "import megatron_flux", "with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it"),
+    ],
+)
+def test_a_script_without_megatron_training_is_told(
+    run: Run, installed: Path, autoload: str, imports: str, reason: str
+) -> None:
+    """As Megatron-Bridge and NeMo have none."""
+    script = BUILDS.format(imports=imports)
+    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert result.code == 0, result.err
+    assert result.err.count(f"MEGATRON_FLUX=1 has switched nothing on: {reason}") == 1
 
 
 def test_inert_without_the_variable(run: Run, installed: Path) -> None:
@@ -53,3 +88,14 @@ def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, instal
     loaded = result.out.split()
     assert {"megatron_flux.megatron_lm.hooks", "wrapt"} <= set(loaded)
     assert [name for name in loaded if name.partition(".")[0] in ("megatron", "triton", "wandb")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"needs Megatron-Bridge in {BRIDGE}: scripts/test.sh puts it there")
+def test_megatron_bridge_is_told(run: Run, installed: Path) -> None:
+    script = str(Path(__file__).with_name("bridge.py"))
+    result = run(script, path=(installed, BRIDGE), MEGATRON_FLUX="1")
+    assert result.code == 0, result.err
+    assert result.out.split()[-1] == "False"
+    assert result.err.count("MEGATRON_FLUX=1 has switched nothing on: it works through Megatron-LM's") == 1

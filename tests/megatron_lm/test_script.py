@@ -102,3 +102,14 @@ def test_yaml(run_forked: Run, stock: Result, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     words = ("-m", "megatron_flux.run", SCRIPT, "--yaml-cfg", str(tmp_path / "config.yaml"), "--flux")
     require_flux(run_forked(*words, processes=2), stock)
+
+
+def test_on_cpus_with_a_shared_weight(run_forked: Run) -> None:
+    """Megatron-LM's default ties the output layer to the embedding; the tool answers for CUDA, and nothing is on it."""
+    tool, words = str(ROOT / "scripts" / "megatron_lm_on_cpu.py"), (SCRIPT, *LAYOUT, "--share-weight")
+    stock = run_forked(tool, *words, processes=2)
+    assert stock.code == 0, stock.err
+    result = run_forked(tool, "-m", "megatron_flux.run", *words, "--flux", processes=2)
+    assert result.code == 0, result.err
+    assert result.losses == stock.losses
+    assert result.flux("active_layers") == [3, 3, 3]

@@ -1,0 +1,220 @@
+"""quickstart.sh and test.sh: what they install and say, with a Python that imitates pip."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DRIVER = Path("/proc/driver/nvidia/version").exists()
+
+PYTHON = r"""#!/bin/bash
+# An installation is a file of its name beside the interpreter; what pip is asked for is written down.
+case "$*" in
+    --version) echo Python 3.12.1 ;;
+    *"-m venv .venv")
+        mkdir -p .venv/bin .venv/packages
+        cp "$0" .venv/bin/python
+        [ ! -e hang-in-venv ] || exec sleep 60
+        mkdir .venv/packages/pip-1.dist-info
+        touch .venv/packages/pip-1.dist-info/INSTALLER
+        ;;
+    "-m ensurepip") mkdir .venv/packages/pip-1.dist-info && touch .venv/packages/pip-1.dist-info/INSTALLER ;;
+    "-m pip index versions torch"*) echo "Available versions: 2.14.0, $(cat offered), 2.12.0" && echo "$*" >>asked ;;
+    "-m pip install "*)
+        words="$*"
+        echo "${words#-m pip install --no-compile --disable-pip-version-check --retries 2 --timeout 15 }" >>asked
+        mkdir -p .venv/packages/half-1.dist-info
+        [ ! -e no-index ] || exit 1
+        [ ! -e hang-in-pip ] || exec sleep 60
+        touch .venv/packages/half-1.dist-info/INSTALLER
+        case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
+        ;;
+    "-m compileall "*) echo "$*" >>compiled ;;
+    *"import megatron_flux, torch") test -e .venv/bin/megatron_flux ;;
+    *"import torch") test -e .venv/bin/torch ;;
+    *"sys.prefix == sys.base_prefix)") exit 1 ;;
+    *print\(sys.prefix\)) echo "$PWD/.venv" ;;
+    *purelib*) echo "$PWD/.venv/packages" ;;
+    *device_count*) echo 0 ;;
+    "-m megatron_flux.cli compare "*) echo "ran: $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The scripts and nothing else, with a Python to make .venv with; no driver, and PyPI's versions of torch."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("environment.sh", "quickstart.sh", "test.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "offered").write_text("2.13.0")
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(python))
+    monkeypatch.delenv("MEGATRON_FLUX_TORCH", raising=False)
+    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def start(checkout: Path, *arguments: str, script: str = "quickstart.sh") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", f"scripts/{script}", *arguments],
+        cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def run(checkout: Path, *arguments: str, script: str = "quickstart.sh") -> tuple[int, str]:
+    process = start(checkout, *arguments, script=script)
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_started_by_sh_where_no_index_answers(checkout: Path) -> None:
+    (checkout / "no-index").touch()
+    done = subprocess.run(["sh", "scripts/quickstart.sh"], cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: pip could not install torch==2.13.0; where it reached no index"
+    )
+    assert "ran:" not in done.stdout
+
+
+def asked(checkout: Path) -> list[str]:
+    return [line for line in (checkout / "asked").read_text().splitlines() if "index versions" not in line]
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_help_installs_nothing(checkout: Path, script: str) -> None:
+    before = sorted(checkout.rglob("*"))
+    code, said = run(checkout, "more", "--help", script=script)
+    assert code == 0
+    assert f"./scripts/{script} [--active]" in said
+    assert sorted(checkout.rglob("*")) == before
+
+
+def test_everything_is_installed_once(checkout: Path) -> None:
+    code, said = run(checkout, "--dry-run")
+    assert code == 0
+    assert said.index("making .venv with Python 3.12.1") < said.index("to download") < said.index("ran: ")
+    assert "up to 400 MB to download" in said
+    packages = checkout / ".venv" / "packages"
+    assert (checkout / "compiled").read_text() == f"-m compileall -q {packages}/torch {packages}/sympy\n"
+    (checkout / "asked").unlink()
+    assert "ran: " in run(checkout, "--dry-run")[1]
+    assert not (checkout / "asked").exists()
+    (checkout / "pyproject.toml").write_text("[project]\nanother = 1\n")
+    run(checkout, "--dry-run")
+    assert asked(checkout) == ["--editable .[run,wandb]"]
+    assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
+
+
+@pytest.mark.skipif(DRIVER, reason="this machine has a driver of NVIDIA's")
+@pytest.mark.parametrize(
+    ("offered", "installed", "said"),
+    [
+        ("2.13.0+cpu, 2.13.0", "torch==2.13.0+cpu", "installing torch==2.13.0+cpu: about 200 MB to download"),
+        ("2.13.0", "torch==2.13.0", "taking the build for GPUs\ninstalling torch==2.13.0: about 3 GB with CUDA's"),
+    ],
+)
+def test_without_a_driver_torchs_build_for_cpus_is_taken_where_it_is_offered(
+    checkout: Path, offered: str, installed: str, said: str
+) -> None:
+    """First by the indexes that the user has configured, so that a mirror does."""
+    (checkout / "offered").write_text(offered)
+    code, printed = run(checkout, "--dry-run")
+    assert code == 0
+    assert "no NVIDIA driver here" in printed
+    assert said in printed
+    assert asked(checkout) == [installed, "--editable .[run,wandb]"]
+    tried = [line for line in (checkout / "asked").read_text().splitlines() if "index versions" in line]
+    assert ["--extra-index-url https://download.pytorch.org/whl/cpu" in line for line in tried] == (
+        [False] if "cpu" in offered else [False, True]
+    )
+
+
+def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = checkout / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n")
+    smi.chmod(0o755)
+    (checkout / "offered").write_text("2.13.0+cpu, 2.13.0")
+    assert "installing torch==2.13.0: about 3 GB" in run(checkout, "--dry-run")[1]
+    shutil.rmtree(checkout / ".venv")
+    monkeypatch.setenv("MEGATRON_FLUX_TORCH", "torch==9; touch here")
+    assert "installing torch==9; touch here, which MEGATRON_FLUX_TORCH names" in run(checkout, "--dry-run")[1]
+    editable = "--editable .[run,wandb]"
+    assert asked(checkout) == ["torch==2.13.0", editable, "torch==9; touch here", editable]
+    assert "index versions" not in (checkout / "asked").read_text()
+
+
+def interrupted(checkout: Path, flag: str, there: str) -> str:
+    """What a start says that Ctrl-C ends where ``flag`` has it hang, once ``there`` exists."""
+    (checkout / flag).touch()
+    process = start(checkout, "--dry-run")
+    limit = time.monotonic() + 30
+    while not list(checkout.glob(there)):
+        assert time.monotonic() < limit, "it has not come so far"
+        time.sleep(0.02)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    (checkout / flag).unlink()
+    assert process.returncode == 130
+    assert "interrupted; the next start completes .venv" in said
+    assert (checkout / ".venv/.megatron-flux-unfinished").exists()
+    return said
+
+
+def test_an_interrupted_start_is_completed(checkout: Path) -> None:
+    interrupted(checkout, "hang-in-venv", ".venv/bin/python")
+    assert not list(checkout.glob(".venv/packages/pip-*"))
+    interrupted(checkout, "hang-in-pip", ".venv/packages/half-1.dist-info")
+    code, said = run(checkout, "--dry-run")
+    assert code == 0
+    assert "an earlier start was interrupted: completing .venv" in said
+    assert "ran: " in said
+    assert (checkout / ".venv/packages/half-1.dist-info/INSTALLER").exists()
+    assert not (checkout / ".venv/.megatron-flux-unfinished").exists()
+    assert "interrupted" not in run(checkout, "--dry-run")[1]
+
+
+def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None:
+    own = checkout / ".venv" / "mine"
+    own.parent.mkdir()
+    own.touch()
+    code, said = run(checkout, "--dry-run")
+    assert (code, own.exists()) == (2, True)
+    assert "error: .venv has no Python that runs, and was not made here; repair it or move it away" in said
+    own.unlink()
+    assert run(checkout, "--dry-run")[0] == 0
+    (checkout / ".venv/bin/python").unlink()
+    code, said = run(checkout, "--dry-run")
+    assert code == 0
+    assert "making .venv anew: its Python does not run" in said
+
+
+def test_active_needs_an_environment(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    code, said = run(checkout, "--active")
+    assert code == 2
+    assert "error: --active: no environment is active (" in said
+    assert "activate one, or leave --active out and .venv is made" in said
+    assert not (checkout / ".venv").exists()
+    (checkout / "bin/conda-meta").mkdir()
+    monkeypatch.setenv("CONDA_PREFIX", str(checkout / "bin"))
+    (checkout / ".venv").mkdir()  # where this Python claims to be
+    (checkout / ".venv/bin").mkdir()
+    (checkout / ".venv/packages").mkdir()
+    assert run(checkout, "--active", "--dry-run")[0] == 0
+    assert not (checkout / ".venv/.megatron-flux-unfinished").exists()

@@ -34,10 +34,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path, seconds: float) -> Iterator[None]:
+def locked(path: Path, seconds: float) -> Iterator[bool]:
     """Hold the lock file ``path``, made if missing. The lock ends with its process, and leaves the file.
 
-    A file system without locks gets a warning, and no lock. Raises TimeoutError: another process holds it after
+    Yields False, with a warning, on a file system without locks. Raises TimeoutError: another process holds it after
     ``seconds``. Raises OSError: the file cannot be made.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,21 +47,20 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     except PermissionError:
         file = os.open(path, os.O_RDONLY | flags)  # of another user: elsewhere that will do
     try:
-        _acquire(file, path, time.monotonic() + seconds)
-        yield
+        yield _acquired(file, path, time.monotonic() + seconds)
     finally:
         os.close(file)
 
 
-def _acquire(file: int, path: Path, deadline: float) -> None:
+def _acquired(file: int, path: Path, deadline: float) -> bool:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except (BlockingIOError, PermissionError):  # file servers answer either
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"another process holds {path}") from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning("megatron_flux: %s cannot be locked (%s): going on without", path, error.strerror)
-            return
+            return False

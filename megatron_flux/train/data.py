@@ -183,8 +183,11 @@ def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
     try:
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with locked(cache / f"{folder.name}.lock", 600):
+            with locked(cache / f"{folder.name}.lock", 600) as alone:
                 if not folder.is_dir():
+                    if alone:
+                        for dead in cache.glob(f"{folder.name}.building-*"):  # of a process that was killed
+                            shutil.rmtree(dead, ignore_errors=True)
                     _fill(folder, build)
     except TimeoutError as error:
         raise UserError(f"{error} for 10 minutes; end it or set data_cache") from None
@@ -207,8 +210,6 @@ def _is_own(folder: Path) -> bool:
 
 
 def _fill(folder: Path, build: Callable[[Path], object]) -> None:
-    for dead in folder.parent.glob(f"{folder.name}.building-*"):  # of a process that held the lock and was killed
-        shutil.rmtree(dead, ignore_errors=True)
     building = folder.with_name(f"{folder.name}.building-{uuid.uuid4().hex}")
     building.mkdir(mode=0o755)
     try:

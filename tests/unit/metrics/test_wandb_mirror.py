@@ -178,6 +178,12 @@ def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> No
         assert shown.get(curve) == (pytest.approx(32) if variant == "flux" else None)
 
 
+def test_cpus_have_no_exposed_communication() -> None:
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True))
+    withheld = {"flux/exposed_communication_ms": dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"))}
+    assert wandb_mirror.baseline_exposed_ms(sampled_record(2, flux=True, **withheld)) == {}
+
+
 def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises
     with mirror("disabled", tmp_path) as disabled:

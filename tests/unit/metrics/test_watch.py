@@ -88,6 +88,16 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[1]", '{"started": 5, "config": 7}'])
+def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str) -> None:
+    run = one_variant(tmp_path / "run", "flux", steps=17)
+    for name in ("config.json", "ended.json"):
+        (run / name).write_text(content)
+    text = " ".join(shown(run, width=200).split())
+    assert "flux 18" in text
+    assert ("config.json " in text) == ("started" not in content)
+
+
 def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch(one_variant(tmp_path / "run", "baseline", steps=20), interval=100)
     assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out

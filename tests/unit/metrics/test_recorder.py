@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.errors import UserError
+from megatron_flux.errors import StorageError, UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import MAX_PROBLEMS, JsonlRecorder, RecordTail, read_records
+from tests import small_disk
 from tests.unit.metrics.metrics_records import record
 
 
@@ -173,3 +174,17 @@ def test_damaged_lines_are_skipped_and_counted(path: Path) -> None:
     assert problems[0].startswith("line 2 is damaged and skipped (")
     assert "iteration 1 after iteration 1" in problems[3]
     assert problems[-1] == f"{len(bad) - MAX_PROBLEMS} further damaged lines are skipped"
+
+
+def _write_a_thousand(recorder: JsonlRecorder) -> None:
+    for iteration in range(2, 1000):
+        recorder.write(record(iteration))
+
+
+def test_the_record_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    """As a StorageError: jobs are not retried on other nodes after it."""
+    with small_disk.small_disk(tmp_path / "disk", 1) as disk, JsonlRecorder(disk / "metrics.jsonl") as recorder:
+        recorder.write(record(1))
+        small_disk.fill(disk)
+        with pytest.raises(StorageError, match=r"metrics.jsonl takes no more after iteration \d+: No space left"):
+            _write_a_thousand(recorder)

@@ -51,6 +51,16 @@ def test_how_many_ranks(nproc: int | None, gpus: int, expected: int) -> None:
     assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected
 
 
+def test_numbers_of_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--nproc 8 on a machine with 4"):
+        launcher.world_size(8, gpus=4, otherwise=2)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.world_size(None, gpus=0, otherwise=2) == 4
+    with pytest.raises(UserError, match="--nproc 2 under a launcher that started 4"):
+        launcher.world_size(2, gpus=0, otherwise=2)
+
+
 RANK = """
 import os, pathlib, signal, time
 

@@ -32,6 +32,13 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert len({folder.default_folder("train", "tiny") for _ in range(20)}) > 10
+    monkeypatch.setenv("RANK", "1")
+    assert str(folder.default_folder("train", "tiny")).endswith("-train-tiny"), "the ranks of one run agree"
+
+
 @pytest.mark.parametrize("how", ["overwrite", "resuming"])
 def test_a_run_that_goes_on_is_not_replaced(earlier: Path, how: str) -> None:
     with run_in(earlier, resuming=True):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.errors import UserError
+from megatron_flux.files import locked
 from megatron_flux.train import checkpoint_access, checkpoint_folder, config
 from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
@@ -61,6 +65,13 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -
         checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
 
 
+def test_megatrons_own_checkpoints_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / checkpoint_folder.TRACKER).write_text("release")
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+
+
 def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:
     for refused in ({}, {"overwrite": True, "out": "new"}):
         with pytest.raises(UserError, match="holds checkpoints"):
@@ -95,6 +106,18 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="being saved to by another run"):
                 checkpoint_access.check_save(other)
     checkpoint_access.check_save(second)
+
+
+def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    (tmp_path / "saved").mkdir()
+    with ExitStack() as earlier:
+        earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
+        threading.Timer(0.5, earlier.close).start()
+        began = time.monotonic()
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+        assert time.monotonic() - began > 0.4
 
 
 # What is kept.

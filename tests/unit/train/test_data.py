@@ -7,6 +7,7 @@ import fcntl
 import os
 import pickle
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,14 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
         found = data.build_datasets(run, data.prepared(run)).train
         assert sorted(found.shuffle_index) == list(range(len(found))) == list(range(45_000))
         del found  # its files are mapped
+
+
+def test_runs_that_begin_at_once_build_once(warm_python: str, folder: Path, tmp_path: Path) -> None:
+    words = [warm_python, "-m", "tests.unit.train.asking", str(folder), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0].splitlines() for process in processes]
+    assert said[0][-1] == said[1][-1] != ""
+    assert sorted(len(lines) for lines in said) == [1, 5], "the tokens and three index files, and the first sample"
 
 
 def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def train(names: str, looks: int, **config: int) -> tuple[bool, dict[str, int], 
         # Of two: before, a1 b1 b2 a2, and behind their save.
         ("ab", 6, {}, (True, {"a": 2, "b": 2}, [("a", 2), ("b", 2)])),
         ("f", 100, {"steps": 5}, (False, {"f": 5}, [("f", 2), ("f", 4), ("f", 5)])),
+        ("f", 3, {"steps": 5, "save_interval": 0}, (True, {"f": 2}, [("f", 2)])),
+        ("f", 100, {"steps": 5, "save_interval": 0}, (False, {"f": 5}, [])),
         ("f", 5, {"steps": 2}, (False, {"f": 2}, [("f", 2)])),
     ],
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_flux import nvml
-from megatron_flux.train.measurements import StepResult, across_ranks, over_gpus
+from megatron_flux.ops import call_events as observe
+from megatron_flux.telemetry import call_sampler as sampling
+from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
 
 
 def result(ranks: dict[str, list[float | None]]) -> StepResult:
@@ -19,6 +22,19 @@ def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
     assert found["flux/slowest_rank"] == 1
     assert found["flux/rank_spread_ms"] == pytest.approx(50)
     assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
+
+
+def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
+    telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
+    for iteration in (1, 2, 3):
+        with telemetry.step(iteration):
+            assert not observe.watching
+        values = {"peak_memory_bytes": None, **telemetry.values()}
+        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}), 2, 1)
+        assert fields["flux/sampled"] is (iteration == 2)
+        found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}
+        assert set(found.values()) == ({None} if iteration == 2 else {"absent"})
+    assert telemetry.operator_source == "none: calls inside replayed CUDA graphs are not seen by the host"
 
 
 def test_gpus_are_summed_up_over_ranks() -> None:

@@ -125,7 +125,8 @@ class GroupState:
 
     def _retire(self, slab: Slab) -> None:
         slab.limit = 0  # for plans that are not among the group's
-        for plan in self.plans.values():
+        # Not at their next call: that may be in a capture, where memory that is freed aborts the process.
+        for plan in list(self.plans.values()):
             plan.leave(slab)
         if slab.in_graphs:
             self.graph_slabs.append(slab)

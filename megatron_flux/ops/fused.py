@@ -68,8 +68,10 @@ class FusedPlan(Plan):
         # What is made here may outlive inference mode, and must be written to by a training later.
         with torch.inference_mode(False), torch.no_grad():
             self._number = compare_calls(call)
-            work = self.slab_of(call)
-            if work is not self._slab:
+            work, old = self.slab_of(call), self._slab
+            if work is not old:
+                if old is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture
+                    state_of(call.group).graph_slabs.append(old)
                 self._slab, self._launches, self._fixed = work, [None, None], {}
                 self._view(work, call)
         return work

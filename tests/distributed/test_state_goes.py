@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import types
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
+from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool
@@ -101,3 +103,37 @@ def rank_goes() -> None:
 
 def test_nothing_of_a_destroyed_group_stays(world2: WorkerPool) -> None:
     world2.run(rank_goes)
+
+
+def rank_replaces_a_slab() -> None:
+    from tests.distributed.test_fused_twin import PLANS, twin
+
+    group, fused = dist.group.WORLD, twin()
+    state_of(group).renew_slabs()
+    fused.config = next(iter(PLANS.values()))
+    registry._backends["twin"] = fused
+    try:
+        for captured in (False, True):
+            with captured_calls() if captured else nullcontext():
+                x, w = torch.ones(16, 32).half(), torch.ones(32, 32).half()
+                ops.all_gather_gemm(x, w, group, backend="twin")
+                ops.all_gather(x, group, backend="twin").wait()
+                old = [weakref.ref(slab) for slab in state_of(group).slabs.values() if slab.captured is captured]
+                large = torch.ones(64, 1 << 16).half()
+                ops.all_gather_gemm(large, torch.ones(16, 1 << 16).half(), group, backend="twin")
+                ops.all_gather(large, group, backend="twin").wait()
+            gc.collect()
+            assert [ref() for ref in old] == [None, None], "a plan holds a slab that is replaced"
+            dist.barrier()
+            with captured_calls() if captured else nullcontext():
+                y, again = ops.all_gather_gemm(x, w, group, backend="twin", return_gathered=True)
+            assert torch.equal(y, torch.full((16 * group.size(), 32), 32.0).half())
+            assert (again == 1).all()
+    finally:
+        del registry._backends["twin"]
+        state_of(group).plans.clear()
+
+
+def test_a_replaced_slab_is_freed_at_once(world2: WorkerPool) -> None:
+    """At the next call of a plan it would be too late: that call may be in a capture, where freeing aborts."""
+    world2.run(rank_replaces_a_slab)

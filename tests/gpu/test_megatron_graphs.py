@@ -92,21 +92,18 @@ def calls() -> Counter[str]:
 class Captured:
     """Counts the operators' calls that become part of a graph."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-        from megatron_flux.ops.backends.registry import get_backend
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron_flux.ops import operators
 
         self.calls: Counter[str] = Counter()
-        kind = type(get_backend(backend))
-        for operator in IN_GRAPHS:
-            monkeypatch.setattr(kind, operator, self._counted(operator, getattr(kind, operator)))
+        run = operators._run
 
-    def _counted(self, operator: str, run: Any) -> Any:
-        def call(backend: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counted(call: Any, backend: str) -> Any:
             if on_gpu() and torch.cuda.is_current_stream_capturing():
-                self.calls[operator] += 1
-            return run(backend, x, *args, **kwargs)
+                self.calls[call.operator] += 1
+            return run(call, backend)
 
-        return call
+        monkeypatch.setattr(operators, "_run", counted)
 
 
 def rank_train(
@@ -132,7 +129,7 @@ def rank_train(
         gradient_accumulation_fusion(),
     ):
         config = run_config(spec, graphs, backend, fp8)
-        captured = Captured(monkeypatch, backend)
+        captured = Captured(monkeypatch)
         link = "host" if backend == "chunked" else None
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         flux_config = FluxConfig(backend=config.backend, link=link, strict=True, fp8=fp8 is not None)

@@ -86,6 +86,38 @@ def test_a_node_that_cannot_start_its_ranks_says_why(tmp_path: Path) -> None:
     assert (order, f"megatron-flux: error: {said}") == ("1", last)
 
 
+NODE = """
+import sys
+from megatron_flux.run import node
+
+node.LOOK_S = 0.1
+stops = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+sys.exit(node.main(["--standalone", "--nproc-per-node=1", "--no-python", *stops]))
+"""
+
+
+def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) -> None:
+    """Slurm ends the step then: the launcher of the rank that the others waited for gets SIGTERM."""
+    (tmp_path / "n00").write_text("3 0 rank 0 on n00 failed: RuntimeError: Timed out\n")
+    mark, notes = uuid.uuid4().hex, tmp_path / "n01.silent"
+    more = {MARK: with_mark(mark), "MEGATRON_FLUX_FAILURES": str(tmp_path), "SLURMD_NODENAME": "n01"}
+    process, deadline = begin(sys.executable, "-c", NODE, **more), time.monotonic() + 120
+    try:
+        while psutil.STATUS_STOPPED not in [child.status() for child in psutil.Process(process.pid).children()]:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)
+        process.terminate()
+        while not (notes.exists() and notes.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert notes.read_text() == "2 1 rank 0 on n01 gave no answer, its process: stopped\n"
+    finally:
+        end(mark)
+        process.communicate(timeout=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

@@ -126,6 +126,35 @@ def test_the_node_that_is_left_out_is_no_witness(
             assert f"update jobid={job_id} ExcNodeList={bad[1]} " in asked
 
 
+RANKS_HANG = """#!/bin/sh
+cd $MEGATRON_FLUX_FAILURES
+touch ../../train-0-n01.log
+sleep 0.1
+case "$*" in
+    *megatron_flux.slurm.hang*) echo "2 0 rank 5 on n02 did not enter all_reduce 7" >verdict ;;
+    *)
+        echo "3 9.0 rank 0 on n01 failed: timed out (exit code 1)" >note
+        echo dump >"${TORCH_FR_DUMP_TEMP_FILE}0"
+        exit 1
+        ;;
+esac
+"""
+
+
+def test_the_flight_recorder_says_for_whom_ranks_waited(stubs: tuple[Path, Path], tmp_path: Path) -> None:
+    (stubs[0] / "srun").write_text(RANKS_HANG)
+    (stubs[0] / "sinfo").write_text("#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
+    (stubs[0] / "sinfo").chmod(0o755)
+    done = execute(
+        script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK),
+        stubs,
+        tmp_path,
+        SLURM_JOB_PARTITION="p",
+    )
+    said = "retry 1 of at most 1, without n02: rank 5 on n02 did not enter all_reduce 7; 1 rank(s) left their calls: "
+    assert said in done.stdout, done.stdout + done.stderr
+
+
 def test_variables_that_nothing_would_expand_are_refused() -> None:
     for changes in ({"venv": "$HOME/venv"}, {"environment": {"A": "x/${USER}"}}, {"training": {"data": ["$DATA/x"]}}):
         with pytest.raises(UserError, match="is not expanded here, only in set-up lines; write the value in full"):

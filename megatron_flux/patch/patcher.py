@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import te_seam, tuning, unused
+from megatron_flux.patch import compiled, te_seam, tuning, unused
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
@@ -123,7 +122,7 @@ def patch(config: FluxConfig | None = None) -> None:
         setattr(r.owner, r.name, r.flux)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
     _linears, _replacements[:] = linears, replacements
-    _forget_compiled()
+    compiled.forget(r.owner for r in replacements)
     _want(linears.config)
     total, backend = len(replacements), linears.config.backend
     _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
@@ -150,7 +149,7 @@ def unpatch() -> None:
             delattr(r.owner, r.name)
         else:
             setattr(r.owner, r.name, r.stock)
-    _forget_compiled()
+    compiled.forget(r.owner for r in _replacements)
     _linears.close()
     _log("megatron_flux: %d replacements undone", len(_replacements))
     _linears = None
@@ -232,16 +231,6 @@ def _check(config: FluxConfig) -> None:
     given = config.keep_gathered_bytes
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
-
-
-def _forget_compiled() -> None:
-    """Have torch.compile trace anew: it takes a class's methods for constants.
-
-    What it compiled before would run on; where other guards fail on some ranks only, these alone would run the new
-    methods, while their peers wait elsewhere.
-    """
-    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
-        torch.compiler.reset()
 
 
 def _want(config: FluxConfig) -> None:

@@ -66,27 +66,33 @@ def test_compiled(world2: WorkerPool, whole_step: bool) -> None:
 
 def rank_compiled_before_the_patch() -> list[int]:
     """How large the graphs were that were compiled of a layer and a function behind it: stock, under the patch (where
-    the layer is none of it), stock again.
+    the layer is none of it), stock again. What holds no layer stays compiled.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     with megatron(tp=2):
         config = model_config(sequence_parallel=False)
         column = ColumnParallelLinear(8, 12, gather_output=False, config=config, init_method=normal_, bias=False)
-        x, sizes = normals(6, 2, 8, seed=1), list[int]()
+        x, sizes, others = normals(6, 2, 8, seed=1), list[int](), list[int]()
 
-        def compiled(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
-            sizes.append(len(graph.graph.nodes))
-            return graph.forward
+        def noting(sizes: list[int]) -> Any:
+            def compiled(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+                sizes.append(len(graph.graph.nodes))
+                return graph.forward
+
+            return compiled
 
         torch._dynamo.reset()
-        around = torch.compile(lambda: torch.relu(column(x)[0]), backend=compiled)
+        around = torch.compile(lambda: torch.relu(column(x)[0]), backend=noting(sizes))
+        other = torch.compile(lambda: torch.relu(x), backend=noting(others))
         with torch.no_grad():
-            stock = around()
+            stock, _ = around(), other()
             with flux() as seen:
                 assert torch.equal(around(), stock)
             assert seen.active_layers == 1, "what was compiled before the patch ran on"
             assert torch.equal(around(), stock)
+            other()
+        assert len(others) == 1
         torch._dynamo.reset()
         return sizes
 

@@ -65,7 +65,7 @@ fi
 
 # All of them and the types, in three sessions side by side. Jobs on Slurm's daemons mostly wait; unit tests keep one core
 # busy; ranks keep the other. What the sessions beside print is shown when all have ended.
-RANKS=(tests/distributed/test_[a-s]*.py tests/train tests/megatron_lm tests/gpu)
+RANKS=(tests/distributed/test_[a-s]*.py tests/gpu)
 log=$(mktemp -d)
 beside=()
 trap 'kill ${beside[@]+"${beside[@]}"} 2>/dev/null || true; cat "$log"/*; rm -r "$log"' EXIT

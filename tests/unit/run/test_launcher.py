@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_flux.errors import InterruptedRunError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.launcher import failure_of
 
+ROOT = Path(__file__).parents[3]
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
@@ -77,40 +77,41 @@ def work(argument):
 """
 
 
+LAUNCHING = """
+import signal, sys
+from megatron_flux.errors import InterruptedRunError
+from megatron_flux.run import launcher
+
+before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+try:
+    print(launcher.launch("rank_that_waits", sys.argv[1], 2, left="nothing is left", orderly=True).name)
+except InterruptedRunError as error:
+    print(error)
+assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+assert "rank_that_waits" not in sys.modules
+"""
+
+
 @pytest.mark.parametrize(
-    ("folder", "signals", "expected"),
+    ("folder", "signals", "said"),
     [
-        ("once-term", [signal.SIGTERM], signal.SIGTERM),
-        ("twice", [signal.SIGTERM, signal.SIGINT], signal.SIGINT),
+        ("once-term", [signal.SIGTERM], "SIGTERM"),
+        ("twice", [signal.SIGTERM, signal.SIGINT], "stopped by SIGINT; nothing is left"),
     ],
 )
-def test_the_launcher_passes_signals_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, signals: list[signal.Signals], expected: Any
-) -> None:
+def test_the_launcher_passes_signals_on(tmp_path: Path, folder: str, signals: list[signal.Signals], said: str) -> None:
+    """In a process of its own: the second signal ends all that the launcher's process has started."""
     (tmp_path / "rank_that_waits.py").write_text(RANK)
     (out := tmp_path / folder).mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = {number: signal.getsignal(number) for number in signals}
-
-    def wait_for(files: str) -> None:
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", LAUNCHING, str(out)]
+    launching = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for number, files in zip(signals, ("ready-*", "asked-*"), strict=False):
         while len(list(out.glob(files))) < 2:
+            assert launching.poll() is None
             time.sleep(0.02)
-
-    def ask() -> None:
-        wait_for("ready-*")
-        os.kill(os.getpid(), signals[0])
-        wait_for("asked-*" if expected is signal.SIGINT else "ready-*")
-        for number in signals[1:]:
-            os.kill(os.getpid(), number)
-
-    threading.Thread(target=ask, daemon=True).start()
-    if expected is signal.SIGINT:
-        with pytest.raises(InterruptedRunError, match="stopped by SIGINT; nothing is left"):
-            launcher.launch("rank_that_waits", str(out), 2, left="nothing is left", orderly=True)
-    else:
-        assert launcher.launch("rank_that_waits", str(out), 2, left="", orderly=True) is expected
+        launching.send_signal(number)
+    assert said in launching.communicate(timeout=60)[0]
+    assert launching.returncode == 0
     assert {file.name for file in out.glob("asked-*")} == {"asked-0", "asked-1"}
-    assert "rank_that_waits" not in sys.modules
-    assert {number: signal.getsignal(number) for number in signals} == before

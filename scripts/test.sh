@@ -54,6 +54,8 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
 fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
+# The oldest wandb that pyproject.toml allows, beside the newest.
+fetch_apart "$PREFIX/oldest-wandb" wandb==0.30.0
 
 wait "$packages"
 trap - EXIT

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
 from tests.unit.metrics.report_runs import full_run
+
+ROOT = Path(__file__).parents[3]
+OLDEST = Path(sys.prefix) / "oldest-wandb"
 
 API_KEY = "0123456789abcdef" * 2 + "cafe4242"
 CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
@@ -153,6 +157,18 @@ wandb.teardown()
     assert "wandb is off" not in done.stderr, done.stderr
     assert id in done.stdout
     assert id or "None" not in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}: scripts/test.sh fetches it")
+def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
+    """Written with it, ahead of the newest on the path, and read with the newest."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["wandb"]
+    (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
+    assert list(OLDEST.glob(f"wandb-{oldest}.0.dist-info")), f"{OLDEST} is not wandb {oldest}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT)))}
+    mirrored(tmp_path, environment, project="p", group="g", job_type="flux", name="n", tags=["t"])
+    assert [item["history"]["step"]["num"] for item in items(only(tmp_path), "history")] == [1, 2, 3]
+    assert json.loads(inspect(only(tmp_path), "--summary"))["summary"]["lm loss"] == pytest.approx(4.7)
 
 
 def test_what_a_comparison_found_is_in_both_runs_summaries(tmp_path: Path) -> None:

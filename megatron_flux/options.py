@@ -86,6 +86,16 @@ def field_named(fields: Fields, word: str) -> str | None:
     return next((name for name, field in fields.items() if word in names(name, field)), None)
 
 
+def add_setting(found: dict[str, Any], name: str, value: str, fields: Fields) -> None:
+    """Enter one ``--set NAME=VALUE``; an option that is a list may come again. Raises UserError: another came again."""
+    if name in fields and is_list(fields[name]):
+        found.setdefault(name, []).append(value)
+    elif name in found:
+        raise UserError(f"--set {name} is given twice; give it once")
+    else:
+        found[name] = value
+
+
 def group_of(model: type[BaseModel], name: str) -> str:
     """The heading of the class that first declared the field ``name``."""
     declared = next(kind for kind in reversed(model.__mro__) if name in getattr(kind, "model_fields", ()))

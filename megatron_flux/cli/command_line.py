@@ -22,6 +22,7 @@ from megatron_flux import plain_yaml
 from megatron_flux.errors import UserError, one_line
 from megatron_flux.options import (
     Options,
+    add_setting,
     field_named,
     group_of,
     is_argument,
@@ -169,12 +170,7 @@ def read_settings(pairs: Sequence[str], model: type[Options]) -> dict[str, Any]:
             raise UserError(f"--set {pair}: give NAME=VALUE, such as timeout=1800")
         if name is None:
             raise _no_option(f"--set {pair}", word, model)
-        if is_list(model.model_fields[name]):
-            found.setdefault(name, []).append(value)
-        elif name in found:
-            raise UserError(f"--set {name} is given twice; give it once")
-        else:
-            found[name] = value
+        add_setting(found, name, value, model.model_fields)
     return found
 
 

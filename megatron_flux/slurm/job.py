@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
-from megatron_flux.options import field_named, is_file_only, is_list
+from megatron_flux.options import add_setting, field_named, is_file_only
 from megatron_flux.slurm.profile import (
     FromYaml,
     Name,
@@ -173,12 +173,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         name = field_named(fields, name) or name.replace("-", "_")
         if not separator or not name:
             raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
-        if name in fields and is_list(fields[name]):
-            found.setdefault(name, []).append(value)
-        elif name in found:
-            raise UserError(f"--set {name} is given twice; give it once")
-        else:
-            found[name] = value
+        add_setting(found, name, value, fields)
     return found
 
 

@@ -13,8 +13,6 @@ from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 LINEARS = ("qkv", "proj", "fc1", "fc2")
-DIRECTIONS = ("forward", "dgrad", "decode")
-"""``decode``: forward without sequence parallelism, in CUDA graphs; row-parallel linears alone communicate there."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Case:
     op: str
     model: str
     layer: str
-    direction: str
+    direction: str  # forward, dgrad; or decode: forward without sequence parallelism, in CUDA graphs
     m: int
     n: int
     k: int

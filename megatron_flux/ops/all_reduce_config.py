@@ -101,22 +101,20 @@ class AllReduceConfig:
 
 
 def candidates(
-    m: int, n: int, k: int, tp: int, size: int, *, fp8: bool = False, promoted: bool = False, ws: bool = False
+    m: int, n: int, k: int, tp: int, size: int, ws: bool = False, promoted: bool | None = None
 ) -> list[AllReduceConfig]:
     """Return what is worth measuring, the likeliest first, which is the choice by rule; one shot in blocks, which runs
     all, if nothing else fits.
 
     One of the shots won each of 20 calls of Llama-70B's decode steps (results/inference-h200x2).
 
-    ``size``: bytes of a number of the result. ``fp8``: FP8 operands, which the built-in GEMM does not take, with sums
-    ``promoted`` or not. ``ws``: the warp-specialised kernels can run the call.
+    ``size``: bytes of a number of the result. ``ws`` and ``promoted`` as of
+    :func:`~megatron_flux.ops.kernel_config.by_rule`; the built-in GEMM takes no FP8 operands.
     """
     found = [AllReduceConfig(shots=2, block=2048, ctas=128, warps=8)]
-    if m <= MOST_ROWS_OF_OWN_GEMM and not fp8:
+    if m <= MOST_ROWS_OF_OWN_GEMM and promoted is None:
         found.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
-    by_tiles = [
-        AllReduceConfig(tiles=config) for config in all_ranks_candidates(m, k, fp8=fp8, promoted=promoted, ws=ws)
-    ]
+    by_tiles = [AllReduceConfig(tiles=config) for config in all_ranks_candidates(m, k, ws, promoted)]
     if m >= LEAST_ROWS_BY_TILES:
         found += by_tiles
     fitting = [config for config in found if config.fits(m, n, tp, size)]

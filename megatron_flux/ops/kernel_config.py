@@ -226,8 +226,10 @@ def _fp8_candidates(
     return found
 
 
-def all_ranks_candidates(m: int, k: int, *, fp8: bool, promoted: bool, ws: bool) -> list[KernelConfig]:
+def all_ranks_candidates(m: int, k: int, ws: bool = False, promoted: bool | None = None) -> list[KernelConfig]:
     """Return plans of gemm_reduce_scatter's kernel where it sends every tile to all ranks, the likeliest first.
+
+    ``ws`` and ``promoted`` as of :func:`by_rule`.
 
     Every tile leaves, so pieces are spread over more or less of a tile's time (2 x H100,
     results/fine-tuning-x2/gemm-all-reduce.json): 60 percent won up to k = 7168, 40 at k = 14336.
@@ -238,7 +240,7 @@ def all_ranks_candidates(m: int, k: int, *, fp8: bool, promoted: bool, ws: bool)
         found = [first, replace(first, spread=100 - first.spread), replace(first, spread=80)]
     else:
         found = [KernelConfig(stages=3, split=False, band=band, reducers=4 if k >= 2048 else 12)]
-    return [for_fp8(config, promoted=promoted) for config in found] if fp8 else found
+    return found if promoted is None else [for_fp8(config, promoted=promoted) for config in found]
 
 
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:

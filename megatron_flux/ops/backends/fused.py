@@ -143,9 +143,8 @@ class FusedBackend(Backend):
 
 def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:
     """Return the plans of a gemm_all_reduce that are worth measuring, the choice by rule first."""
-    sizes, fp8 = (call.m, call.n, call.k, call.group.size(), call.out.itemsize), call.fp8
-    promoted = fp8 is not None and fp8.promoted
-    return candidates(*sizes, fp8=fp8 is not None, promoted=promoted, ws=hopper_kernels(call))
+    promoted = None if call.fp8 is None else call.fp8.promoted
+    return candidates(call.m, call.n, call.k, call.group.size(), call.out.itemsize, hopper_kernels(call), promoted)
 
 
 def limit(

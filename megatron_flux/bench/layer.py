@@ -381,22 +381,23 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
     small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
     None without one, on ranks that only take part.
     """
-    if path is None:
-        for _ in range(2):
-            step()
-            torch.cuda.synchronize()
-        return None
     traces: list[dict[str, Any]] = []
-    with profile(
-        activities=[ProfilerActivity.CUDA],
-        # The first step under a profiler pays for its start.
-        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-        on_trace_ready=lambda done: traces.append(exported(done, path)),
-    ) as profiler:
+    profiler = None
+    if path is not None:
+        profiler = profile(
+            activities=[ProfilerActivity.CUDA],
+            # The first step under a profiler pays for its start.
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda done: traces.append(exported(done, path)),
+        )
+    with profiler or nullcontext():
         for _ in range(2):
             step()
             torch.cuda.synchronize()
-            profiler.step()
+            if profiler is not None:
+                profiler.step()
+    if path is None:
+        return None
     write_trace(path, traces[0])
     return traces[0]
 

@@ -26,7 +26,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, Fp8Pair, random_pair
+from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair, random_pair
 from megatron_flux.ops.gemm import cublas_takes, fp8_gemm
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.tuner import Tuner
@@ -58,6 +58,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LINK_BYTES = 64 << 20
 TOLERANCE = {"exact": 0.01, "int8": 0.05, "fp8": 0.1}
 """Of ``differences``, by wire format."""
+FP8_BACKENDS = ("fused", "chunked", "tuned")
 CALLS, REPLAYS = 12, 4
 COLD_BYTES = 160 << 20
 """Bytes of the weights that the calls of a graph read: three times the L2 cache of an H200."""
@@ -134,95 +135,82 @@ def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
 
 
 def runs_of(case: Case, made: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
-    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then async-TP and ``backends``."""
-    if case.op == "gemm_all_reduce":
-        return _decode_runs(case, made, group)
-    if made.pair is not None:
-        return _fp8_runs(case, made.pair, group, backends)
-    x, weight = made.x, made.weights[0]
-    wt = weight if case.transposed else weight.t()
-    y = x.new_empty(case.m, case.n)
-    importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
-    async_tp = torch.ops.symm_mem
-    if case.op == "all_gather_gemm":
-        # Random, not empty: a GEMM of zeros draws less power and clocks higher.
-        full = torch.randn(case.m, case.k, dtype=x.dtype, device=x.device)
-
-        def gathered() -> torch.Tensor:
-            dist.all_gather_into_tensor(full, x, group=group)
-            return torch.matmul(full, wt, out=y)
-
-        runs: Runs = {
-            "gemm": lambda: torch.matmul(full, wt, out=y),
-            "nccl": lambda: dist.all_gather_into_tensor(full, x, group=group),
-            "serial": gathered,
-            "async_tp": lambda: async_tp.fused_all_gather_matmul(x, [wt], 0, group.group_name)[1][0],
-        }
-    else:
-        z = x.new_empty(case.m // group.size(), case.n)
-
-        def scattered() -> torch.Tensor:
-            torch.matmul(x, wt, out=y)
-            dist.reduce_scatter_tensor(z, y, group=group)
-            return z
-
-        runs = {
-            "gemm": lambda: torch.matmul(x, wt, out=y),
-            "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
-            "serial": scattered,
-            "async_tp": lambda: async_tp.fused_matmul_reduce_scatter(x, wt, "sum", 0, group.group_name),
-        }
-    if "chunked" in backends or not x.is_cuda:
-        del runs["async_tp"]  # it needs peer access
-    operator, how = getattr(ops, case.op), {"transposed": case.transposed, "wire": wire}
-    return runs | {name: partial(operator, x, weight, group, backend=name, **how) for name in backends}
-
-
-def _fp8_runs(case: Case, pair: Fp8Pair, group: dist.ProcessGroup, backends: tuple[str, ...]) -> Runs:
-    """Return the runs of all variants on FP8 operands; the GEMM is cuBLASLt's.
+    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then async-TP and ``backends``.
 
     Raises:
-        UserError: operands that cuBLASLt does not multiply on this GPU.
+        UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
     """
-    if pair.x.data.is_cuda and not cublas_takes(pair.x, pair.weight):
+    if case.op == "gemm_all_reduce":
+        return _decode_runs(case, made, group)
+    x, pair, operator = made.x, made.pair, getattr(ops, case.op)
+    if pair is not None and x.is_cuda and not cublas_takes(pair.x, pair.weight):
         raise UserError(
             f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.kind.words()} of "
             f"{case.m} x {case.n} x {case.k} on this GPU; leave that recipe out"
         )
-    x = pair.x
-    if case.op == "all_gather_gemm":
-        whole = x.repeated(group.size())
-        alone = pair._replace(x=whole.one_shard())
-        # Apart from the GEMM's own, so that its operand stays what it is.
-        scales = whole.scale_inv.clone()
-        received = Fp8Operand(whole.data.clone(), x.dtype, scales, x.scaling, group.size())
+    runs = (_gathering if case.op == "all_gather_gemm" else _scattering)(case, made, group)
+    if pair is not None:
+        call = partial(operator, pair.x, pair.weight, group, split_accumulator=pair.split, out_dtype=pair.out)
+        return runs | {name: partial(call, backend=name) for name in backends if name in FP8_BACKENDS}
+    if x.is_cuda and "chunked" not in backends:  # async-TP needs peer access
+        importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
+        wt, name, fused = _transposed(case, made), group.group_name, torch.ops.symm_mem
+        if case.op == "all_gather_gemm":
+            runs["async_tp"] = lambda: fused.fused_all_gather_matmul(x, [wt], 0, name)[1][0]
+        else:
+            runs["async_tp"] = lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
+    call = partial(operator, x, made.weights[0], group, transposed=case.transposed, wire=wire)
+    return runs | {name: partial(call, backend=name) for name in backends}
 
-        def gather() -> None:
-            dist.all_gather_into_tensor(received.data, x.data, group=group)
-            if x.scaling != "tensor":
-                dist.all_gather_into_tensor(scales.view(-1, scales.shape[-1]), x.scale_inv, group=group)
 
-        def gathered() -> torch.Tensor:
-            gather()
-            return fp8_gemm(pair._replace(x=received))
+def _transposed(case: Case, made: Operands) -> torch.Tensor:
+    """Return the weight as ``torch.matmul`` takes it, ``[k, n]``."""
+    return made.weights[0] if case.transposed else made.weights[0].t()
 
-        runs: Runs = {"gemm": lambda: fp8_gemm(alone), "nccl": gather, "serial": gathered}
+
+def _gathering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+    """Return the runs of GEMM, gather, and one behind the other."""
+    if made.pair is None:
+        # Random, not empty: a GEMM of zeros draws less power and clocks higher.
+        full = torch.randn(case.m, case.k, dtype=made.x.dtype, device=made.x.device)
+        alone = multiply = partial(torch.matmul, full, _transposed(case, made), out=full.new_empty(case.m, case.n))
+        transfers = [(full, made.x)]
     else:
-        z = torch.empty(case.m // group.size(), case.n, dtype=pair.out, device=x.data.device)
-        y = fp8_gemm(pair)
+        x = made.pair.x
+        whole = x.repeated(group.size())
+        # Apart from the GEMM's own, so that its operand stays what it is.
+        received = replace(whole, data=whole.data.clone(), scale_inv=whole.scale_inv.clone())
+        alone = partial(fp8_gemm, made.pair._replace(x=whole.one_shard()))
+        multiply = partial(fp8_gemm, made.pair._replace(x=received))
+        transfers = [(received.data, x.data)]
+        if x.scaling != "tensor":
+            transfers.append((received.scale_inv.view(-1, received.scale_inv.shape[-1]), x.scale_inv))
 
-        def scattered() -> torch.Tensor:
-            dist.reduce_scatter_tensor(z, fp8_gemm(pair), group=group)
-            return z
+    def gather() -> None:
+        for target, source in transfers:
+            dist.all_gather_into_tensor(target, source, group=group)
 
-        runs = {
-            "gemm": lambda: fp8_gemm(pair),
-            "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group),
-            "serial": scattered,
-        }
-    operator, how = getattr(ops, case.op), {"split_accumulator": pair.split, "out_dtype": pair.out}
-    names = [name for name in backends if name in ("fused", "chunked", "tuned")]
-    return runs | {name: partial(operator, x, pair.weight, group, backend=name, **how) for name in names}
+    def gathered() -> torch.Tensor:
+        gather()
+        return multiply()
+
+    return {"gemm": alone, "nccl": gather, "serial": gathered}
+
+
+def _scattering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+    """Return the runs of GEMM, reduce-scatter, and one behind the other."""
+    if made.pair is None:
+        multiply = partial(torch.matmul, made.x, _transposed(case, made), out=made.x.new_empty(case.m, case.n))
+    else:
+        multiply = partial(fp8_gemm, made.pair)
+    y = multiply()
+    z = y.new_empty(case.m // group.size(), case.n)
+
+    def scattered() -> torch.Tensor:
+        dist.reduce_scatter_tensor(z, multiply(), group=group)
+        return z
+
+    return {"gemm": multiply, "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group), "serial": scattered}
 
 
 def _decode_runs(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
@@ -262,54 +250,46 @@ def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
     return {name: float(f"{max(rank[name] for rank in by_rank):.3g}") for name in ratios}
 
 
-class OpsBench(NamedTuple):
-    """A ``bench ops`` run on this rank."""
-
-    wanted: OpsRun
-    here: Ranks
-    rate: float
-    """GB/s that a rank receives over the link."""
-
-    def measure(self, case: Case) -> Measured:
-        """Tune, check and time one call."""
-        wanted, here, group = self.wanted, self.here, self.here.group
-        made = operands(case, group, DTYPES[wanted.dtype], here.device)
-        chunks, decode = links.by_chunks(here.link), case.direction == "decode"
-        wire = "exact" if case.fp8 is not None else wanted.wire
-        plan = plan_of(as_tuned(case, made, group, wire), captured=decode)
-        runs = runs_of(case, made, group, backends_of(here.link, wire), wire)
-        for run in runs.values():
-            for _ in range(WARMUP_STEPS):
-                run()
-        differences = differences_of(runs, here)
-        samples = harness.measure(
-            [Variant(name, run) for name, run in runs.items()],
-            here,
-            rounds=wanted.rounds,
-            burst=REPLAYS if decode else wanted.burst,
-        )
-        calls = CALLS if decode else 1
-        ms = {name: round(median(one["step_ms"]) / calls, 5 if decode else 4) for name, one in samples.items()}
-        e = tables.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
-        row = {
-            **asdict(case),
-            "dtype": str(DTYPES[wanted.dtype])[6:],
-            **{f"{name}_ms": ms.get(name) for name in (runs if chunks else tables.NAMES)},
-            "tuned_choice": plan.label,
-            "e_overlap": None if e is None else round(e, 4),
-            "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / self.rate / 1e6), 4),
-            "host_us": {name: round(1e3 * median(one["busy_host_ms"]) / calls, 1) for name, one in samples.items()},
-            "differences": differences,
-            "slab_bytes": state_of(group).slab_bytes(),
-            **({"link": here.link.kind, "wire": wire, "shared_bytes": transports.shared_bytes()} if chunks else {}),
-        }
-        here.say(tables.line(row))
-        for name, difference in differences.items():
-            if not difference <= TOLERANCE[wire]:
-                here.say(f"{name}: its result is NOT serial's: {difference}")
-        if here.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
+def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
+    """Tune, check and time one call. ``rate``: GB/s that a rank receives over the link."""
+    group, decode, chunks = here.group, case.direction == "decode", links.by_chunks(here.link)
+    made = operands(case, group, DTYPES[wanted.dtype], here.device)
+    wire = "exact" if case.fp8 is not None else wanted.wire
+    plan = plan_of(as_tuned(case, made, group, wire), captured=decode)
+    runs = runs_of(case, made, group, backends_of(here.link, wire), wire)
+    for run in runs.values():
+        for _ in range(WARMUP_STEPS):
+            run()
+    differences = differences_of(runs, here)
+    samples = harness.measure(
+        [Variant(name, run) for name, run in runs.items()],
+        here,
+        rounds=wanted.rounds,
+        burst=REPLAYS if decode else wanted.burst,
+    )
+    calls = CALLS if decode else 1
+    ms = {name: round(median(one["step_ms"]) / calls, 5 if decode else 4) for name, one in samples.items()}
+    e = tables.efficiency({f"{name}_ms": value for name, value in ms.items()}, "tuned")
+    names = runs if chunks else [name for name in tables.NAMES if not name.startswith("chunked")]
+    row = {
+        **asdict(case),
+        "dtype": str(DTYPES[wanted.dtype])[6:],
+        **{f"{name}_ms": ms.get(name) for name in names},
+        "tuned_choice": plan.label,
+        "e_overlap": None if e is None else round(e, 4),
+        "bound_ms": round(max(ms["gemm"], case.bytes_received(group.size()) / rate / 1e6), 4),
+        "host_us": {name: round(1e3 * median(one["busy_host_ms"]) / calls, 1) for name, one in samples.items()},
+        "differences": differences,
+        "slab_bytes": state_of(group).slab_bytes(),
+        **({"link": here.link.kind, "wire": wire, "shared_bytes": transports.shared_bytes()} if chunks else {}),
+    }
+    here.say(tables.line(row))
+    for name, difference in differences.items():
+        if not difference <= TOLERANCE[wire]:
+            here.say(f"{name}: its result is NOT serial's: {difference}")
+    if here.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
 
 
 def run(
@@ -335,8 +315,8 @@ def run(
         "rounds": wanted.rounds,
         "burst": wanted.burst,
     }
-    bench = OpsBench(wanted, here, rate)
-    return harness.run_cases(cases, here, lambda case, _: bench.measure(case), about, wanted.out, wanted.seconds)
+    measured = lambda case, _: measure(case, wanted, here, rate)  # noqa: E731
+    return harness.run_cases(cases, here, measured, about, wanted.out, wanted.seconds)
 
 
 def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:

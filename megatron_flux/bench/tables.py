@@ -24,21 +24,18 @@ NAMES = {
     "async_tp": "async-TP",
     "pipelined": "pipelined",
     "fused": "fused",
+    "chunked": "chunked",
+    "chunked_fp8": "chunked fp8",
+    "chunked_int8": "chunked int8",
     "tuned": "tuned",
 }
-"""Variants of ``bench ops`` and their headings."""
-CHUNKED = {"chunked": "chunked", "chunked_fp8": "chunked fp8", "chunked_int8": "chunked int8"}
-"""Variants where the link goes by chunks."""
-CHUNKED_NAMES = {"gemm": "gemm", "nccl": "nccl", "serial": "serial", **CHUNKED, "tuned": "tuned"}
-OVERLAPPED = ("async_tp", "fused", *CHUNKED, "tuned")
-"""Variants with an overlap efficiency in the table."""
+"""Variants of ``bench ops`` and their headings. A run has chunked ones or those that need peer access."""
 SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS", "gemm_all_reduce": "AR"}
 
 
 def measured(rows: Sequence[Row]) -> dict[str, str]:
     """Return the variants that ``rows`` have, and their headings."""
-    known = CHUNKED_NAMES if any(f"{name}_ms" in row for row in rows for name in CHUNKED) else NAMES
-    return {name: shown for name, shown in known.items() if not rows or any(f"{name}_ms" in row for row in rows)}
+    return {name: shown for name, shown in NAMES.items() if any(f"{name}_ms" in row for row in rows)}
 
 
 def efficiency(row: Row, variant: str) -> float | None:
@@ -66,7 +63,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
     tp, rows = summary["tp"], summary["rows"]
     names = measured(rows)
     whole = [name for name in names if name not in ("gemm", "nccl")]
-    overlapped = [name for name in OVERLAPPED if name in names]
+    overlapped = [name for name in whole if name not in ("serial", "pipelined")]
 
     def cells(row: Row) -> list[str | Text]:
         times = {name: row.get(f"{name}_ms") for name in names}

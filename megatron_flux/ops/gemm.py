@@ -56,7 +56,7 @@ def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
         return lambda: fp8_gemm(pair, bias)
     if call.operator == "all_gather_gemm":
         try:
-            x = x.repeat(tp, 1)
+            x = matrix(x).repeat(tp, 1)
         except torch.OutOfMemoryError:
             return None
     return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)

@@ -165,6 +165,33 @@ def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(world2: WorkerPool
     assert world2.run(tune_fp8_sum, tmp_path / "tuned.json") == [expected] * 2
 
 
+def tune_batched(cache: Path, operator: str) -> tuple[int, list[int], bool]:
+    """Candidates that were measured with ``x`` of three dimensions, the result's shape, and whether it is right."""
+    group, (m, n, k) = dist.group.WORLD, SHAPE
+    made = OperatorCall(operator, torch.ones(m, 3, k), torch.ones(n, k), group)
+    gathered = operator == "all_gather_gemm"
+    with without_gpus(cache):
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
+        state_of(group).tuned.clear()
+        found = made.run(tuned)
+        y = found[0] if gathered else found.wait()
+        (entry,) = tuned.tuner.decisions(group).entries.values()
+    return len(entry.ms), list(y.shape), bool(y.eq(k if gathered else 2 * k).all())
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape"),
+    [("all_gather_gemm", [16, 3, 6]), ("gemm_reduce_scatter", [4, 3, 6]), ("gemm_all_reduce", [8, 3, 6])],
+)
+def test_operands_of_three_dimensions_are_tuned(
+    world2: WorkerPool, tmp_path: Path, operator: str, shape: list[int]
+) -> None:
+    for measured, found, right in world2.run(tune_batched, tmp_path / "tuned.json", operator):
+        assert measured >= 1
+        assert found == shape
+        assert right
+
+
 def key_of_the_call() -> str:
     """As the rank's environment has it."""
     with pytest.MonkeyPatch.context() as patch:

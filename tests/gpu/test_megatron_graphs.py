@@ -249,7 +249,8 @@ def test_fp8_is_replayed_and_the_curve_is_stocks(ranks: WorkerPool, recipe: str,
     eager = ranks.run(rank_train, te, "none", True, False, "fused", recipe)[0]
     stock = ranks.run(rank_train, te, graphs, False, False, "fused", recipe)[0]
     stocks = stock, ranks.run(rank_train, te, "none", False, False, "fused", recipe)[0]
-    in_graphs = {**IN_GRAPHS, "all_gather": (4 if recipe == "blockwise" else 2) * LAYERS}  # blocks: dy by rows, too
+    # Blocks: dy is gathered by rows as well, and each gather is one of numbers and one of scales.
+    in_graphs = {**IN_GRAPHS, "all_gather": (8 if recipe == "blockwise" else 2) * LAYERS}
     for rank, found in enumerate(ranks.run(rank_train, te, graphs, True, False, "fused", recipe)):
         about = f"rank {rank}: {found}"
         assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"

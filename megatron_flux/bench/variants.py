@@ -10,14 +10,14 @@ local             local spec with          stock Megatron
 te_ub             TransformerEngine spec   TransformerEngine's userbuffers (``tp_comm_overlap``), default settings
 flux_local        those of ``local``       under ``megatron_flux.patched()``
 flux_te           those of ``te``          under ``megatron_flux.patched()``
-no_communication  those of ``local``       communication left out: a bound, no training
-unsynchronised    those of ``local``       its bytes sent, nothing waits for them: no-wait bound, no training
+no_communication  those of ``te``          communication left out: a bound, no training
+unsynchronised    those of ``te``          its bytes sent, nothing waits for them: no-wait bound, no training
 …_again           those of ``…``           the same once more, which shows the noise
 flux_…:NAME=…     those of ``flux_…``      with another setting of :class:`megatron_flux.config.FluxConfig`
 ================  =======================  ========================================================================
 
-In FP8 there are no local layers: both bounds run those of ``te``, apart from the other variants, whose amaxes would
-otherwise be those of steps without communication.
+The bounds run local layers where TransformerEngine cannot run. In FP8 there are no local layers, and the bounds have
+TransformerEngine's to themselves: the amaxes of the others would be those of steps without communication.
 
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
 That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
@@ -64,7 +64,9 @@ def block_of(name: str, recipe: Recipe | None = None) -> BlockKind:
     if base == "te_ub":
         return "te_ub"
     if base in BOUNDS:
-        return "local" if recipe is None else "te_bound"
+        if recipe is not None:
+            return "te_bound"
+        return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
     return "te" if base in ("te", "flux_te") else "local"
 
 

@@ -154,15 +154,17 @@ def _announce(flag_table, owner, flag, epoch, TP: tl.constexpr, STEPS: tl.conste
 
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gemm_rs_kernel(
-    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, data_table, flag_table, flags, recv, out, ctrl, epochs, err, limit,
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, data_table, flag_table, flags, recv, out, ctrl, epochs, err,
+    limit,
     slot, next_slot, flag_off, row_off, m, n, k, mp, ld, ldw, rank, gemm_ctas,
     TP: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
     CTAS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
     SPLIT: tl.constexpr, JOIN: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr,
-    SCALES: tl.constexpr, PROMOTE: tl.constexpr,
+    SCALES: tl.constexpr, PROMOTE: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step (repeated beyond TP). ``SCALES``
-    as of :func:`ag_gemm_kernel`, with ``xs`` ``[ceil(k / 128), ld]``.
+    as of :func:`ag_gemm_kernel`, with ``xs`` ``[ceil(k / 128), ld]``. With ADDEND ``addend`` ``[m, n]`` is added to
+    this rank's product before it is rounded.
     """
     pid = tl.program_id(0)
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
@@ -192,6 +194,11 @@ def gemm_rs_kernel(
         )  # fmt: skip
         if SCALES == "tensor":
             acc *= tl.load(xs) * tl.load(ws)
+        if ADDEND:
+            rows = rb * BM + tl.arange(0, BM)
+            cols = pn * BN + tl.arange(0, BN)
+            at = (dst * mp + rows).to(tl.int64)[:, None] * n + cols[None, :]
+            acc += tl.load(addend + at, mask=(rows < mp)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
         if flag1 >= 0:
             bulk_stores_done(CPU, THREADS)
             tl.debug_barrier()

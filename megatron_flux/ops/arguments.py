@@ -134,18 +134,22 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     x, weight, scales, spaces, rank, tp = call.x, call.weight, Scales(call), at.workspaces(), work.rank, work.tp
     (m, k), (mp, n) = x.shape, out.shape
     tma, width = uses_tma(x, n, k), config.bn // 2 if config.split else config.bn
-    a, b, sinks = x, weight, [out] * 8
+    a, b, sinks, addend = x, weight, [out] * 8, out if call.addend is None else call.addend
     if tma:
         a, b = descriptor(x, config.bm, config.bk), descriptor(weight, *at.weight_box())
         by_rank = at.get_or_create("sinks", lambda: [descriptor(space, config.bm, width) for space in spaces])
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
     arguments = (
-        a, b, *sinks, scales.x, scales.weight, work.data_table, work.flag_table, work.flags[rank], spaces[rank], out,
+        a, b, *sinks, scales.x, scales.weight, addend,
+        work.data_table, work.flag_table, work.flags[rank], spaces[rank], out,
         *work.arguments(at.half), at.half * (spaces[rank].shape[0] // 2),
         m, n, k, mp, *scales.strides, rank, at.sms - min(config.reducers, at.sms - 1),
     )  # fmt: skip
     chunk = min(8192, config.bm * config.bn // 4)
-    constants = {"STEPS": at.steps, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda}
+    constants = {
+        "STEPS": at.steps, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda,
+        "ADDEND": call.addend is not None,
+    }  # fmt: skip
     return _plain(gemm_rs_kernel, at, arguments, constants)
 
 

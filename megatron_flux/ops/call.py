@@ -57,6 +57,7 @@ class CallSpec(NamedTuple):
     wire: str
     fp8: Fp8Kind | None
     scales: tuple[Any, ...] | None  # of FP8 operands: shapes of both, scaling of the weight
+    addend: tuple[Any, ...] | None  # shape, dtype and device
     captured: bool  # runs as inside a CUDA graph
 
 
@@ -78,6 +79,8 @@ class OperatorCall(NamedTuple):
     wire: str = "exact"  # wire format that the tuner may use over a host link, beside the exact one
     fp8: Fp8Pair | None = None  # ``x`` and ``weight`` are its numbers, unscaled
     late_bias: torch.Tensor | None = None  # [n], added by the operator to the rounded result
+    addend: torch.Tensor | None = None  # [..., n], added to this rank's partial result before it is scattered
+    own_gathered: bool = False  # the gathered x is memory of the caller's own
 
     @property
     def k(self) -> int:
@@ -103,7 +106,7 @@ class OperatorCall(NamedTuple):
     @property
     def spec(self) -> CallSpec:
         """The key of the call."""
-        operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias = self
+        operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias, addend, _ = self
         inside, device = bias is not None, x.get_device()
         if not inside:
             bias = late_bias
@@ -115,7 +118,7 @@ class OperatorCall(NamedTuple):
                 None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
                 transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
                 async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
-                captured,
+                None if addend is None else (addend.shape, addend.dtype, addend.get_device()), captured,
             ),
         )  # fmt: skip
 
@@ -163,13 +166,14 @@ class OperatorCall(NamedTuple):
 
     def addressable(self) -> OperatorCall:
         """The call itself, or with copies of the operands that TMA cannot address where they lie."""
-        x, weight, bias, fp8 = self.x, self.weight, self.bias, self.fp8
+        x, weight, bias, fp8, addend = self.x, self.weight, self.bias, self.fp8, self.addend
         if (
             x.data_ptr() % ALIGNMENT
             or not x.is_contiguous()
             or (weight is not None and weight.data_ptr() % ALIGNMENT)
             or (bias is not None and (bias.data_ptr() % ALIGNMENT or not bias.is_contiguous()))
             or (fp8 is not None and fp8.with_aligned_scales() is not fp8)
+            or (addend is not None and (addend.data_ptr() % ALIGNMENT or not addend.is_contiguous()))
         ):
             return self.aligned()
         return self
@@ -184,7 +188,8 @@ class OperatorCall(NamedTuple):
         bias = None if self.bias is None else aligned(self.bias)
         fp8 = None if self.fp8 is None else self.fp8.with_aligned_scales()
         weight = None if self.weight is None else aligned(self.weight)
-        return self._replace(x=aligned(self.x), weight=weight, bias=bias, fp8=fp8)
+        addend = None if self.addend is None else aligned(self.addend)
+        return self._replace(x=aligned(self.x), weight=weight, bias=bias, fp8=fp8, addend=addend)
 
     def run(self, backend: Any, **options: Any) -> Any:
         """Make the call once on ``backend``; ``options``: what only the plans of this backend take.
@@ -231,6 +236,13 @@ def check_operands(call: OperatorCall) -> None:
     if bias is not None and (bias.shape != (call.n,) or bias.dtype != call.out or bias.device != x.device):
         raise UserError(
             f"{operator}: bias must be [{call.n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
+        )
+    if (addend := call.addend) is not None and (
+        addend.shape != (*x.shape[:-1], call.n) or addend.dtype != call.out or addend.device != x.device
+    ):
+        raise UserError(
+            f"{operator}: addend must be {[*x.shape[:-1], call.n]} {about}, got {list(addend.shape)} {addend.dtype} on "
+            f"{addend.device}"
         )
     if operator == "gemm_reduce_scatter" and x.shape[0] % (tp := call.group.size()):
         raise UserError(

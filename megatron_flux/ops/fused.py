@@ -14,7 +14,8 @@ Contract
       its slot, which is the last thing that may fail without a trace; what fails from there on poisons the slab.
     * Copies are enqueued before the kernel: see the hazards of :mod:`megatron_flux.comm.copy_engine`.
     * A gathered input is a view of the slab: of an all_gather valid until the group's next all_gather, of an
-      all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors.
+      all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. With ``own_gathered`` it is copied out of
+      there, into memory that is allocated before the slot is claimed. Results are fresh tensors.
     * An earlier call that timed out or was broken off is an OperatorError.
 """
 
@@ -206,6 +207,7 @@ class AllGatherGemmPlan(_Gathering):
             y = x.new_empty(self._shape, dtype=self._out)
             others = (*others, fp8.x.scale_inv, fp8.weight.scale_inv)
             scales = fp8.x.scale_inv.data_ptr()
+        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
         try:
             if work.table is not None:
                 work.table.spec = self._number
@@ -221,11 +223,13 @@ class AllGatherGemmPlan(_Gathering):
                 driver.wait(stream, self._side.after)
             else:
                 work.check()
+            if own is not None:
+                own.copy_(self._gathered[half])
         except BaseException as error:
             work.poison("all_gather_gemm", error)
             raise
         if fp8 is None or not call.return_gathered:
-            return y, self._gathered[half]
+            return y, self._gathered[half] if own is None else own
         if self._gathered_fp8:
             return y, self._gathered_fp8[half]
         gathered = self._gathered[half].view(torch.uint8)
@@ -260,13 +264,15 @@ class GemmReduceScatterPlan(FusedPlan):
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
         y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=self._out)
-        scales = () if fp8 is None else (fp8.x.scale_inv, fp8.weight.scale_inv)
+        others: tuple[Any, ...] = () if fp8 is None else (fp8.x.scale_inv, fp8.weight.scale_inv)
+        if call.addend is not None:
+            others = (*others, call.addend)
         try:
             if work.table is not None:
                 work.table.spec = self._number
             half, stream = work.claim_eager() if self._eager else self._begin(work)
             if launch := self._launches[half]:
-                launch(stream, x, weight, y, *scales)
+                launch(stream, x, weight, y, *others)
             else:
                 at = self._slab_call(call, y, half)
                 self._launch_by_triton(self._arguments_of().gemm_reduce_scatter(at), self._launches, half)
@@ -352,11 +358,12 @@ class AllGatherPlan(_Gathering):
             finish_open(work)
         # wait() holds no call: the slab has the open gather, and must not hold the group.
         side, launches, device, local_shard = self._side, self._launches, self._device, call.return_gathered
+        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
         try:
             if work.table is not None:
                 work.table.spec = self._number
             half, begun = work.claim_eager() if self._eager else self._begin(work)
-            capture = work.capture
+            capture, gathered = work.capture, self._gathered[half]
             self._push(x, half, begun)
             if self._own:
                 self._own[half].copy_(x)
@@ -381,13 +388,15 @@ class AllGatherPlan(_Gathering):
                             x.record_stream(side.keep.stream)
                             if not local_shard:  # the caller reads x there
                                 x.record_stream(torch.cuda.current_stream())
+                    if own is not None:
+                        own.copy_(gathered)
                     if work.open_gather is pending:
                         work.open_gather = None
                 except BaseException as error:
                     work.poison("all_gather", error)
                     raise
 
-            pending = Pending(self._gathered[half], wait, keep=(x,), local_shard=local_shard)
+            pending = Pending(gathered if own is None else own, wait, keep=(x,), local_shard=local_shard)
             work.open_gather = pending
         except BaseException as error:
             work.poison("all_gather", error)

@@ -36,9 +36,18 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
 
 def partial(call: OperatorCall) -> torch.Tensor:
     """The product of a rank alone ``[..., n]``, before any sum over ranks."""
+    if call.addend is not None:
+        return _with_addend(call, call.addend)
     if call.fp8 is not None:
         return fp8_gemm(call.fp8, call.bias)
     return gemm(call.x, call.weight, transposed=call.transposed, bias=call.bias)
+
+
+def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
+    if call.fp8 is not None:
+        return fp8_gemm(call.fp8).add_(matrix(addend))
+    y = torch.addmm(matrix(addend), matrix(call.x), call.weight if call.transposed else call.weight.t())
+    return y if call.x.dim() == 2 else _unsafe_view(y, addend.shape)
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:

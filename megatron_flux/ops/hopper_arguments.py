@@ -63,7 +63,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     arguments = (
         _descriptor(x, config.bm, config.bk),
         _descriptor(weight, *at.weight_box()),
-        *_sinks(at), *by,
+        *_sinks(at), *by, out if call.addend is None else call.addend,
         work.flag_table, work.flags[work.rank], space, out,
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
         n, cdiv(k, config.bk), mp, work.rank,
@@ -72,8 +72,10 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
         "TEAMS": config.teams, "WORKERS": workers(config, mp, n, at.steps, at.sms), "num_warps": 8 // config.teams,
+        "ADDEND": call.addend is not None,
     }  # fmt: skip
-    return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, ("a", "b", "out", *_scale_names(call)))
+    operands = ("a", "b", "out", *_scale_names(call), *(() if call.addend is None else ("addend",)))
+    return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, operands)
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ def all_gather_gemm(
     epilogue_bias: bool = False,
     transposed: bool = False,
     return_gathered: bool = False,
+    own_gathered: bool = False,
     backend: str = "auto",
     wire: str = "exact",
     split_accumulator: bool = False,
@@ -57,6 +58,7 @@ def all_gather_gemm(
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
+        own_gathered: with ``return_gathered``, not of FP8: it is memory of the caller's own, and stays.
         backend: ``auto`` or a name from :func:`backend_names`.
         wire: wire format that the tuner may use over a ``host`` link: ``exact``, or also ``fp8`` or ``int8``. Not with
             FP8.
@@ -80,8 +82,10 @@ def all_gather_gemm(
     if group is None:
         group = _default_group()
     call = new_call(
-        OperatorCall, ("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, False, wire, fp8, late)
-    )
+        OperatorCall,
+        ("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, False, wire, fp8, late, None,
+         own_gathered),
+    )  # fmt: skip
     y, gathered = _run(call, backend)
     if late is not None:
         y.add_(late.detach())
@@ -94,6 +98,7 @@ def gemm_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     *,
     bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
     transposed: bool = False,
     async_op: bool = False,
     backend: str = "auto",
@@ -101,12 +106,14 @@ def gemm_reduce_scatter(
     split_accumulator: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
-    """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T) (+ bias)``.
+    """Multiply and scatter the sum over ``group``: ``reduce_scatter(x @ weight.T (+ addend)) (+ bias)``.
 
     Args as of :func:`all_gather_gemm`, but
 
         x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
+        addend: ``[m, n]`` with the leading dimensions of ``x``, another one on every rank: its sum over ranks is part
+            of the result, and no bytes more travel.
         async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
 
@@ -119,7 +126,8 @@ def gemm_reduce_scatter(
     if group is None:
         group = _default_group()
     call = new_call(
-        OperatorCall, ("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias)
+        OperatorCall,
+        ("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias, addend, False),
     )
     return _sum(call, backend)
 
@@ -152,7 +160,8 @@ def gemm_all_reduce(
     if group is None:
         group = _default_group()
     call = new_call(
-        OperatorCall, ("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias)
+        OperatorCall,
+        ("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias, None, False),
     )
     return _sum(call, backend)
 
@@ -164,16 +173,18 @@ def all_gather(
     backend: str = "auto",
     wire: str = "exact",
     local_shard: bool = True,
+    own_gathered: bool = False,
 ) -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
     it. The result is valid until the group's next all_gather. Without ``local_shard`` it may lack the rows of ``x``
-    itself: ``local_shard`` of the result says whether it has them. Raises as :func:`all_gather_gemm`.
+    itself: ``local_shard`` of the result says whether it has them. With ``own_gathered`` the result stays: it is memory
+    of the caller's own. Raises as :func:`all_gather_gemm`.
     """
     if group is None:
         group = _default_group()
     state_of(group).gathers_begun += 1
-    call = OperatorCall("all_gather", x, None, group, return_gathered=local_shard, wire=wire)
+    call = OperatorCall("all_gather", x, None, group, return_gathered=local_shard, wire=wire, own_gathered=own_gathered)
     pending: Pending = _run(call, backend)
     return pending
 

@@ -161,10 +161,21 @@ def _add_beside(
 
 
 @gluon.jit
+def _plus(acc, addend, first, row, col, mp, n):
+    """``acc`` plus its part of ``addend`` ``[m, n]``: from ``row`` of the ``mp`` rows that begin at ``first``."""
+    layout: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, acc.type.shape[0], layout=gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, acc.type.shape[1], layout=gl.SliceLayout(0, layout))
+    at = gl.expand_dims((first + rows).to(gl.int64) * n, 1) + gl.expand_dims(cols, 0)
+    inside = gl.expand_dims(rows < mp, 1) & gl.expand_dims(cols < n, 0)
+    return acc + gl.load(addend + at, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def _multiply(
-    s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n,
+    s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
     BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
-    PIECES: gl.constexpr, TEAM: gl.constexpr,
+    PIECES: gl.constexpr, ADDEND: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -173,8 +184,12 @@ def _multiply(
     scale = 0.0
     if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
-    for _ in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
+    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
         acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
+        if ADDEND:
+            step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+            first = ((rank + 1 + step) % STEPS) * mp
+            acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
         slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, BAND, TP, STEPS,
@@ -184,13 +199,15 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
 def hopper_gemm_rs_kernel(
-    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, flag_table, flags, recv, out, ctrl, epochs, err, limit,
+    a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, flag_table, flags, recv, out, ctrl, epochs, err, limit,
     slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
     TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, WORKERS: gl.constexpr,
+    ADDEND: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
+    With ADDEND ``addend`` ``[m, n]`` is added to this rank's product before it is rounded.
     Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` and ``ws`` are descriptors, of "tensor" pointers.
     """
     epoch = gl.load(epochs + slot)
@@ -202,8 +219,8 @@ def hopper_gemm_rs_kernel(
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 0)),
+                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
+                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 0)),
                 (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
                           spread, BAND, TP, STEPS, CTAS, WORKERS)),
@@ -216,10 +233,10 @@ def hopper_gemm_rs_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 0)),
-                (_multiply, (s, xs, ws, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp,
-                             n, BAND, TP, STEPS, CTAS, WORKERS, PIECES, 1)),
+                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
+                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 0)),
+                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
+                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 1)),
                 (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
                 (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
                           spread, BAND, TP, STEPS, CTAS, WORKERS)),

@@ -39,7 +39,7 @@ from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.backend import Backend, BackendPlan, Plan
-from megatron_flux.ops.call import OperatorCall, compare_calls
+from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import fp8_gemm
@@ -300,10 +300,19 @@ def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
 
 
 def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], object]:
-    """Rows ``first`` to ``last`` of x times the weight, into what comes third."""
-    pair = call.fp8
+    """Rows ``first`` to ``last`` of x times the weight, and of the addend, into what comes third."""
+    pair, addend = call.fp8, None if call.addend is None else matrix(call.addend)
     if pair is not None:
-        return lambda first, last, out: fp8_gemm(pair._replace(x=pair.x.part(first, last)), out=out)
+
+        def fp8_rows(first: int, last: int, out: torch.Tensor) -> None:
+            fp8_gemm(pair._replace(x=pair.x.part(first, last)), out=out)
+            if addend is not None:
+                out.add_(addend[first:last])
+
+        return fp8_rows
+    if addend is not None:
+        weight = call.weight if call.transposed else call.weight.t()
+        return lambda first, last, out: torch.addmm(addend[first:last], call.x[first:last], weight, out=out)
     gemm = _gemm(call)
     return lambda first, last, out: gemm(call.x[first:last], out)
 

@@ -23,7 +23,7 @@ from megatron_flux.comm import collectives, links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend, Plan, shaped
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.call import OperatorCall, matrix
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
@@ -115,7 +115,10 @@ class PipelinedBackend(Backend):
         """See :class:`~megatron_flux.ops.backend.Backend`. Always finished."""
         operators = _operators()
         b = call.weight if call.transposed else call.weight.t()
-        return Pending(operators.fused_matmul_reduce_scatter(call.x, b, "sum", 0, call.group.group_name))
+        y = operators.fused_matmul_reduce_scatter(call.x, b, "sum", 0, call.group.group_name)
+        if call.addend is not None:
+            y = y.add_(collectives.reduce_scatter(matrix(call.addend), call.group).wait())
+        return Pending(y)
 
     def all_gather(self, call: OperatorCall) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`: torch's collective."""

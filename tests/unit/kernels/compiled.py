@@ -37,6 +37,9 @@ from tests.ptx import missing_fences, missing_in_plain
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums": ("gemm_rs", {}),
     "sums for all ranks": ("gemm_rs", {"TP": 2, "STEPS": 1}),
+    "sums with an addend": ("gemm_rs", {"ADDEND": 1}),
+    "fp8 sums with an addend, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "ADDEND": 1}),
+    "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128, "ADDEND": 1}),
     "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
     "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
     "gathered in pieces": (
@@ -60,7 +63,7 @@ PLAIN |= {
 }
 
 POINTERS = {
-    **dict.fromkeys(("a", "b", "c", "bias", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
+    **dict.fromkeys(("a", "b", "c", "bias", "addend", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
     **dict.fromkeys(("xs", "gs", "ws"), "*fp32"),
     **dict.fromkeys(("data_table", "flag_table"), "*i64"),
     **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
@@ -116,7 +119,7 @@ def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any
         types |= {"c": tile(64, 64)}
     else:
         kernel = gemm_rs_kernel
-        constants |= {"STEPS": 2, "BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True}
+        constants |= {"STEPS": 2, "BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True, "ADDEND": scales is not None}
         types |= {f"d{i}": tile(64, 64) for i in range(8)}
     return compiled(ASTSource, kernel, types, constants, capability, num_warps=4, num_stages=2)
 
@@ -149,6 +152,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {"STEPS": given.get("STEPS", tp), "BAND": 3, "RING": 4, "PIECES": 4}
         constants["STAGES"] = given.get("STAGES", 3)
         constants["WORKERS"] = given.get("WORKERS", 132)
+        constants["ADDEND"] = bool(given.get("ADDEND", 0))
     else:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
@@ -187,10 +191,11 @@ class Recorded:
         )
 
 
-def operands_of(op: str, bias: bool, fp8: bool) -> list[str]:
+def operands_of(op: str, given: dict[str, int]) -> list[str]:
     """Names of a warp-specialised kernel's operands."""
-    found = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x", *(["bias"] if bias else [])]}[op]
-    return [*found, *(["xs", "ws"] if fp8 else [])]
+    found = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x"]}[op]
+    more = {"BIAS": ["bias"], "FP8": ["xs", "ws"], "ADDEND": ["addend"]}
+    return found + [name for switch, names in more.items() if switch in given for name in names]
 
 
 def relaunched(compiled: Any, operands: list[str]) -> int:
@@ -279,7 +284,7 @@ def main() -> None:
             **arithmetic(ptx),
             "wgmma": ptx.count("wgmma.mma_async"),
             "barriers_before_products": barriers_before_products(ptx),
-            "relaunched": relaunched(kernel, operands_of(op, "BIAS" in given, "FP8" in given)),
+            "relaunched": relaunched(kernel, operands_of(op, given)),
         }
     print(json.dumps(found))
 

@@ -8,9 +8,9 @@ are the help texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from megatron_flux.errors import UserError
 
 Fields = Mapping[str, FieldInfo]
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def option(default: Any, text: str, *, long: str | None = None, file_only: bool = False, **limits: Any) -> Any:
@@ -30,10 +31,15 @@ def argument(default: Any, text: str) -> Any:
     return Field(default, description=text, json_schema_extra={"argument": True})
 
 
-class Options(BaseModel):
-    """Options of one command, or a part of them. Immutable."""
+class Checked(BaseModel):
+    """Immutable; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+
+class Options(Checked):
+    """Options of one command, or a part of them."""
+
     group: ClassVar[str] = "Options"
 
     def as_given(self) -> dict[str, Any]:
@@ -86,14 +92,26 @@ def field_named(fields: Fields, word: str) -> str | None:
     return next((name for name, field in fields.items() if word in names(name, field)), None)
 
 
-def add_setting(found: dict[str, Any], name: str, value: str, fields: Fields) -> None:
-    """Enter one ``--set NAME=VALUE``; an option that is a list may come again. Raises UserError: another came again."""
-    if name in fields and is_list(fields[name]):
-        found.setdefault(name, []).append(value)
-    elif name in found:
-        raise UserError(f"--set {name} is given twice; give it once")
-    else:
-        found[name] = value
+def read_settings(pairs: Sequence[str], fields: Fields) -> dict[str, Any]:
+    """Read ``--set NAME=VALUE`` words by field; an option that is a list may come again.
+
+    A name that is none of ``fields`` stays, with underscores. Raises UserError: no such pair, or one given twice.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        word, separator, value = pair.partition("=")
+        name = field_named(fields, word) or word.replace("-", "_")
+        if not pair.isprintable():
+            raise UserError(f"--set {pair!r}: line breaks and other control characters are not allowed")
+        if not separator or not name:
+            raise UserError(f"--set {pair}: give NAME=VALUE, such as timeout=1800")
+        if name in fields and is_list(fields[name]):
+            found.setdefault(name, []).append(value)
+        elif name in found:
+            raise UserError(f"--set {name} is given twice; give it once")
+        else:
+            found[name] = value
+    return found
 
 
 def group_of(model: type[BaseModel], name: str) -> str:
@@ -103,12 +121,28 @@ def group_of(model: type[BaseModel], name: str) -> str:
 
 
 def refused(option: str, error: ValidationError) -> UserError:
-    """The first problem in one line, for the option called ``option``."""
-    first = error.errors()[0]
-    what = first["msg"].removeprefix("Value error, ").rstrip(".")
-    given = first["input"]
+    """Return the first problem in one line, for the option called ``option``."""
+    given = error.errors()[0]["input"]
     shown = ",".join(map(str, given)) if isinstance(given, list) else given
-    return UserError(f"{option} {shown}: {what[0].lower()}{what[1:]}")
+    return UserError(f"{option} {shown}: {_problem(error)}")
+
+
+def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
+    """Return ``model(**values)``; a UserError names the first wrong field of ``what`` in one line."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        parts = [str(part) for part in first["loc"]]
+        path = ".".join(part if part.isprintable() else ascii(part) for part in parts) or "its fields"
+        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
+        quotes = "; put it in quotes" if first["type"] == "string_type" and isinstance(first["input"], bool) else ""
+        raise UserError(f"{what}: {path}{shown}: {_problem(error)}{quotes}") from None
+
+
+def _problem(error: ValidationError) -> str:
+    said = error.errors()[0]["msg"].removeprefix("Value error, ").rstrip(".")
+    return said[0].lower() + said[1:]
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

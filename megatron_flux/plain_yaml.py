@@ -7,9 +7,12 @@ YAML 1.1, which ``yaml.safe_load`` reads, makes 43200 of ``12:00:00``, 83 of ``0
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megatron_flux.errors import UserError, one_line
 
 # libyaml, where PyYAML has it, refuses deep nesting at once; PyYAML's own parser takes half a minute.
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -28,9 +31,16 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
-def load(text: str) -> Any:
-    """Read one document; yaml.YAMLError where it is none."""
+def read(file: Path, what: str) -> dict[Any, Any]:
+    """Read the fields and values of a file; a UserError says in one line what is wrong with ``what``, the file."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        found = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
+        raise UserError(f"{what} is not YAML: it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{what} is not YAML: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{what} must hold fields and values, it holds a {type(found).__name__}")
+    return found

@@ -14,15 +14,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_flux import plain_yaml
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import UserError
 from megatron_flux.options import (
     Options,
-    add_setting,
     field_named,
     group_of,
     is_argument,
@@ -30,6 +28,7 @@ from megatron_flux.options import (
     is_list,
     kinds,
     names,
+    read_settings,
     refused,
 )
 
@@ -52,9 +51,13 @@ def read(model: type[Model], words: Sequence[str], *, prog: str, about: str, lau
         file, settings, dry_run = given.pop("config", None), given.pop("set", []), given.pop("dry_run", False)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    changed = read_settings(settings, model.model_fields)
+    if unknown := changed.keys() - model.model_fields.keys():
+        name = unknown.pop()
+        raise _no_option(f"--set {name}={changed[name]}", name, model)
     for origin, found in (
         (f"--config {file}: ", {} if file is None else read_file(file, model)),
-        ("--set ", read_settings(settings, model)),
+        ("--set ", changed),
         ("--", given),
     ):
         values |= found
@@ -156,41 +159,16 @@ def _help(field: FieldInfo) -> str:
     return f"{field.description}{shown}".replace("%", "%%")
 
 
-def read_settings(pairs: Sequence[str], model: type[Options]) -> dict[str, Any]:
-    """The options in ``NAME=VALUE`` words, by field; an option that is a list may come again.
-
-    Raises:
-        UserError: no such option, or one given twice.
-    """
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        word, separator, value = pair.partition("=")
-        name = field_named(model.model_fields, word)
-        if not separator:
-            raise UserError(f"--set {pair}: give NAME=VALUE, such as timeout=1800")
-        if name is None:
-            raise _no_option(f"--set {pair}", word, model)
-        add_setting(found, name, value, model.model_fields)
-    return found
-
-
 def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
     """The options that ``file`` gives, by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``.
 
     Raises:
         UserError: no file, no YAML, or no such option.
     """
-    try:
-        given = plain_yaml.load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {file} cannot be read: {getattr(error, 'strerror', error)}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {file} is not YAML: {one_line(error)}") from None
-    if isinstance(given, dict) and isinstance(given.get("options"), dict):
+    given = plain_yaml.read(file, f"--config {file}")
+    if isinstance(given.get("options"), dict):
         # Of a run, maybe of another command: train's --no-flux is nothing to compare.
         given = {word: value for word, value in given["options"].items() if field_named(model.model_fields, word)}
-    if not isinstance(given, dict):
-        raise UserError(f"--config {file} must hold options as NAME: VALUE, or be a run folder's config.json")
     found = {field_named(model.model_fields, str(word)): (word, value) for word, value in given.items()}
     if None in found:
         raise _no_option(f"--config {file}: {found[None][0]}", str(found[None][0]), model)

@@ -64,11 +64,13 @@ COMMANDS = {
     "slurm check": Command(
         "slurm", "check", "Check a job's layout without GPUs: a layer of each stage, the weights' memory."
     ),
-    "slurm submit": Command("slurm", "submit", "Submit a job, and one after it that collects its results."),
+    "slurm submit": Command("slurm", "submit_job", "Submit a job, and one after it that collects its results."),
     "slurm try": Command(
         "slurm", "attempt", "Prove a cluster: two nodes, two layers, ten steps, 15 minutes; a verdict."
     ),
-    "slurm status": Command("slurm", "status", "Say what state jobs are in, how far they are, and why they ended."),
+    "slurm status": Command(
+        "slurm", "show_status", "Say what state jobs are in, how far they are, and why they ended."
+    ),
     "slurm logs": Command("slurm", "logs", "Print what a rank or a node has written in a job's newest start."),
     "slurm resume": Command("slurm", "resume", "Submit a job that ended again: it goes on from its last checkpoint."),
     "slurm collect": Command("slurm", "collect", "Write the reports of a job's repetitions, side by side."),

@@ -16,16 +16,8 @@ from pydantic.fields import FieldInfo
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
-from megatron_flux.options import add_setting, field_named, is_file_only
-from megatron_flux.slurm.profile import (
-    FromYaml,
-    Name,
-    Profile,
-    Text,
-    Training,
-    seconds,
-    validated,
-)
+from megatron_flux.options import is_file_only, validated
+from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Training, seconds
 from megatron_flux.train import config
 from megatron_flux.train.fp8 import check_capability
 from megatron_flux.train.options import CompareOptions, TrainOptions
@@ -160,21 +152,6 @@ def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None)
         if name == "wire":
             options["wire"] = wire
     return options
-
-
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` words as options. Only options that are lists may be repeated."""
-    fields = {**TrainOptions.model_fields, **CompareOptions.model_fields}
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        if not pair.isprintable():
-            raise UserError(f"--set {pair!r}: line breaks and other control characters are not allowed")
-        name, separator, value = pair.partition("=")
-        name = field_named(fields, name) or name.replace("-", "_")
-        if not separator or not name:
-            raise UserError(f"--set {pair!r}: give NAME=VALUE, such as steps=200")
-        add_setting(found, name, value, fields)
-    return found
 
 
 def least_memory(run: config.RunConfig) -> float:

@@ -11,59 +11,25 @@ where a profile names them.
 from __future__ import annotations
 
 import re
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_flux import plain_yaml
-from megatron_flux.errors import UserError, one_line
+from megatron_flux.errors import UserError
 from megatron_flux.metrics.strict_json import without_secrets
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-class Checked(BaseModel):
-    """Immutable; refuses unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
-
-
-def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
-    """Return ``model(**values)``; a :class:`UserError` names the first wrong field of ``what`` in one line."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        parts = [str(part) for part in first["loc"]]
-        path = ".".join(part if part.isprintable() else ascii(part) for part in parts) or "its fields"
-        message = first["msg"].removeprefix("Value error, ")
-        shown = "" if isinstance(first["input"], dict) else f" {first['input']!r}"
-        if first["type"] == "string_type" and isinstance(first["input"], bool):
-            message += "; put it in quotes"
-        raise UserError(f"{what}: {path}{shown}: {message[0].lower()}{message[1:]}") from None
+from megatron_flux.options import Checked, validated
 
 
 class FromYaml(Checked):
     """A file of the package's folder ``profiles`` or ``jobs``, or a user's own."""
 
     @classmethod
-    def packaged(cls) -> dict[str, str]:
-        """Return the texts of the packaged files, by name."""
-        folder = resources.files("megatron_flux.slurm") / f"{cls.__name__.lower()}s"
-        files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
-        return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files}
+    def packaged(cls) -> dict[str, Path]:
+        """Return the packaged files, by name."""
+        folder = Path(__file__).parent / f"{cls.__name__.lower()}s"
+        return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
     @classmethod
     def load(cls, given: str, overrides: dict[str, Any] | None = None) -> Self:
@@ -71,16 +37,8 @@ class FromYaml(Checked):
         kind, packaged = cls.__name__.lower(), cls.packaged()
         if given not in packaged and Path(given).suffix not in (".yaml", ".yml"):
             raise UserError(f"unknown {kind} {given!r}; use one of {', '.join(packaged)}, or the path of a .yaml file")
-        try:
-            text = packaged[given] if given in packaged else Path(given).read_text(encoding="utf-8")
-            values = plain_yaml.load(text)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{kind} {given} cannot be read: {error}") from None
-        except yaml.YAMLError as error:
-            raise UserError(f"{kind} {given} is not YAML: {one_line(error)}") from None
-        if not isinstance(values, dict):
-            raise UserError(f"{kind} {given} must hold fields and values, it holds a {type(values).__name__}")
-        return validated(cls, f"{kind} {given}", {**values, **(overrides or {})})
+        what = f"{kind} {given}"
+        return validated(cls, what, plain_yaml.read(packaged.get(given, Path(given)), what) | (overrides or {}))
 
 
 def matching(pattern: str, allowed: str) -> AfterValidator:

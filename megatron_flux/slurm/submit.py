@@ -19,7 +19,6 @@ from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import Resolved, check_time
-from megatron_flux.slurm.profile import Checked, Directive, Duration, validated
 from megatron_flux.train.checkpoint_access import least_bytes
 from megatron_flux.train.checkpoint_folder import TRACKER
 
@@ -104,17 +103,6 @@ def directive(script: str, name: str) -> str:
     return next((line.removeprefix(begin) for line in script.splitlines() if line.startswith(begin)), "")
 
 
-class Changes(Checked):
-    """Options of sbatch that win over a script's."""
-
-    partition: Directive | None = None
-    account: Directive | None = None
-    qos: Directive | None = None
-    time: Duration | None = None
-    exclude: Directive | None = None
-    dependency: queue.Dependency | None = None
-
-
 class Resumption(NamedTuple):
     """A job that is to go on in its folder."""
 
@@ -126,7 +114,7 @@ class Resumption(NamedTuple):
 
 
 def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) -> Resumption:
-    """Plan how the job of the folder ``root`` resumes from its checkpoints, with ``changes``.
+    """Plan how the job of the folder ``root`` resumes from its checkpoints; ``changes`` are options of sbatch, by name.
 
     With ``from_start``, repetitions that have recorded steps and no checkpoint begin anew.
 
@@ -135,8 +123,8 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         FluxError: Slurm does not answer.
     """
     root = root.absolute()
-    numbers, given = status.jobs(root), validated(Changes, "resume", changes).model_dump()
-    for number in numbers:
+    given = {name: value for name, value in changes.items() if value is not None}
+    for number in status.jobs(root):
         for state in queue.job_states(number).active.values():
             what = f"job {number} of {root} has not ended, it is {state}"
             raise UserError(f"{what}; wait for it, or scancel {number} first")
@@ -150,19 +138,17 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
         ) from None
     if not Path(submitted).is_dir():
         raise UserError(f"{root} was submitted in {submitted}, which is no folder any more; restore it or submit anew")
-    if given["time"] is not None:
+    if "time" in given:
         check_time(given["time"], int(directive(script, "signal").rpartition("@")[2]))
     begins = _begins(root, script, from_start=from_start)
-    earlier = dict(line.split("=", 1) for line in site_lines if "=" in line)
-    site = ("partition", "account", "qos")
-    for name in site:
-        if given[name] is None and not directive(script, name):
-            given[name] = earlier.get(name) or None
-    own = queue.after(waits_for) if (waits_for := given.pop("dependency")) is not None else []
-    words = {name: f"--{name}={value}" for name, value in given.items() if value is not None}
+    # An account or QOS that was not given has an empty line.
+    earlier = {name: value for name, _, value in (line.partition("=") for line in site_lines) if value}
+    given = {name: value for name, value in earlier.items() if not directive(script, name)} | given
+    own = queue.after(given.pop("dependency")) if "dependency" in given else []
+    words = {name: f"--{name}={value}" for name, value in given.items()}
     if directive(script, "array"):
         words["array"] = f"--array={','.join(begins)}%1"
-    shared = tuple(words[name] for name in site if name in words)
+    shared = tuple(words[name] for name in ("partition", "account", "qos") if name in words)
     return Resumption(root, (*words.values(), *own), shared, Path(submitted), begins)
 
 

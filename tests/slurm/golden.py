@@ -19,7 +19,7 @@ def expected() -> dict[Path, str]:
     found = {}
     for link, job in FITS:
         for mode in MODES:
-            script, collector = scripts(JobOptions(profile=LINKS[link], job=job, mode=mode))
+            _, script, collector = scripts(JobOptions(profile=LINKS[link], job=job, mode=mode))
             found[FOLDER / link / f"{job}-{mode}.sbatch"] = script
         found[FOLDER / link / "collect.sbatch"] = collector
     return found

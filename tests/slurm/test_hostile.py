@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
+from megatron_flux.options import read_settings, validated
 from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
-from megatron_flux.slurm.profile import Profile, validated
+from megatron_flux.slurm.profile import Profile
+from megatron_flux.train.options import TrainOptions
 
 HOSTILE = (
     "$(touch CANARY)",
@@ -236,7 +238,7 @@ def test_secrets_stay_out_of_scripts(name: str) -> None:
 
 
 def test_words_of_settings_stay_whole() -> None:
-    found = job.parse_settings(["data=a b", "data=$(x)", "data-cache=;"])
+    found = read_settings(["data=a b", "data=$(x)", "data-cache=;"], TrainOptions.model_fields)
     resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
     assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--set=data_cache=;"]
     text = render.job_script(resolved, "a test")

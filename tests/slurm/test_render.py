@@ -165,7 +165,7 @@ def test_submitting_says_what_a_save_on_the_signal_needs() -> None:
 
 
 def test_your_own_files_by_path(tmp_path: Path) -> None:
-    own = yaml.safe_load(Profile.packaged()["nvlink-h100"])
+    own = yaml.safe_load(Profile.packaged()["nvlink-h100"].read_text())
     file = tmp_path / "ours.yaml"
     file.write_text(yaml.safe_dump({**own, "name": "ours", "partition": "gpu", "training": {"seq_length": 1024}}))
     text = rendered(Profile.load(str(file)))
@@ -196,13 +196,13 @@ def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -
         (["--profile", "nvlink-h100", "--job", "gpt5"], ["unknown job 'gpt5'", "gpt3-175b, llama2-70b"]),
         (["--profile", "nvlink-h100", "--tp", "7"], ["tp 7"]),
         (["--profile", "nvlink-h100", "--nodes", "5"], ["40 process(es)", "tp 8 x pp 8"]),
-        (["--profile", "nvlink-h100", "--set", "steps"], ["--set 'steps'", "NAME=VALUE"]),
+        (["--profile", "nvlink-h100", "--set", "steps"], ["--set steps: ", "NAME=VALUE"]),
         (["--profile", "nvlink-h100", "--set", "steps=x"], ["steps 'x'", "valid integer"]),
         (["--profile", "nvlink-h100", "--set", "speed=3"], ["'speed'", "no option of a compare run", "steps"]),
         (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by job or profile"]),
         (["--profile", "nvlink-h100", "--set", "backend=magic"], ["unknown backend 'magic'"]),
-        (["--profile", "nvlink-h100", "--partition", "a b"], ["partition 'a b'", "letters, digits"]),
-        (["--profile", "nvlink-h100", "--time", "soon"], ["time 'soon'", "minutes"]),
+        (["--profile", "nvlink-h100", "--partition", "a b"], ["--partition a b: ", "letters, digits"]),
+        (["--profile", "nvlink-h100", "--time", "soon"], ["--time soon: ", "minutes"]),
         (["--profile", "pcie-l20"], ["61 GiB", "--set num_layers"]),
         (["--profile", "local", "--job", "tiny", "--time", "1"], ["time 1 ", "is 60 s", "60 s ahead", "--time 2"]),
         (["--profile", "nvlink-h100", "--time", "4:30"], ["time 4:30 ", "is 300 s", "300 s ahead", "--time 6"]),

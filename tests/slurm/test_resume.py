@@ -135,7 +135,7 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     assert f" --time=5 --exclude=n00 {root}/job.sbatch" in slurm(*words, "--dry-run")
     waits = f" --exclude=n00 --dependency=afterok:{job} --kill-on-invalid-dep=yes {root}/job.sbatch"
     assert waits in slurm(*words, "--dependency", f"afterok:{job}", "--dry-run")
-    assert "dependency 'after me; touch x'" in slurm(*words, "--dependency", "after me; touch x", code=2)
+    assert "--dependency after me; touch x: " in slurm(*words, "--dependency", "after me; touch x", code=2)
     assert at_the_cluster.jobs() == before
     elsewhere = Path("elsewhere")
     elsewhere.mkdir()

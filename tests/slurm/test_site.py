@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
+from megatron_flux.options import validated
 from megatron_flux.slurm import job, queue, render, submit
-from megatron_flux.slurm.profile import Profile, validated
+from megatron_flux.slurm.profile import Profile
 from tests.slurm.golden import FOLDER
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 

@@ -58,7 +58,7 @@ class Job:
     def submitted(cls, cluster: Cluster, where: range, site: dict[str, Any] | None = None, **options: Any) -> Job:
         """To the nodes ``where``, of the profile ``local`` with what ``site`` has instead."""
         if "profile" not in options:
-            local = yaml.safe_load(Profile.packaged()["local"])
+            local = yaml.safe_load(Profile.packaged()["local"].read_text())
             changed = {**local, **(site or {})}
             changed["environment"] = local["environment"] | (site or {}).get("environment", {})
             file = Path(f"site-{where[0]}.yaml").absolute()
@@ -66,7 +66,7 @@ class Job:
             options |= {"profile": str(file)}
         words = [*SETTINGS, *options.pop("settings")] if "settings" in options else []
         others = [name for i, name in enumerate(cluster.nodes) if i not in where]
-        job, collecting = scripts(JobOptions(job="tiny", set=words, exclude=",".join(others), **options))
+        _, job, collecting = scripts(JobOptions(job="tiny", set=words, exclude=",".join(others), **options))
         return cls(cluster, *submission.submit(job, collecting, Path("runs").absolute()))
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
@@ -188,7 +188,7 @@ def tried(cluster: Cluster, profile: str, preset: str) -> tuple[str, list[str]]:
     own = trial.job(Profile.load(profile))
     assert own["job"] == preset
     options = JobOptions(profile=profile, exclude=others, time=trial.TIME, **own)
-    job = Job(cluster, *submission.submit(*scripts(options), Path("runs").absolute()))
+    job = Job(cluster, *submission.submit(*scripts(options)[1:], Path("runs").absolute()))
     said: list[str] = []
     trial.follow([job.number, job.collecting], said.append, every=0.5)
     assert said[-1].startswith(f"job {job.collecting}: C")  # completed or cancelled

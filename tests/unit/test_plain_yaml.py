@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 from megatron_flux import plain_yaml
 from megatron_flux.cli.command_line import read_file
@@ -16,18 +16,24 @@ from megatron_flux.train.options import TrainOptions
 WRITTEN = "12:00:00 1:30 0123 0o17 0x1f 1_000 +5 1e3 12.10 .inf no off 2026-11-25 -0"
 
 
-@pytest.mark.parametrize("written", WRITTEN.split())
-def test_scalars_stay_as_they_are_written(written: str) -> None:
-    assert plain_yaml.load(f"[{written}, {{a: {written}}}]") == [written, {"a": written}]
+def load(folder: Path, text: str) -> Any:
+    file = folder / "own.yaml"
+    file.write_text(text)
+    return plain_yaml.read(file, "own")
 
 
-def test_what_is_no_text() -> None:
-    assert plain_yaml.load("[true, False, null, ~, 0, 720, -5, '720', \"null\"]") == [
+def test_scalars_stay_as_they_are_written(tmp_path: Path) -> None:
+    for written in WRITTEN.split():
+        assert load(tmp_path, f"x: [{written}, {{a: {written}}}]") == {"x": [written, {"a": written}]}
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    assert load(tmp_path, "x: [true, False, null, ~, 0, 720, -5, '720', \"null\"]")["x"] == [
         *(True, False, None, None, 0, 720, -5, "720", "null")
     ]
-    assert plain_yaml.load("a: &x {b: 1}\nc: {<<: *x, d: 2}")["c"] == {"b": 1, "d": 2}
-    with pytest.raises(yaml.YAMLError):
-        plain_yaml.load("!!python/object:os.system []")
+    assert load(tmp_path, "a: &x {b: 1}\nc: {<<: *x, d: 2}")["c"] == {"b": 1, "d": 2}
+    with pytest.raises(UserError, match="own is not YAML: could not determine a constructor"):
+        load(tmp_path, "!!python/object:os.system []")
 
 
 def profile(folder: Path, lines: str) -> Profile:

@@ -18,7 +18,8 @@ from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.comm.shared_memory import FOLDER
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
-from megatron_flux.slurm.profile import DEFAULTS, Checked, Floors, LinkKind, validated
+from megatron_flux.options import Checked, validated
+from megatron_flux.slurm.profile import DEFAULTS, Floors, LinkKind
 
 _OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
 _CLOCK_S = 1.0  # seconds between two nodes' clocks; NTP keeps them within milliseconds

@@ -126,7 +126,7 @@ def test_a_resumed_comparison_keeps_its_turns(told: Told, tmp_path: Path) -> Non
     [
         ("num_layer: 3", "num_layer is no option of this command; did you mean num_layers?"),
         ("steps: many", "steps many: input should be a valid integer"),
-        ("- steps", "must hold options as NAME: VALUE, or be a run folder's config.json"),
+        ("- steps", "must hold fields and values, it holds a list"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML: could not determine a constructor"),
     ],
 )

@@ -20,7 +20,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ NAMES = re.compile(
 PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": True, "bias": False}
 """A linear's tensors, and which must be there."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-CONFIGS = ("quantize_config.json", "config.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 CHECK_ROWS, CHECK_ERROR, CHECK_TP = 4, 1e-4, (8, 4, 2)
 
@@ -46,11 +45,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is: the file's name, and its bytes there from ``start`` on."""
+    """Where a tensor is: the file's name, and its first byte there."""
 
     file: str
     start: int
-    nbytes: int
     shape: tuple[int, ...]
 
 
@@ -64,7 +62,7 @@ class Found:
     tensors: dict[str, Stored]
     mlps: dict[str, tuple[tuple[str, ...], str]]
     """By where it is, the names of FC1's linears and of FC2."""
-    others: list[str] = field(default_factory=list)
+    others: list[str]
     """Linears with activation order that are in no MLP."""
 
 
@@ -83,9 +81,10 @@ def read(folder: Path) -> Found:
             if tensor in tensors:
                 raise UserError(f"{folder}: tensor {tensor} is in {tensors[tensor].file} and in {name}")
             tensors[tensor] = stored
-    found = Found(folder, bits, zero_offset, tensors, _mlps(folder, tensors))
+    found = Found(folder, bits, zero_offset, dict(sorted(tensors.items(), key=lambda item: _natural(item[0]))), {}, [])
+    found.mlps.update(_mlps(folder, found.tensors))
     inside = {f"{at}.{linear}" for at, (first, second) in found.mlps.items() for linear in (*first, second)}
-    for name in sorted(tensors, key=_natural):
+    for name in found.tensors:
         linear, _, part = name.rpartition(".")
         if part == "g_idx" and linear not in inside and bool((_tensor(found, name).diff() < 0).any()):
             found.others.append(linear)
@@ -109,24 +108,18 @@ def run(
     examine(found, out, tp)
     report: dict[str, Any] = {"bits": found.bits, "mlps": [], "others": found.others}
     with _made_whole(out) as part:
-        _copy(found, part, progress)
+        for path in sorted(found.folder.iterdir()):  # links, of which a cache of downloads is made, become files
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, part / path.name)
+            progress(f"copied {path.name}")
         for at in found.mlps:
             before = load(found, at)
             after = fold(before, tp)
             error = _check(before, after, at) if check else None
             if after is not before:
                 _write(found, part, at, after)
-            report["mlps"].append(
-                {
-                    "name": at,
-                    "state": "was folded" if after is before else "folded",
-                    "k": before.first[0].k,
-                    "n": before.second.k,
-                    "group_size": before.second.group_size,
-                    "tp": tensor_parallel_sizes(before),
-                    "error": error,
-                }
-            )
+            state, (first, *_), second = "was folded" if after is before else "folded", before.first, before.second
+            sizes = {"k": first.k, "n": second.k, "group_size": second.group_size, "tp": tensor_parallel_sizes(before)}
+            report["mlps"].append({"name": at, "state": state, **sizes, "error": error})
             progress(f"folded {at}")
     return report
 
@@ -141,13 +134,13 @@ def examine(found: Found, out: Path, tp: int | None) -> None:
 
 def load(found: Found, at: str) -> MLP:
     """Read one MLP of a checkpoint."""
+
+    def linear(name: str) -> GPTQLinear:
+        parts = {part: _tensor(found, f"{name}.{part}") for part in PARTS if f"{name}.{part}" in found.tensors}
+        return GPTQLinear(**parts, bits=found.bits, zero_offset=found.zero_offset, name=name)
+
     first, second = found.mlps[at]
-    return MLP(tuple(_linear(found, f"{at}.{linear}") for linear in first), _linear(found, f"{at}.{second}"))
-
-
-def _linear(found: Found, name: str) -> GPTQLinear:
-    parts = {part: _tensor(found, f"{name}.{part}") for part in PARTS if f"{name}.{part}" in found.tensors}
-    return GPTQLinear(**parts, bits=found.bits, zero_offset=found.zero_offset, name=name)
+    return MLP(tuple(linear(f"{at}.{name}") for name in first), linear(f"{at}.{second}"))
 
 
 def _tensor(found: Found, name: str) -> torch.Tensor:
@@ -193,41 +186,31 @@ def _refuse_links(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON: {one_line(error)}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON object: {one_line(error)}") from None
 
 
 def _quantization(folder: Path) -> tuple[int, int]:
     """Return the bits, and what zero points are stored less."""
-    said: dict[str, dict[str, Any]] = {}
-    for name in CONFIGS:
-        if (folder / name).is_file():
-            whole = _json(folder / name)
-            config = whole.get("quantization_config") if name == "config.json" else whole
-            if isinstance(config, dict):
-                said[name] = config
+    said = {name: _json(folder / name) for name in ("quantize_config.json", "config.json") if (folder / name).is_file()}
+    said |= {name: config.get("quantization_config") for name, config in said.items() if name == "config.json"}
+    said = {name: config for name, config in said.items() if isinstance(config, dict)}
     if not said:
-        raise UserError(
-            f"{folder} is no GPTQ checkpoint: neither {CONFIGS[0]} nor config.json says how it was quantised"
-        )
+        neither = "neither quantize_config.json nor config.json says how it was quantised"
+        raise UserError(f"{folder} is no GPTQ checkpoint: {neither}")
     found: dict[str, Any] = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": None}
-    for key in found:
+    for key, default in found.items():
         values = {name: config[key] for name, config in said.items() if key in config}
-        (first, *others) = values.values() or [found[key]]
-        if any(other != first for other in others):
+        found[key] = next(iter(values.values()), default)
+        if any(other != found[key] for other in values.values()):
             differs = " and ".join(f"{key} {value!r} in {name}" for name, value in values.items())
             raise UserError(f"{folder} has {differs}; weights can be right by one of them alone: correct the other")
-        found[key] = first
     method, layout, bits = found.values()
     where = " and ".join(str(folder / name) for name in said)
     if method != "gptq" or layout not in ("gptq", "gptq_v2"):
-        raise UserError(
-            f"{where}: quant_method {method!r}, checkpoint_format {layout!r}; fold reads gptq in format gptq or gptq_v2"
-        )
+        others = f"quant_method {method!r}, checkpoint_format {layout!r}"
+        raise UserError(f"{where}: {others}; fold reads gptq in format gptq or gptq_v2")
     if bits not in BITS or not isinstance(bits, int):
         raise UserError(f"{where}: bits {bits!r}; can be one of {', '.join(map(str, BITS))}")
     return bits, 1 if layout == "gptq" else 0
@@ -268,12 +251,10 @@ def _header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         entries = json.loads(file.read(length))
-    base = 8 + length
-    found = {}
-    for name in names:
-        start, stop = entries[name]["data_offsets"]
-        found[name] = Stored(path.name, base + start, stop - start, tuple(entries[name]["shape"]))
-    return found
+    return {
+        name: Stored(path.name, 8 + length + entries[name]["data_offsets"][0], tuple(entries[name]["shape"]))
+        for name in names
+    }
 
 
 def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -282,8 +263,7 @@ def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str
         if (matched := NAMES.match(name)) is not None:
             linears.setdefault(matched["at"], {}).setdefault(matched["linear"], set()).add(matched["of"])
     found: dict[str, tuple[tuple[str, ...], str]] = {}
-    for at in sorted(linears, key=_natural):
-        there = linears[at]
+    for at, there in linears.items():
         if not any("qweight" in parts for parts in there.values()):
             continue  # not quantised: it has no order
         first, second = (("gate_proj", "up_proj"), "down_proj") if "down_proj" in there else (("c_fc",), "c_proj")
@@ -293,10 +273,8 @@ def _mlps(folder: Path, tensors: dict[str, Stored]) -> dict[str, tuple[tuple[str
             if missing:
                 raise UserError(f"{folder}: {at}.{linear} lacks {', '.join(missing)}; fold needs all linears of an MLP")
             if unknown := sorted(parts - PARTS.keys()):
-                raise UserError(
-                    f"{folder}: {at}.{linear}.{unknown[0]} is unknown and may depend on the order; known are "
-                    f"{', '.join(PARTS)}"
-                )
+                may = f"is unknown and may depend on the order; known are {', '.join(PARTS)}"
+                raise UserError(f"{folder}: {at}.{linear}.{unknown[0]} {may}")
         found[at] = (first, second)
     if not found:
         raise UserError(
@@ -350,16 +328,6 @@ def _made_whole(out: Path) -> Iterator[Path]:
             raise StorageError(f"{out} could not be written: {one_line(error)}") from error
 
 
-def _copy(found: Found, part: Path, progress: Progress) -> None:
-    """Copy the checkpoint byte for byte; links (a cache of downloads is made of them) become files."""
-    for path in sorted(found.folder.iterdir()):
-        if path.is_dir():
-            shutil.copytree(path, part / path.name)
-        else:
-            shutil.copyfile(path, part / path.name)
-        progress(f"copied {path.name}")
-
-
 def _write(found: Found, part: Path, at: str, mlp: MLP) -> None:
     """Write the folded tensors over the copied ones: all have the sizes and places they had."""
     first, second = found.mlps[at]
@@ -370,8 +338,6 @@ def _write(found: Found, part: Path, at: str, mlp: MLP) -> None:
                 continue
             stored = found.tensors[f"{at}.{name}.{of}"]
             data = tensor.contiguous().view(torch.uint8).numpy()
-            if data.nbytes != stored.nbytes:
-                raise AssertionError(f"{at}.{name}.{of}: {data.nbytes} bytes instead of {stored.nbytes}")
             with (part / stored.file).open("r+b") as file:
                 file.seek(stored.start)
                 file.write(data.tobytes())

@@ -15,10 +15,10 @@ Equal to the last bit but for the order in which FC2's products are added. Refus
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import linear as product
 from torch.nn.functional import silu
 
 from megatron_flux.errors import UserError
@@ -40,16 +40,8 @@ class MLP:
         """Raises UserError: linears that do not fit together."""
         for linear in self.first:
             if linear.n != self.second.k or linear.k != self.first[0].k:
-                hidden, inner = self.first[0].k, self.second.k
-                raise UserError(
-                    f"{linear.name} is {linear.k} to {linear.n}; beside {self.first[0].name}, of {hidden} inputs, and "
-                    f"{self.second.name}, of {inner}, it must be {hidden} to {inner}"
-                )
-
-
-def is_folded(mlp: MLP) -> bool:
-    """Return True if FC2's groups stand beside each other, so that there is nothing to do."""
-    return not mlp.second.has_activation_order()
+                must = f"beside {self.second.name} it must be {self.first[0].k} to {self.second.k}"
+                raise UserError(f"{linear.name} is {linear.k} to {linear.n}; {must}")
 
 
 def why_not(mlp: MLP, tp: int | None = None) -> str | None:
@@ -99,7 +91,7 @@ def fold(mlp: MLP, tp: int | None = None) -> MLP:
     """
     if (reason := why_not(mlp, tp)) is not None:
         raise NotFoldableError(reason)
-    if is_folded(mlp):
+    if not mlp.second.has_activation_order():
         return mlp
     order = mlp.second.order()
     return MLP(tuple(linear.with_columns(order) for linear in mlp.first), mlp.second.with_rows(order))
@@ -110,11 +102,13 @@ def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
     Which activation it is makes no difference to a fold: it works number by number.
     """
-    inner, *gates = (product(x.float(), linear.dequantize(), _float(linear.bias)) for linear in mlp.first)
-    inner = silu(inner)
-    for gate in gates:
-        inner = inner * gate
-    return product(inner, mlp.second.dequantize(), _float(mlp.second.bias))
+
+    def product(x: torch.Tensor, linear: GPTQLinear) -> torch.Tensor:
+        y = x @ linear.dequantize().t()
+        return y if linear.bias is None else y + linear.bias.float()
+
+    inner, *gates = (product(x.float(), linear) for linear in mlp.first)
+    return product(math.prod(gates, start=silu(inner)), mlp.second)
 
 
 def shard(mlp: MLP, rank: int, tp: int) -> MLP:
@@ -123,22 +117,15 @@ def shard(mlp: MLP, rank: int, tp: int) -> MLP:
     Raises:
         NotFoldableError: it is not folded, or ``tp`` does not divide.
     """
-    if not is_folded(mlp):
+    if mlp.second.has_activation_order():
         raise NotFoldableError(f"{mlp.second.name} has activation order; fold the MLP before ranks take their parts")
     if (reason := why_not(mlp, tp)) is not None:
         raise NotFoldableError(reason)
-    part = mlp.second.k // tp
-    columns = torch.arange(rank * part, (rank + 1) * part)
-    return MLP(tuple(linear.with_columns(columns) for linear in mlp.first), _rows(mlp.second, rank, tp))
-
-
-def _rows(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
-    """Rank ``rank``'s inputs of a linear whose groups are whole on every rank; the bias stays on rank 0."""
-    part, per = linear.k // tp, 32 // linear.bits
-    size = linear.k // linear.groups
+    linear, part = mlp.second, mlp.second.k // tp
     inputs = slice(rank * part, (rank + 1) * part)
+    per, size = 32 // linear.bits, linear.k // linear.groups
     groups = slice(inputs.start // size, -(-inputs.stop // size))
-    return replace(
+    rows = replace(
         linear,
         qweight=linear.qweight[inputs.start // per : inputs.stop // per],
         qzeros=linear.qzeros[groups],
@@ -146,7 +133,5 @@ def _rows(linear: GPTQLinear, rank: int, tp: int) -> GPTQLinear:
         g_idx=linear.g_idx[inputs] - groups.start,
         bias=linear.bias if rank == 0 else None,
     )
-
-
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float()
+    columns = torch.arange(inputs.start, inputs.stop)
+    return MLP(tuple(linear.with_columns(columns) for linear in mlp.first), rows)

@@ -19,6 +19,7 @@ tensor       shape                     content
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -29,23 +30,15 @@ BITS = (2, 4, 8)
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Return the numbers in ``packed`` (int32) as uint8, with ``32 / bits`` as many along ``dim`` (0 or 1)."""
-    per, (rows, columns) = 32 // bits, packed.shape
-    found = packed.new_empty((rows, per, columns) if dim == 0 else (rows, columns, per), dtype=torch.uint8)
-    # One number of each int32 at a time: all at once they are eight and more times the result.
-    for at in range(per):
-        found.select(1 if dim == 0 else 2, at).copy_((packed >> (bits * at)) & ((1 << bits) - 1))
-    return found.view(rows * per, columns) if dim == 0 else found.view(rows, columns * per)
+    parts = [((packed >> at) & ((1 << bits) - 1)).to(torch.uint8) for at in range(0, 32, bits)]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
 def pack(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Pack ``numbers`` below ``2 ** bits`` into int32 along ``dim``, whose size divides. The inverse of unpack."""
-    per, (rows, columns) = 32 // bits, numbers.shape
-    parts = numbers.reshape((-1, per, columns) if dim == 0 else (rows, -1, per)).unbind(1 if dim == 0 else 2)
-    found = parts[0].to(torch.int32)
-    for at in range(1, per):
-        # The last one's highest bit is the sign's: 2 ** 31 and more are the negative numbers of the same bits.
-        found |= parts[at].to(torch.int32) << (bits * at)
-    return found
+    parts = numbers.unflatten(dim, (-1, 32 // bits)).unbind(dim + 1)
+    # The last one's highest bit is the sign's: 2 ** 31 and more are the negative numbers of the same bits.
+    return reduce(torch.bitwise_or, (part.to(torch.int32) << (bits * at) for at, part in enumerate(parts)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,36 +58,27 @@ class GPTQLinear:
         """Raises UserError: shapes, dtypes or groups that do not belong together."""
         if self.bits not in BITS:
             raise UserError(f"{self.name}: {self.bits} bits; can be one of {', '.join(map(str, BITS))}")
-        if self.zero_offset not in (0, 1):
-            raise UserError(f"{self.name}: zero_offset {self.zero_offset}; 1 is format gptq, 0 is gptq_v2")
-        for name, tensor in (("qweight", self.qweight), ("qzeros", self.qzeros), ("scales", self.scales)):
-            if tensor.dim() != 2:
-                raise UserError(f"{self.name}: {name} has {tensor.dim()} dimensions, must have 2")
-        for name, tensor in (("qweight", self.qweight), ("qzeros", self.qzeros), ("g_idx", self.g_idx)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{self.name}: {name} is {tensor.dtype}, must be torch.int32")
-        if not self.scales.dtype.is_floating_point:
-            raise UserError(f"{self.name}: scales are {self.scales.dtype}, must be floating point")
-        per = 32 // self.bits
-        if self.n % per:
-            raise UserError(f"{self.name}: n = {self.n} must be a multiple of {per}, the zero points in a number")
-        expected = {"qzeros": (self.groups, self.n // per), "scales": (self.groups, self.n), "g_idx": (self.k,)}
-        if self.bias is not None:
-            expected["bias"] = (self.n,)
+        if self.qweight.dim() != 2 or self.scales.dim() != 2 or not self.k or self.n % (32 // self.bits):
+            shapes = f"qweight {list(self.qweight.shape)} and scales {list(self.scales.shape)}"
+            raise UserError(f"{self.name}: {shapes} must be [k / per, n] and [groups, n], per = {32 // self.bits}")
+        k, n, groups = self.k, self.n, self.groups
+        expected: dict[str, tuple[int, ...]] = {
+            "qweight": (k * self.bits // 32, n), "qzeros": (groups, n * self.bits // 32), "scales": (groups, n),
+            "g_idx": (k,), "bias": (n,),
+        }  # fmt: skip
         for name, shape in expected.items():
-            if (found := tuple(getattr(self, name).shape)) != shape:
-                raise UserError(
-                    f"{self.name}: {name} is {list(found)}, must be {list(shape)} beside qweight "
-                    f"{list(self.qweight.shape)} of {self.bits} bits and {self.groups} group(s)"
-                )
-        if not self.k:
-            raise UserError(f"{self.name}: qweight has no rows")
+            if (tensor := getattr(self, name)) is None:
+                continue
+            if name in ("qweight", "qzeros", "g_idx") and tensor.dtype != torch.int32:
+                raise UserError(f"{self.name}: {name} is {tensor.dtype}, must be torch.int32")
+            if name in ("scales", "bias") and not tensor.dtype.is_floating_point:
+                raise UserError(f"{self.name}: {name} is {tensor.dtype}, must be floating point")
+            if tuple(tensor.shape) != shape:
+                raise UserError(f"{self.name}: {name} is {list(tensor.shape)}, must be {list(shape)}, as qweight says")
         low, high = (int(found) for found in self.g_idx.aminmax())
-        if low < 0 or high >= self.groups:
-            raise UserError(
-                f"{self.name}: g_idx runs from {low} to {high}, must be within 0 and {self.groups - 1}: there are "
-                f"{self.groups} group(s) of scales"
-            )
+        if low < 0 or high >= groups:
+            within = f"must be within 0 and {groups - 1}: there are {groups} group(s) of scales"
+            raise UserError(f"{self.name}: g_idx runs from {low} to {high}, {within}")
 
     @property
     def k(self) -> int:
@@ -125,24 +109,17 @@ class GPTQLinear:
         """Return True if rows of a group do not stand beside each other."""
         return bool((self.g_idx.diff() < 0).any())
 
-    def integers(self) -> torch.Tensor:
-        """``q``, uint8 ``[k, n]``."""
-        return unpack(self.qweight, self.bits, 0)
-
-    def zeros(self) -> torch.Tensor:
-        """``z``, int32 ``[groups, n]``."""
-        # Stored minus one they wrap: 0 is stored as the largest number. AutoGPTQ's kernels read that as 2**bits.
-        return unpack(self.qzeros, self.bits, 1).to(torch.int32) + self.zero_offset
-
     def dequantize(self) -> torch.Tensor:
-        """``W`` in torch's layout, fp32 ``[n, k]``."""
+        """Return ``W`` in torch's layout, fp32 ``[n, k]``."""
         groups = self.g_idx.long()
-        weight = self.integers().to(torch.float32) - self.zeros()[groups].to(torch.float32)
-        return (weight * self.scales.to(torch.float32)[groups]).t().contiguous()
+        # Stored minus one zero points wrap: 0 is stored as the largest number. AutoGPTQ's kernels read that as 2**bits.
+        zeros = unpack(self.qzeros, self.bits, 1).float() + self.zero_offset
+        weight = unpack(self.qweight, self.bits, 0).float() - zeros[groups]
+        return (weight * self.scales.float()[groups]).t().contiguous()
 
     def with_rows(self, order: torch.Tensor) -> GPTQLinear:
         """Return the linear that takes inputs ``x[:, order]`` and has the same outputs."""
-        rows = pack(self.integers()[order], self.bits, 0)
+        rows = pack(unpack(self.qweight, self.bits, 0)[order], self.bits, 0)
         return replace(self, qweight=rows, g_idx=self.g_idx[order].contiguous())
 
     def with_columns(self, order: torch.Tensor) -> GPTQLinear:

@@ -69,7 +69,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
-    found = data.prepared(run)
+    found = data.prepare(run)
     text = data.text_of(run, found)
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"

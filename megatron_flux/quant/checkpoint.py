@@ -193,7 +193,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _quantization(folder: Path) -> tuple[int, int]:
     """Return the bits, and what zero points are stored less."""
-    said = {name: _json(folder / name) for name in ("quantize_config.json", "config.json") if (folder / name).is_file()}
+    said: dict[str, Any] = {
+        name: _json(folder / name) for name in ("quantize_config.json", "config.json") if (folder / name).is_file()
+    }
     said |= {name: config.get("quantization_config") for name, config in said.items() if name == "config.json"}
     said = {name: config for name, config in said.items() if isinstance(config, dict)}
     if not said:

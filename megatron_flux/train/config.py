@@ -25,7 +25,7 @@ from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.train import tokenizer
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
-from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions, Wire, check_keep
+from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions, Wire
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128
@@ -63,7 +63,6 @@ class RunConfig(RunOptions):
     device: Literal["cuda", "cpu"]
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
-    keep_gathered_bytes: int | None = None  # type: ignore[assignment]
     world_size: int
     tp: int
     dp: int
@@ -130,8 +129,7 @@ def resolve(
     flux = getattr(options, "flux", True)
     _check_backends(options, device, precision)
     wires = _checked_wires(options, device)
-    if options.transformer_impl == "transformer_engine":
-        _check_transformer_engine(device, "--transformer-impl transformer_engine", "use --transformer-impl local")
+    _check_transformer_engine(options, device, precision)
     pp = options.pp
     tp = options.tp or (1 if world_size % pp else world_size // pp)
     if world_size % (tp * pp):
@@ -139,20 +137,18 @@ def resolve(
         raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":
-        _check_cuda_graphs(options, device, precision, beside=pp * dp if tp > 1 else 1)
+        _check_cuda_graphs(options, device, beside=pp * dp if tp > 1 else 1)
     if options.strict and flux and tp == 1:
         raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
     shape = _with_vocabulary(_shape(options, preset.shape), options)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size
     if options.fp8 is not None:
-        _check_fp8(options, device, precision)
         check_fp8(options.fp8, shape, tp, micro * shape.seq_length, tp if options.sequence_parallel else 1)
     batch = options.global_batch_size or micro * dp * preset.micro_batches
     if batch % (micro * dp):
-        raise UserError(
-            f"global batch size {batch} must be a multiple of {micro * dp}: micro-batches of {micro} x dp {dp}"
-        )
+        of = f"{micro * dp}: micro-batches of {micro} x dp {dp}"
+        raise UserError(f"global batch size {batch} must be a multiple of {of}")
     lr, decay = options.lr or preset.lr, options.lr_decay_steps
     if options.min_lr > lr:
         raise UserError(f"min_lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
@@ -170,8 +166,7 @@ def resolve(
         warmup = min(5, max(1, steps // 10), steps - 1) if warmup is None else warmup
         if warmup >= steps:
             raise UserError(f"warmup_steps {warmup} must be fewer than the steps {steps}, or nothing is timed")
-        block = min(options.block_steps or max(1, round(steps / 8)), steps)
-        values |= {"block_steps": block, "warmup_steps": warmup}
+        values |= {"block_steps": min(options.block_steps or max(1, round(steps / 8)), steps), "warmup_steps": warmup}
     fusion = options.gradient_accumulation_fusion
     values |= {
         "command": "compare" if isinstance(options, CompareOptions) else "train",
@@ -210,10 +205,7 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
         # The step ahead of them starts the profiler.
         raise UserError(f"--profile-steps {given} must lie in the steps 2 to {steps}, the first not behind the last")
     if block_steps is not None and (first - 2) // block_steps != (last - 1) // block_steps:
-        begin = (first - 1) // block_steps * block_steps + 2
-        end = min(begin + block_steps - 2, steps)
-        use = f"use {begin}-{end} or fewer, or more" if begin <= end else "use more"
-        block = f"within one block of {block_steps} steps; {use} block_steps"
+        block = f"within one block of {block_steps} steps; give fewer, or more block_steps"
         raise UserError(f"--profile-steps {given} with the step ahead of them must lie {block}")
     return first, last
 
@@ -232,7 +224,9 @@ def _check_backends(options: TrainOptions | CompareOptions, device: str, precisi
 
 def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires:
     """Return the wire formats; refuse links and formats that this run could not use."""
-    check_keep(options)
+    if options.keep_gathered is False and options.keep_gathered_bytes is not None:
+        given = f"keep_gathered_bytes {options.keep_gathered_bytes} with keep_gathered false"
+        raise UserError(f"{given}: nothing is kept; leave one of them out")
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)
@@ -250,27 +244,30 @@ def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
     return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
 
 
-def _check_transformer_engine(device: str, given: str, instead: str) -> None:
-    if device != "cuda":
-        raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
-    if importlib.util.find_spec("transformer_engine") is None:
-        needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
-        raise UserError(f"{given} needs {needs}, or {instead}")
-
-
-def _check_fp8(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
-    assert options.fp8 is not None  # noqa: S101
-    given = f"--fp8-recipe {options.fp8}"
-    if options.transformer_impl != "transformer_engine":
-        raise UserError(f"{given} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
-    _check_transformer_engine(device, given, "leave it out")
-    if precision != "bf16":
-        raise UserError(f"{given} needs bf16 around the linears, this run is {precision}; leave precision out")
-    if torch.cuda.is_available():  # else this is where jobs are written
+def _check_transformer_engine(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
+    """Check what its layers, FP8 recipes and CUDA graphs need."""
+    te, fp8, graphs = "transformer_engine", f"--fp8-recipe {options.fp8}", "cuda_graph_impl transformer_engine"
+    if options.fp8 is not None and options.transformer_impl != te:
+        raise UserError(f"{fp8} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
+    asked = []
+    if options.transformer_impl == te:
+        asked.append(("--transformer-impl transformer_engine", "use --transformer-impl local"))
+    if options.cuda_graph_impl == te:
+        asked.append((graphs, "use cuda_graph_impl local"))
+    for given, instead in asked:
+        if device != "cuda":
+            raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
+        if importlib.util.find_spec("transformer_engine") is None:
+            needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
+            raise UserError(f"{given} needs {needs}, or {instead}")
+    for given, asks in ((fp8, options.fp8 is not None), (graphs, options.cuda_graph_impl == te)):
+        if asks and precision != "bf16":
+            raise UserError(f"{given} needs bf16, this run is {precision}; leave precision out")
+    if options.fp8 is not None and torch.cuda.is_available():  # else this is where jobs are written
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 
 
-def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, precision: str, *, beside: int) -> None:
+def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, *, beside: int) -> None:
     """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
     given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":
@@ -283,10 +280,6 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, prec
             f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
             "megatron-flux train with and without --no-flux, and megatron-flux report RUN OTHER --out FOLDER for both"
         )
-    if options.cuda_graph_impl == "transformer_engine":
-        _check_transformer_engine(device, given, "use cuda_graph_impl local")
-        if precision != "bf16":
-            raise UserError(f"{given} needs bf16, this run is {precision}; use cuda_graph_impl local")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)

@@ -11,17 +11,16 @@ have written, and builds the rest again under a name with the user's number.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -68,40 +67,32 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
     return sorted({file for path in paths for file in _text_files(path, only_python=not data)})
 
 
-def prepare(
-    data: list[Path], cache: Path | None, vocab_size: int, with_tokenizer: tuple[tokenizer.Kind, Path] | None = None
-) -> Corpus:
-    """Return the indexed dataset for ``data``, tokenized now if it is not in the cache.
+def prepare(config: RunConfig) -> Corpus:
+    """Return the indexed dataset of a run's text, tokenized now if it is not in the cache, with its indices made.
 
-    Raises UserError: tokens outside the vocabulary, or no text.
+    Call it before there are process groups, in which megatron-core has ranks wait for the first one. Raises UserError:
+    tokens outside the vocabulary, or no text.
     """
-    sources = find_sources(data)
+    sources, vocab_size = find_sources(config.data), config.shape.vocab_size
+    with_tokenizer = config.text_tokenizer
     if isinstance(sources, Path):
-        return _check_pair(sources, vocab_size)
-    if with_tokenizer is None and vocab_size < _BYTE_VOCAB_SIZE:
+        corpus = _check_pair(sources, vocab_size)
+    elif with_tokenizer is None and vocab_size < _BYTE_VOCAB_SIZE:
         needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
         raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
-    prefix = _tokenized(sources, cache_folder(cache), with_tokenizer)
-    return _check_pair(prefix, vocab_size)._replace(is_bytes=with_tokenizer is None)
-
-
-def prepared(config: RunConfig) -> Corpus:
-    """Return :func:`prepare` for a run, with its indices made.
-
-    Before there are process groups, in which megatron-core has ranks wait for the first one.
-    """
-    corpus = prepare(config.data, config.data_cache, config.shape.vocab_size, config.text_tokenizer)
+    else:
+        prefix = _tokenized(sources, cache_folder(config.data_cache), with_tokenizer)
+        corpus = _check_pair(prefix, vocab_size)._replace(is_bytes=with_tokenizer is None)
     _indices(config, corpus)
     return corpus
 
 
 def text_of(config: RunConfig, corpus: Corpus) -> Text:
     """Return what identifies the text of a run."""
-    by = "bytes" if corpus.is_bytes else ""
-    if config.text_tokenizer is not None:
-        by = tokenizer.fingerprint(*config.text_tokenizer)
-    digest = fingerprint(corpus)
-    return Text(name=name_of(config.data), length=corpus.tokens, sha256=digest, split=config.split, tokenizer=by)
+    kind = "bytes" if corpus.is_bytes else ""
+    by = kind if config.text_tokenizer is None else tokenizer.fingerprint(*config.text_tokenizer)
+    name, digest = name_of(config.data), fingerprint(corpus)
+    return Text(name=name, length=corpus.tokens, sha256=digest, split=config.split, tokenizer=by)
 
 
 def fingerprint(corpus: Corpus) -> str:
@@ -128,13 +119,10 @@ def name_of(data: list[Path]) -> str:
 def _pair_prefix(path: Path) -> Path | None:
     """Return the common prefix if ``path`` names a pair: by prefix, by its .bin or by its .idx."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    present = [suffix for suffix in (".bin", ".idx") if Path(f"{prefix}{suffix}").is_file()]
-    if len(present) == 2:
-        return prefix
-    if present and (path != prefix or not path.exists()):
-        missing = ".idx" if present == [".bin"] else ".bin"
-        raise UserError(f"--data {path}: {prefix}{missing} is missing; a dataset is a pair of .bin and .idx")
-    return None
+    missing = [suffix for suffix in (".bin", ".idx") if not Path(f"{prefix}{suffix}").is_file()]
+    if len(missing) == 1 and (path != prefix or not path.exists()):
+        raise UserError(f"--data {path}: {prefix}{missing[0]} is missing; a dataset is a pair of .bin and .idx")
+    return None if missing else prefix
 
 
 def _text_files(path: Path, *, only_python: bool) -> list[Path]:
@@ -161,15 +149,12 @@ def _is_text(path: Path) -> bool:
 
 def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> Path:
     """Return the prefix of the pair in the cache."""
-    digest = hashlib.sha256()
-    if with_tokenizer is not None:
-        digest.update(tokenizer.fingerprint(*with_tokenizer).encode())
+    digest = hashlib.sha256(b"" if with_tokenizer is None else tokenizer.fingerprint(*with_tokenizer).encode())
     for file in files:
         status = file.stat()
         digest.update(os.fsencode(file.resolve()) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     name = f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
-    by = None if with_tokenizer is None else functools.partial(tokenizer.load, *with_tokenizer)
-    return _cached(cache, name, lambda folder: _build(files, folder / "text", by() if by else None)) / "text"
+    return _cached(cache, name, lambda folder: _build(files, folder / "text", with_tokenizer)) / "text"
 
 
 def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
@@ -192,8 +177,7 @@ def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
     except TimeoutError as error:
         raise UserError(f"{error} for 10 minutes; end it or set data_cache") from None
     except OSError as error:
-        cause = error.strerror or error  # NumPy gives words alone
-        said = f"the data cache {cache} cannot be written: {cause}"
+        said = f"the data cache {cache} cannot be written: {error.strerror or error}"  # NumPy gives words alone
         raise UserError(f"{said}; make room, or set data_cache") from None
     if not _is_own(folder):
         raise UserError(f"{folder} can be written by another user than this one and root; remove it or set data_cache")
@@ -225,9 +209,10 @@ def _fill(folder: Path, build: Callable[[Path], object]) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _build(files: list[Path], prefix: Path, by: tokenizer.Tokenizer | None) -> None:
+def _build(files: list[Path], prefix: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> None:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+    by = None if with_tokenizer is None else tokenizer.load(*with_tokenizer)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(by.vocab_size) if by else np.uint16)
     for file in files:
         if by is None:
@@ -270,16 +255,16 @@ def _check_index(index: Any, itemsize: int) -> int:
     lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
     end = 0
     for first in range(0, len(lengths), _CHECKED_SEQUENCES):
-        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64)
-        behind = end + np.cumsum(part * itemsize)
-        begins, end = behind - part * itemsize, int(behind[-1])
+        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64) * itemsize
+        begins = end + np.cumsum(part) - part
         wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
         if wrong.any():
-            at = int(wrong.argmax())
-            if part[at] < 0:
-                raise ValueError(f"sequence {first + at} has length {part[at]}")
-            pointer = pointers[first + at]
-            raise ValueError(f"sequence {first + at} should begin at byte {begins[at]} of the .bin, not at {pointer}")
+            at = first + int(wrong.argmax())
+            if lengths[at] < 0:
+                raise ValueError(f"sequence {at} has length {lengths[at]}")
+            should = f"should begin at byte {begins[at - first]} of the .bin"
+            raise ValueError(f"sequence {at} {should}, not at {pointers[at]}")
+        end += int(part.sum())
     if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
         raise ValueError("its documents' ends do not ascend from 0")
     return end // itemsize
@@ -305,21 +290,8 @@ def _indices(config: RunConfig, corpus: Corpus) -> Path:
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
     order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
-    digest = hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()
-    return _cached(
-        cache_folder(config.data_cache), f"indices-{digest[:16]}", lambda folder: _datasets(config, corpus, folder)
-    )
-
-
-@contextmanager
-def _no_pickles() -> Iterator[None]:
-    """Make NumPy load no pickle, which can run any code: megatron-core allows them in its index files."""
-    load = np.load
-    np.load = lambda *given, **more: load(*given, **{**more, "allow_pickle": False})
-    try:
-        yield
-    finally:
-        np.load = load
+    name = f"indices-{hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()[:16]}"
+    return _cached(cache_folder(config.data_cache), name, lambda folder: _datasets(config, corpus, folder))
 
 
 def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
@@ -342,8 +314,10 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
         create_attention_mask=False,  # attention is causal by construction in every spec used here
     )
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
+    load = np.load
     try:
-        with _no_pickles():
+        # megatron-core allows pickles in its index files, which can run any code.
+        with mock.patch.object(np, "load", lambda *given, **more: load(*given, **{**more, "allow_pickle": False})):
             parts = builder.build()
     except (ValueError, EOFError) as error:  # NumPy's, of a file that is no array
         raise UserError(f"{indices} is damaged: {one_line(error)}; remove it") from None

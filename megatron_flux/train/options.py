@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import ByteSize
 
-from megatron_flux.config import number_of_bytes
-from megatron_flux.errors import UserError
 from megatron_flux.options import Options, option
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS
 
 Wire = Literal["exact", "fp8", "int8"]
+
+_in_file = partial(option, file_only=True)
 
 
 class LinkOptions(Options):
@@ -36,40 +37,29 @@ class LinkOptions(Options):
 class GradWireOptions(LinkOptions):
     """The same, where forward and backward may differ."""
 
-    grad_wire: Wire | None = option(
-        None, "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire.", file_only=True
+    grad_wire: Wire | None = _in_file(
+        None, "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
     )
 
 
-class LayerLinkOptions(GradWireOptions):
-    """The same for whole layers, forward and backward."""
+class FluxOptions(GradWireOptions):
+    """How flux layers run."""
 
-    keep_gathered: bool | None = option(
-        None,
-        "Keep the gathered inputs of column-parallel layers for wgrad instead of gathering them again. Default: where "
-        "the link is slow.",
-        file_only=True,
+    backend: str = option("auto", "Operator backend of flux layers: auto, or one by name.")
+    forward_backend: str | None = _in_file(None, "Operator backend of forward, if another.")
+    dgrad_backend: str | None = _in_file(None, "Operator backend of dgrad, if another.")
+    wgrad_backend: str | None = _in_file(None, "Backend of the gather for wgrad, if another.")
+    layer_backend: list[str] = _in_file(
+        [], "NAMES=BACKEND for some layers: '*.mlp.*=reference', 'output_layer=stock'. Repeatable."
     )
-    keep_gathered_bytes: str | None = option(
-        None,
-        "How much a process may keep so, such as 8GB. Default: a quarter of the GPU memory that the first step leaves; "
-        "on CPUs no limit.",
-        file_only=True,
+    gather_ahead: bool = _in_file(True, "In backward, gather a column layer's input beside the wgrad of the row layer.")
+    keep_gathered: bool | None = _in_file(
+        None, "Keep gathered inputs for wgrad, do not gather them again. Default: where the link is slow."
     )
-
-    @field_validator("keep_gathered_bytes", mode="before")
-    @classmethod
-    def _in_bytes(cls, given: str | int | None) -> str | None:
-        return None if given is None else str(number_of_bytes(given, "keep_gathered_bytes"))
-
-
-def check_keep(given: LayerLinkOptions) -> None:
-    """Refuse a budget for nothing."""
-    if given.keep_gathered is False and given.keep_gathered_bytes is not None:
-        raise UserError(
-            f"keep_gathered_bytes {given.keep_gathered_bytes} with keep_gathered false: nothing is kept; leave one of "
-            "them out"
-        )
+    keep_gathered_bytes: ByteSize | None = _in_file(
+        None, "How much a process may keep so, as 8GB. Default: a quarter of what the first step leaves; CPUs: all."
+    )
+    strict: bool = option(False, "An error where a layer cannot run flux, instead of stock.")
 
 
 class ModelOptions(Options):
@@ -85,12 +75,8 @@ class ModelOptions(Options):
     ffn_hidden_size: int | None = option(None, "MLP hidden size, instead of the preset's.", ge=1)
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=2)
     vocab_size: int | None = option(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
-    activation: Literal["gelu", "swiglu"] | None = option(
-        None, "MLP activation, instead of the preset's.", file_only=True
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] | None = option(
-        None, "Norm, instead of the preset's.", file_only=True
-    )
+    activation: Literal["gelu", "swiglu"] | None = _in_file(None, "MLP activation, instead of the preset's.")
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = _in_file(None, "Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "local", "Layers of megatron-core's local spec, or of its TransformerEngine spec (GPUs)."
     )
@@ -99,19 +85,9 @@ class ModelOptions(Options):
         "FP8 recipe of the layers' linears (bf16, --transformer-impl transformer_engine). Has trained at TP 2.",
         long="fp8-recipe",
     )
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = option(
-        "none",
-        "CUDA graphs of layers: megatron-core's own or TransformerEngine's (bf16). GPUs, train only.",
-        file_only=True,
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _in_file(
+        "none", "CUDA graphs of layers: megatron-core's own or TransformerEngine's (bf16). GPUs, train only."
     )
-
-
-class ProcessOptions(Options):
-    """On how many processes."""
-
-    group: ClassVar[str] = "Parallelism"
-
-    nproc: int | None = option(None, "Processes to start on this machine. Default: one per GPU, or 2 on a CPU.", ge=1)
 
 
 class ParallelOptions(Options):
@@ -124,10 +100,18 @@ class ParallelOptions(Options):
     )
     pp: int = option(1, "Pipeline-parallel size; the rest is data parallel.", long="pipeline-model-parallel-size", ge=1)
     sequence_parallel: bool = option(True, "Split the sequence over tp between the linears.")
-    distributed_optimizer: bool = option(
-        True, "Shard the optimizer state over data parallel.", long="use-distributed-optimizer", file_only=True
+    distributed_optimizer: bool = _in_file(
+        True, "Shard the optimizer state over data parallel.", long="use-distributed-optimizer"
     )
-    overlap_grad_reduce: bool = option(False, "Overlap the gradient reduction with backward.", file_only=True)
+    overlap_grad_reduce: bool = _in_file(False, "Overlap the gradient reduction with backward.")
+
+
+class ProcessOptions(Options):
+    """On how many processes."""
+
+    group: ClassVar[str] = "Parallelism"
+
+    nproc: int | None = option(None, "Processes to start on this machine. Default: one per GPU, or 2 on a CPU.", ge=1)
 
 
 class LearningOptions(Options):
@@ -139,24 +123,22 @@ class LearningOptions(Options):
     global_batch_size: int | None = option(None, "Sequences per step over all ranks. Default: by the preset.", ge=1)
     steps: int = option(100, "Steps to train to, counted from the start of training.", long="train-iters", ge=1)
     lr: float | None = option(None, "Learning rate. Default: the preset's.", gt=0)
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.", ge=0, file_only=True)
-    lr_warmup_steps: int = option(0, "Steps of linear warm-up.", long="lr-warmup-iters", ge=0, file_only=True)
-    lr_decay_steps: int | None = option(
-        None, "Steps of cosine decay to min_lr. Default: constant.", long="lr-decay-iters", ge=1, file_only=True
+    min_lr: float = _in_file(0.0, "Learning rate at the end of the decay.", ge=0)
+    lr_warmup_steps: int = _in_file(0, "Steps of linear warm-up.", long="lr-warmup-iters", ge=0)
+    lr_decay_steps: int | None = _in_file(
+        None, "Steps of cosine decay to min_lr. Default: constant.", long="lr-decay-iters", ge=1
     )
-    weight_decay: float = option(0.01, "AdamW weight decay.", ge=0, file_only=True)
-    clip_grad: float = option(1.0, "Gradient norm to clip at; 0 is off.", ge=0, file_only=True)
-    dropout: float = option(0.0, "Dropout of attention and hidden states.", ge=0, lt=1, file_only=True)
+    weight_decay: float = _in_file(0.01, "AdamW weight decay.", ge=0)
+    clip_grad: float = _in_file(1.0, "Gradient norm to clip at; 0 is off.", ge=0)
+    dropout: float = _in_file(0.0, "Dropout of attention and hidden states.", ge=0, lt=1)
     seed: int = option(1234, "Seed of weights, data order and dropout.", ge=1)
-    precision: Literal["fp32", "bf16"] | None = option(
-        None, "Of parameters and activations. Default: bf16 on GPUs, fp32 on a CPU.", file_only=True
+    precision: Literal["fp32", "bf16"] | None = _in_file(
+        None, "Of parameters and activations. Default: bf16 on GPUs, fp32 on a CPU."
     )
     recompute: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation.", long="recompute-granularity"
     )
-    gradient_accumulation_fusion: bool | None = option(
-        None, "wgrad adds to the fp32 gradient. Default: on GPUs.", file_only=True
-    )
+    gradient_accumulation_fusion: bool | None = _in_file(None, "wgrad adds to the fp32 gradient. Default: on GPUs.")
 
 
 class DataOptions(Options):
@@ -175,30 +157,11 @@ class DataOptions(Options):
     tokenizer_model: Path | None = option(
         None, "Tokenizer file, or a Hugging Face model's folder; its vocabulary becomes the model's."
     )
-    data_cache: Path | None = option(
+    data_cache: Path | None = _in_file(
         None,
         "Folder of tokenized text. Default: the user's cache folder, or MEGATRON_FLUX_CACHE.",
         long="data-cache-path",
-        file_only=True,
     )
-
-
-class FluxOptions(Options):
-    """How flux layers run."""
-
-    group: ClassVar[str] = "Flux"
-
-    backend: str = option("auto", "Operator backend of flux layers: auto, or one by name.")
-    forward_backend: str | None = option(None, "Operator backend of forward, if another.", file_only=True)
-    dgrad_backend: str | None = option(None, "Operator backend of dgrad, if another.", file_only=True)
-    wgrad_backend: str | None = option(None, "Backend of the gather for wgrad, if another.", file_only=True)
-    layer_backend: list[str] = option(
-        [], "NAMES=BACKEND for some layers: '*.mlp.*=reference', 'output_layer=stock'. Repeatable.", file_only=True
-    )
-    gather_ahead: bool = option(
-        True, "In backward, gather a column layer's input beside the wgrad of the row layer.", file_only=True
-    )
-    strict: bool = option(False, "An error where a layer cannot run flux, instead of stock.")
 
 
 class FolderOptions(Options):
@@ -206,9 +169,7 @@ class FolderOptions(Options):
 
     group: ClassVar[str] = "Run"
 
-    timeout: float = option(
-        600.0, "Seconds after which a collective without its peers is an error.", gt=0, file_only=True
-    )
+    timeout: float = _in_file(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
     out: Path | None = option(None, "Run folder. Default: runs/<time>-<command>-<preset>.")
     overwrite: bool = option(False, "Replace an earlier run in --out, and the checkpoints that it left in --save.")
 
@@ -218,26 +179,22 @@ class MetricsOptions(Options):
 
     group: ClassVar[str] = "Metrics"
 
-    log_interval: int = option(1, "Steps between log lines.", ge=1, file_only=True)
-    sample_interval: int = option(
-        10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0, file_only=True
-    )
+    log_interval: int = _in_file(1, "Steps between log lines.", ge=1)
+    sample_interval: int = _in_file(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
     profile_steps: str | None = option(None, "Steps to trace with torch.profiler, as 5-7 (from the start of training).")
-    nvtx: bool = option(
-        False, "Name operators for nsys; with profile_steps nsys captures, not torch.profiler.", file_only=True
-    )
+    nvtx: bool = _in_file(False, "Name operators for nsys; with profile_steps nsys captures, not torch.profiler.")
     tensorboard_dir: Path | None = option(None, "Mirror the metrics to TensorBoard, below this folder.")
     wandb: Literal["disabled", "offline", "online", "auto"] = option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
-    wandb_project: str | None = option(
-        None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux.", file_only=True
+    wandb_project: str | None = _in_file(
+        None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux."
     )
-    wandb_group: str | None = option(
-        None, "wandb group. Default: WANDB_RUN_GROUP, else one of this job or run alone.", file_only=True
+    wandb_group: str | None = _in_file(
+        None, "wandb group. Default: WANDB_RUN_GROUP, else one of this job or run alone."
     )
-    wandb_tags: list[str] = option([], "wandb tags, beside the preset. Default: WANDB_TAGS.", file_only=True)
-    wandb_ranks: bool = option(False, "Send every rank's figures to wandb, too.", file_only=True)
+    wandb_tags: list[str] = _in_file([], "wandb tags, beside the preset. Default: WANDB_TAGS.")
+    wandb_ranks: bool = _in_file(False, "Send every rank's figures to wandb, too.")
 
 
 class EvalOptions(Options):
@@ -250,36 +207,28 @@ class EvalOptions(Options):
         "Steps between validation losses, on 3 % of the documents, which training leaves out. Default: none.",
         ge=1,
     )
-    eval_iters: int | None = option(None, "Global batches of each. Default: 10.", ge=1, file_only=True)
+    eval_iters: int | None = _in_file(None, "Global batches of each. Default: 10.", ge=1)
 
 
-class SaveOptions(EvalOptions):
+class SaveOptions(Options):
     """Checkpoints."""
 
     group: ClassVar[str] = "Checkpoints"
 
     save: Path | None = option(
-        None,
-        "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and SIGUSR1, and, of train, at the end.",
+        None, "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and SIGUSR1, and, of train, at the end."
     )
     save_interval: int | None = option(
         None, "Steps between checkpoints; 0: none but when stopped, not at the end either.", ge=0
     )
-    save_keep: int | None = option(None, "Newest checkpoints to keep. Default: all.", ge=1, file_only=True)
+    save_keep: int | None = _in_file(None, "Newest checkpoints to keep. Default: all.", ge=1)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
-    other_data: bool = option(False, "Resume on another text than the checkpoint was trained on.", file_only=True)
+    other_data: bool = _in_file(False, "Resume on another text than the checkpoint was trained on.")
 
 
 class RunOptions(
-    SaveOptions,
-    MetricsOptions,
-    FolderOptions,
-    LayerLinkOptions,
-    FluxOptions,
-    DataOptions,
-    LearningOptions,
-    ParallelOptions,
+    SaveOptions, EvalOptions, MetricsOptions, FolderOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
 ):
     """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 
@@ -297,14 +246,11 @@ class CompareOptions(RunOptions, ProcessOptions, ModelOptions):
 
     group: ClassVar[str] = "Comparison"
 
-    block_steps: int | None = option(
-        None, "Steps of one side before the other's (A B B A). Default: about eight blocks each.", ge=1, file_only=True
+    block_steps: int | None = _in_file(
+        None, "Steps of one side before the other's (A B B A). Default: about eight blocks each.", ge=1
     )
-    warmup_steps: int | None = option(
-        None,
-        "First steps of each side left out of the timing. Default: a tenth, between 1 and 5.",
-        ge=0,
-        file_only=True,
+    warmup_steps: int | None = _in_file(
+        None, "First steps of each side left out of the timing. Default: a tenth, between 1 and 5.", ge=0
     )
     loss_tolerance: float | None = option(
         None,

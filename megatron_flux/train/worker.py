@@ -62,7 +62,7 @@ def _no_meeting(cause: str, timeout: float) -> str:
 @contextmanager
 def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
     """Open what a run needs on this rank: data, process groups, shims; yields ``(datasets, device)``."""
-    corpus = data.prepared(config)
+    corpus = data.prepare(config)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:
         yield data.build_datasets(config, corpus), device

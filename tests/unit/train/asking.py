@@ -30,4 +30,4 @@ def slowly_save(path: str, *given: Any, **more: Any) -> None:
 if __name__ == "__main__":
     data._build, numpy.save = slowly_build, slowly_save
     run = run_on(*map(Path, sys.argv[1:]))
-    print(data.build_datasets(run, data.prepared(run)).train[0]["tokens"].tolist())
+    print(data.build_datasets(run, data.prepare(run)).train[0]["tokens"].tolist())

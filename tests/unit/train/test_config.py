@@ -47,7 +47,7 @@ def resolve(
         ("cuda", {**GRAPHS, "wgrad_backend": "pipelined"}, "'pipelined', which cannot be captured"),
         ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         ("cuda", {**FP8, "transformer_impl": "local"}, "is of TransformerEngine's layers; give --transformer-impl"),
-        ("cuda", {**FP8, "precision": "fp32"}, "needs bf16 around the linears, this run is fp32"),
+        ("cuda", {**FP8, "precision": "fp32"}, "needs bf16, this run is fp32"),
         ("cuda", {**FP8, "fp8": "blockwise", "seq_length": 2112}, "tokens of a micro-batch 2112 must be a multiple of"),
     ],
 )
@@ -157,7 +157,7 @@ def test_fp8_needs_a_gpu_that_has_it(
     [
         ("5-", None, "'5-' is not of the form 5-7"),
         ("12-13", None, "in the steps 2 to 12"),
-        ("4-5", 3, "use 5-6 or fewer, or more block_steps"),
+        ("4-5", 3, "within one block of 3 steps; give fewer, or more block_steps"),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, message: str) -> None:

@@ -40,7 +40,7 @@ def test_text_becomes_tokens_once(pieces: Path, tmp_path: Path) -> None:
     (tmp_path / "text" / "b").write_text(TEXT)
     run = resolved(pieces, data=[tmp_path / "text"], data_cache=tmp_path / "cache", seq_length=8)
     assert (run.shape.vocab_size, run.padded_vocab_size) == (60, 256)
-    found = data.prepared(run)
+    found = data.prepare(run)
     dataset = IndexedDataset(str(found.prefix))
     read = tokenizer.load("SentencePieceTokenizer", pieces)
     assert [int(n) for n in dataset[0]] == [*read.encode("the lazy fox"), read.end_of_document]
@@ -49,9 +49,9 @@ def test_text_becomes_tokens_once(pieces: Path, tmp_path: Path) -> None:
     other = pieces.with_name("other.model")
     other.write_bytes(pieces.read_bytes())
     run = resolved(other, data=[tmp_path / "text"], data_cache=tmp_path / "cache", seq_length=8)
-    again = data.prepared(run)
+    again = data.prepare(run)
     assert again.prefix != found.prefix, "another tokenizer"
-    assert data.prepared(run) == again
+    assert data.prepare(run) == again
 
 
 def test_a_hugging_face_folder_or_its_file(tmp_path: Path) -> None:

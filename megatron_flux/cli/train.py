@@ -54,11 +54,12 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     from megatron_flux.train import checkpoint_access, data, description, fp8, worker
 
     run = resolved(command, options)
-    checkpoint_access.check_resume(run)
-    if saved := checkpoint_access.inherited(run):
-        left_open = saved.keys() & type(options).model_fields.keys() - options.model_fields_set
-        run = resolved(command, options.model_copy(update={name: saved[name] for name in left_open}))
-    changed = [f"{name} {now}, not {then}" for name, then in saved.items() if (now := getattr(run, name)) != then]
+    saved = checkpoint_access.check_resume(run)
+    inherited = {name: saved[name] for name in checkpoint_access.INHERITED if name in saved}
+    left_open = inherited.keys() & type(options).model_fields.keys() - options.model_fields_set
+    if left_open:
+        run = resolved(command, options.model_copy(update={name: inherited[name] for name in left_open}))
+    changed = [f"{name} {now}, not {then}" for name, then in inherited.items() if (now := getattr(run, name)) != then]
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)
@@ -73,7 +74,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     text = data.text_of(run, found)
     run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    other_data = checkpoint_access.check_data(run)
+    other_data = checkpoint_access.check_data(run, saved)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
     for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)

@@ -25,11 +25,11 @@ from megatron_flux.layers import keep
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
 from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.patch import report
+from megatron_flux.telemetry import counts
 from megatron_flux.telemetry.call_sampler import Sampler
 
 logger = logging.getLogger("megatron_flux")
 
-_CALLS = {f"flux/{operator}_calls": operator for operator in COUNTED}
 _SAMPLED = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 
 
@@ -71,24 +71,18 @@ class _Log:
         self.samples: Samples | None = None
         self.unwritten: dict[str, float] = {}
 
-    def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, float]:
+    def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int]:
         """Return the ``flux/*`` values of ``iteration``: what flux did since the previous one.
 
         ``seen``: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out:
         graphs are replayed without a call, and what is counted beside them would pass for all.
         """
-        totals = {
-            name: sum(n for call, n in seen["calls"].items() if call.split("/")[0] == operator)
-            for name, operator in _CALLS.items()
-        }
-        totals["flux/bytes_received"] = seen["bytes_received"]
-        totals["flux/fallback_calls"] = sum(seen["fallbacks"].values())
-        kept = seen["kept_gathered"]
-        totals |= {"flux/inputs_kept": kept["total"], "flux/inputs_gathered_again": kept["no_room"]}
-        row = {name: value - self.totals.get(name, 0) for name, value in totals.items()}
+        totals = counts.totals(seen)
+        row = {"flux/active_layers": seen["active_layers"]}
+        if not seen["cuda_graphs"]:
+            row |= counts.since(self.totals, totals) | {"flux/kept_bytes": seen["kept_gathered"]["peak_bytes"]}
         self.iteration, self.totals = iteration, totals
-        row["flux/kept_bytes"] = kept["peak_bytes"]
-        return {"flux/active_layers": seen["active_layers"], **({} if seen["cuda_graphs"] else row)}
+        return row
 
 
 _log = _Log()
@@ -105,7 +99,7 @@ def log(iteration: int) -> None:
     if not args.flux or iteration == _log.iteration:
         return
     seen = report()
-    row = _log.row(iteration, seen)
+    row: dict[str, float] = {**_log.row(iteration, seen)}
     keep.reset_peak()
     if _log.samples is None:
         _announce(args.rank, row, seen["fallbacks"])
@@ -129,11 +123,11 @@ def _announce(rank: int, row: dict[str, float], reasons: Collection[str]) -> Non
     if layers == 0:
         logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration%s", rank, why)
     elif rank == 0:
-        calls = [f"{row[name]} {operator}" for name, operator in _CALLS.items() if row.get(name)]
-        rest = f"run flux; calls so far: {', '.join([*calls, str(row.get('flux/fallback_calls'))])} stock{why}"
-        if _CALLS.keys().isdisjoint(row):
-            rest = (
-                "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "
-                "has none of them"
-            )
+        rest = (
+            "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "
+            "has none of them"
+        )
+        if "flux/fallback_calls" in row:
+            calls = [f"{row[f'flux/{name}_calls']} {name}" for name in COUNTED if row[f"flux/{name}_calls"]]
+            rest = f"run flux; calls so far: {', '.join([*calls, str(row['flux/fallback_calls'])])} stock{why}"
         print(f"> megatron-flux: {layers} layers of rank 0 {rest}\n", end="", flush=True)

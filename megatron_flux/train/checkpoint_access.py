@@ -43,35 +43,30 @@ def is_saved(config: RunConfig) -> bool:
     return config.save is not None and all(files.tracked(at) is not None for at in folders(config.save, config))
 
 
-def check_resume(config: RunConfig) -> None:
-    """Check that ``config.load`` fits this run, and that something is left to do."""
+def check_resume(config: RunConfig) -> dict[str, Any]:
+    """Check that ``config.load`` fits this run, and that something is left to do.
+
+    Returns the checkpoint's description, of baseline in a comparison; empty where nothing is resumed.
+    """
     if config.load is None:
         for option, given in (("--ckpt-step", config.ckpt_step is not None), ("other_data", config.other_data)):
             if given:
                 raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
-        return
-    iteration, folder = min((check_fits(folder, config), folder) for folder in folders(config.load, config))
-    if iteration >= config.steps:
-        reached = f"checkpoint {files.chosen(folder, config.ckpt_step)} is at step {iteration}"
-        raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
-
-
-def inherited(config: RunConfig) -> dict[str, Any]:
-    """Return :data:`INHERITED` of the checkpoint that ``config``, which passed :func:`check_resume`, resumes from."""
-    if config.load is None:
         return {}
-    saved = files.description(files.chosen(folders(config.load, config)[0], config.ckpt_step))
-    return {name: saved[name] for name in INHERITED if name in saved}
+    saved = [check_fits(folder, config) for folder in folders(config.load, config)]
+    if (iteration := min(one["iteration"] for one in saved)) >= config.steps:
+        reached = f"what is in --load {config.load} is at step {iteration}"
+        raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
+    return saved[0]
 
 
-def check_fits(folder: Path, config: RunConfig) -> int:
-    """Return the iteration that ``folder`` would resume from, if its checkpoint is whole and fits this run."""
+def check_fits(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """Return the description of the checkpoint in ``folder`` to resume from, which is whole and fits this run."""
     checkpoint = files.chosen(folder, config.ckpt_step)
     if not (checkpoint / files.DESCRIPTION).exists():
-        raise UserError(
-            f"checkpoint {checkpoint} is not of megatron-flux train or compare (it has no {files.DESCRIPTION}), and "
-            "those of Megatron-LM are not read; give a folder that --save of train or compare wrote to"
-        )
+        own = f"is not of megatron-flux train or compare (it has no {files.DESCRIPTION})"
+        use = "those of Megatron-LM are not read; give a folder that --save of train or compare wrote to"
+        raise UserError(f"checkpoint {checkpoint} {own}, and {use}")
     if (wrong := files.damage(checkpoint)) is not None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = files.description(checkpoint)
@@ -83,24 +78,23 @@ def check_fits(folder: Path, config: RunConfig) -> int:
     if different:
         has, wants = (", ".join(f"{name} {of.get(name)}" for name in different) for of in (theirs, ours))
         raise UserError(f"checkpoint {checkpoint} has {has}, this run has {wants}; use its options, or another one")
-    return int(saved["iteration"])
+    return saved
 
 
-def check_data(config: RunConfig) -> str | None:
+def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
     """Refuse to resume on another text than the checkpoint's, or return a line for the user who wants that.
 
-    A text that moved is the same one, by its tokens. An empty value is one that is not known.
+    ``saved``: by :func:`check_resume`. A text that moved is the same one, by its tokens. An empty value is one that is
+    not known.
     """
-    if config.load is None or config.text is None:
+    if config.text is None or not (then := saved.get("data")):
         return None
-    checkpoint = files.chosen(folders(config.load, config)[0], config.ckpt_step)
-    saved, now = files.description(checkpoint).get("data") or {}, config.text.model_dump()
-    pairs = {name: (then, now.get(name)) for name, then in saved.items() if name != "name"}
-    different = [name for name, (then, here) in pairs.items() if then and here and then != here]
+    now = config.text.model_dump()
+    different = [name for name in then if name != "name" and then[name] and now[name] and then[name] != now[name]]
     if not different:
         return None
-    then, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (saved, now))
-    said = f"checkpoint {checkpoint} was trained on other data ({then}) than this run's ({this})"
+    was, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (then, now))
+    said = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
     if config.other_data:
         return said
     raise UserError(f"{said}; give the data, tokenizer and --eval-interval it had, or --set other_data=true to go on")
@@ -138,16 +132,15 @@ def check_save(config: RunConfig) -> None:
 
 @contextmanager
 def held(config: RunConfig, save: Path) -> Iterator[None]:
-    """Hold ``save`` for this run, on the rank that calls it."""
+    """Hold ``save`` for this run, on the rank that calls it, and clear away what it replaces or what has died."""
     with _locked(config, save):
         _check_owner(config, save)  # another run may have saved since check_save
         for folder in folders(save, config):
-            if not _goes_on(config, save):  # what --overwrite replaces; the tracker goes first
-                (folder / files.TRACKER).unlink(missing_ok=True)
-                for iteration in files.iterations(folder):
-                    shutil.rmtree(files.checkpoint_of(folder, iteration))
-            for path in folder.glob("iter_*.partial"):  # of saves that died
-                shutil.rmtree(path, ignore_errors=True)
+            replaced = [] if _goes_on(config, save) else files.iterations(folder)
+            if replaced:
+                (folder / files.TRACKER).unlink(missing_ok=True)  # first
+            for path in (*(files.checkpoint_of(folder, n) for n in replaced), *folder.glob("iter_*.partial")):
+                shutil.rmtree(path, ignore_errors=path.suffix == ".partial")
         yield
 
 
@@ -167,10 +160,8 @@ def _check_owner(config: RunConfig, save: Path) -> None:
         if owners or (folder / files.TRACKER).exists():
             whose = f"the run in {', '.join(sorted(owners))}" if any(owners) else "another run"
             which = ", ".join(map(str, files.iterations(folder))) or "unknown"
-            raise UserError(
-                f"--save {save} holds checkpoints of {whose} (iteration {which}); give another folder, or "
-                f"--load {save} to go on with them"
-            )
+            holds = f"--save {save} holds checkpoints of {whose} (iteration {which})"
+            raise UserError(f"{holds}; give another folder, or --load {save} to go on with them")
 
 
 def least_bytes(config: RunConfig) -> int:

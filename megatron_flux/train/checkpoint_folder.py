@@ -43,8 +43,7 @@ def iterations(folder: Path) -> list[int]:
 
 
 def _listed(folder: Path) -> str:
-    names = ", ".join(map(str, iterations(folder)))
-    return f"iteration(s) {names}" if names else "no checkpoint"
+    return f"iteration(s) {', '.join(map(str, iterations(folder))) or 'none'}"
 
 
 def tracked(folder: Path) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_flux import gpus
-from megatron_flux.metrics.schema import COUNTED, SCHEMA_VERSION
-from megatron_flux.telemetry import environment
+from megatron_flux.metrics.schema import SCHEMA_VERSION
+from megatron_flux.telemetry import counts, environment
 from megatron_flux.train.measurements import StepMeasurements, StepResult, known
 from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import Trainer
@@ -43,7 +43,7 @@ class Records:
     def step(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
         """Return the record of the trainer's last step, which ran between the reports ``before`` and ``after``."""
         config, iteration, tflops = self._config, self._trainer.iteration, self._tflop / result.seconds
-        counts = _counts(before, after)
+        counted = counts.since(counts.totals(before), counts.totals(after))
         self._fallbacks += Counter(after["fallbacks"]) - Counter(before["fallbacks"])
         record = {
             "iteration": iteration,
@@ -61,7 +61,7 @@ class Records:
             # Of one copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
             # What Python counts is not what runs where operator calls are in CUDA graphs.
-            **(dict.fromkeys(counts) if self._measurements.replayed else counts),
+            **(dict.fromkeys(counted) if self._measurements.replayed else counted),
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
@@ -96,19 +96,6 @@ class Records:
             "versions": environment.versions(),
             "environment": environment.switches(),
         }
-
-
-def _counts(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Return what flux counted between two reports."""
-    calls = Counter(after["calls"]) - Counter(before["calls"])  # by operator/backend
-    kept, kept_before = after["kept_gathered"], before["kept_gathered"]
-    return {
-        **{f"flux/{name}_calls": sum(n for key, n in calls.items() if key.split("/")[0] == name) for name in COUNTED},
-        "flux/bytes_received": after["bytes_received"] - before["bytes_received"],
-        "flux/fallback_calls": (Counter(after["fallbacks"]) - Counter(before["fallbacks"])).total(),
-        "flux/inputs_kept": kept["total"] - kept_before["total"],
-        "flux/inputs_gathered_again": kept["no_room"] - kept_before["no_room"],
-    }
 
 
 def _memory(ranks: dict[str, list[float | None]]) -> dict[str, int | None]:

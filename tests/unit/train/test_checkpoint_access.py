@@ -170,8 +170,8 @@ def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path,
 
 
 def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
-    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved)) == 6
-    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved, ckpt_step=4)) == 4
+    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved))["iteration"] == 6
+    assert checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=4))["iteration"] == 4
     with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
     for option, name in (({"ckpt_step": 5}, "--ckpt-step"), ({"other_data": True}, "other_data")):
@@ -196,10 +196,11 @@ def test_other_data_must_be_asked_for(tmp_path: Path, then: dict[str, Any], said
     text = config.Text(name="/text", length=5, sha256="a", tokenizer="bytes")
     checkpoint(tmp_path / "saved", 2, data=text.model_dump() | then)
     run = run_config(tmp_path, load=tmp_path / "saved").model_copy(update={"text": text})
+    saved = checkpoint_access.check_resume(run)
     if said is None:
-        assert checkpoint_access.check_data(run) is None
+        assert checkpoint_access.check_data(run, saved) is None
         return
-    with pytest.raises(UserError, match=rf"iter_0000002 was trained on other data {said}.*; give .*other_data=true"):
-        checkpoint_access.check_data(run)
+    with pytest.raises(UserError, match=rf"saved was trained on other data {said}.*; give .*other_data=true"):
+        checkpoint_access.check_data(run, saved)
     asked = run.model_copy(update={"other_data": True})
-    assert re.search(said, checkpoint_access.check_data(asked) or "")
+    assert re.search(said, checkpoint_access.check_data(asked, saved) or "")

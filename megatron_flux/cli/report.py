@@ -30,12 +30,12 @@ class WatchOptions(Options):
 
 def report(options: ReportOptions) -> None:
     """Write report.html, which needs no network, about one or several run folders."""
-    from megatron_flux.metrics.report import write_reports
+    from megatron_flux.metrics.report import write_report
     from megatron_flux.run import folder
 
     runs = options.runs
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
-    print(f"wrote {write_reports(runs, out)}", file=sys.stderr, flush=True)
+    print(f"wrote {write_report(runs, out)}", file=sys.stderr, flush=True)
     if options.wandb:
         from megatron_flux.metrics import wandb_report
 

@@ -56,16 +56,20 @@ def sampled(records: Sequence[Record]) -> list[Record]:
     return timed(every) or every
 
 
-def spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Return median, p10, p90 and n of ``values``, percentiles interpolated linearly; None where empty."""
-    p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist() if values else (None, None, None)
-    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+def finite(value: Any) -> bool:
+    """Return True for a number that can be drawn and compared."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def median(values: Iterable[Any]) -> float | None:
+    """Return the median of the finite numbers among ``values``; None if there is none."""
+    known = [value for value in values if finite(value)]
+    return float(np.median(known)) if known else None
 
 
 def median_of(records: Sequence[Record], name: str) -> float | None:
     """Return the median of a field over the records that have it; None if none does."""
-    values = [record[name] for record in records if record.get(name) is not None]
-    return float(np.median(values)) if values else None
+    return median(record.get(name) for record in records)
 
 
 def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tuple[list[float], list[float]]]:
@@ -136,13 +140,9 @@ def overlap_efficiency(time: float | None, gemm: float | None, serial: float | N
 def fallbacks_of(records: Sequence[Record]) -> dict[str, int]:
     """Return the calls left to stock by reason, over all starts: a record counts from its own start on."""
     total: Counter[str] = Counter()
-    last: dict[str, int] = {}
-    for record in records:
-        now = record["flux/fallbacks"]
-        if record.get("flux/run") is not None or any(now.get(reason, 0) < calls for reason, calls in last.items()):
-            total.update(last)
-        last = now
-    total.update(last)
+    for record, following in zip(records, [*records[1:], None], strict=False):
+        if following is None or following.get("flux/run"):  # the last one of a start
+            total.update(record["flux/fallbacks"])
     return dict(total)
 
 
@@ -215,35 +215,36 @@ def losses(summary: Mapping[str, Any]) -> str:
     return f"same losses: {said}" if found == 0 else f"losses: {said}"
 
 
-def _largest(records: Sequence[Record], name: str) -> int | None:
-    return max((record.get(name) or 0 for record in records), default=0) or None
-
-
 def _variant(records: Sequence[Record]) -> dict[str, Any]:
     """Summarize one variant: medians over timed steps, losses over all steps, the largest memory."""
-    steps = timed(records)
-    diverged = _not_finite(records)
+
+    def known(name: str) -> list[Any]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    steps, losses, diverged = timed(records), known("lm loss"), _not_finite(records)
+    times = [1000 * record["iteration-time"] for record in steps]
+    p10, middle, p90 = np.percentile(times, [10, 50, 90]).tolist() if times else (None, None, None)
     # Peaks that lack their parts were measured in another way: by the whole process.
-    sizes = [r for r in records if r.get("flux/allocated_peak_bytes") is not None]
+    sizes = [record for record in records if record.get("flux/allocated_peak_bytes") is not None]
     most = max(sizes, key=lambda record: record.get("peak-memory-bytes") or 0, default={})
-    validation = [r[VALIDATION] for r in records if r.get(VALIDATION) is not None]
     return {
-        "step_time_ms": spread([1000 * record["iteration-time"] for record in steps]),
+        "step_time_ms": {"median": middle, "p10": p10, "p90": p90, "n": len(times)},
         "tokens_per_second": median_of(steps, "tokens-per-second"),
         "tflops_per_gpu": median_of(steps, "throughput"),
         "mfu": median_of(steps, "mfu"),
         "peak_memory_bytes": most.get("peak-memory-bytes"),
         "allocated_peak_bytes": most.get("flux/allocated_peak_bytes"),
         "workspace_bytes": most.get("flux/workspace_bytes"),
-        "kept_bytes": _largest(records, "flux/kept_bytes"),
-        **{name: median_of(steps, f"flux/{name}") or None for name in ("inputs_kept", "inputs_gathered_again")},
-        "first_loss": records[0]["lm loss"] if records else None,
-        "final_loss": records[-1]["lm loss"] if records else None,
-        "final_validation_loss": validation[-1] if validation else None,
-        "host_memory_bytes": _largest(records, "flux/host_memory_bytes"),
+        "kept_bytes": max(known("flux/kept_bytes"), default=None) or None,
+        "inputs_kept": median_of(steps, "flux/inputs_kept") or None,
+        "inputs_gathered_again": median_of(steps, "flux/inputs_gathered_again") or None,
+        "first_loss": losses[0] if losses else None,
+        "final_loss": losses[-1] if losses else None,
+        "final_validation_loss": next(reversed(known(VALIDATION)), None),
+        "host_memory_bytes": max(known("flux/host_memory_bytes"), default=None),
         "iterations": len(records),
         "non_finite_losses": len(diverged),
-        "first_non_finite_loss": diverged[0] if diverged else None,
+        "first_non_finite_loss": next(iter(diverged), None),
     }
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.summary import verdict
+from megatron_flux.metrics.summary import finite, verdict
 
 UNKNOWN = "—"
 MINUS = "\u2212"
@@ -22,11 +22,6 @@ CROSS = "\u00d7"
 _ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
 
 Form = Callable[[Any], str]
-
-
-def finite(value: Any) -> bool:
-    """Return True for a number that can be drawn and compared."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def shown(value: Any, form: Form) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -14,9 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.recorder import RecordTail
-from megatron_flux.metrics.report.run import json_or_problem
-from megatron_flux.metrics.summary import VARIANTS, Record, median_of, summarize, timed
+from megatron_flux.metrics.run_files import RunFiles
+from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, timed
 from megatron_flux.metrics.table import HEAD, findings, grid, milliseconds, rows
 
 RECENT = 20
@@ -35,80 +35,65 @@ SUMMARY_S = 5.0
 """Seconds between summaries of a running job: the interval of the speed-up takes longer the longer a run is."""
 
 
-def watch(path: Path, *, interval: float = 1.0, once: bool = False, wait: float | None = None) -> None:
+def watch(path: Path, *, once: bool = False, wait: float | None = None) -> None:
     """Show a run until it has ended, or Ctrl-C; once if standard output is no terminal.
 
-    ``interval`` is seconds between looks, ``wait`` seconds for the run to appear: by default no limit in a terminal,
-    else :data:`WAIT_S`. Raises UserError: no run has appeared by then, or the folder is not a training's.
+    ``wait`` is seconds for the run to appear: by default no limit in a terminal, else :data:`WAIT_S`. Raises UserError:
+    no run has appeared by then, or the folder is not a training's.
     """
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
     following = console.is_terminal and not once
-    wait = (math.inf if following else WAIT_S) if wait is None else wait
-    until = time.monotonic() + wait
-    try:
-        if not watched.look() and wait:
-            Console(stderr=True, highlight=False).print(
-                f"waiting for a run in {path}; Ctrl-C ends", markup=False, soft_wrap=True
-            )
-        while not watched.look():
-            if time.monotonic() >= until:
-                what = "has no run in it" if path.is_dir() else "is missing"
-                raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
-            time.sleep(min(interval, 0.5))
-        if watched.settings and not {"steps", "preset"} & set(watched.settings):
-            raise UserError(f"{path} is a benchmark, which has no steps; name a training's folder")
+    with contextlib.suppress(KeyboardInterrupt):
+        _wait(watched, (math.inf if following else WAIT_S) if wait is None else wait)
         if not following:
             console.print(view(watched, time.time()))
             return
         with Live(console=console, auto_refresh=False) as live:
             live.update(view(watched, time.time()), refresh=True)
             while watched.end is None:
-                time.sleep(interval)
-                watched.look()
+                time.sleep(1.0)
+                watched.poll()
                 live.update(view(watched, time.time()), refresh=True)
-    except KeyboardInterrupt:
-        return
 
 
-class Watched:
+def _wait(watched: Watched, seconds: float) -> None:
+    """Wait until there is a training run in the folder."""
+    path, until = watched.path, time.monotonic() + seconds
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a folder; name the run folder of a training job")
+    watched.poll()
+    if not watched.exists and seconds:
+        said = f"waiting for a run in {path}; Ctrl-C ends"
+        Console(stderr=True, highlight=False).print(said, markup=False, soft_wrap=True)
+    while not watched.exists:
+        if time.monotonic() >= until:
+            what = "has no run in it" if path.is_dir() else "is missing"
+            raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
+        time.sleep(0.5)
+        watched.poll()
+    if watched.settings and not {"steps", "preset"} & set(watched.settings):
+        raise UserError(f"{path} is a benchmark, which has no steps; name a training's folder")
+
+
+class Watched(RunFiles):
     """A run folder that is read repeatedly."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
-        self.config: dict[str, Any] = {}
-        self.problems: list[str] = []
-        """Files beside the records that are damaged."""
-        self.begun = 0.0
-        """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
+        super().__init__(path)
         self.end: tuple[str, str] | None = None
         """How the run ended, in words and their colour; None while it runs, as far as its files say."""
-        self._summary: tuple[float, int, dict[str, Any]] | None = None
+        self._summary: tuple[float, int, dict[str, Any]] = -math.inf, -1, {}
 
-    def look(self) -> bool:
-        """Read what is new; return False while there is no run yet."""
-        file = self.path / "config.json"
-        if file.exists() and (begun := file.stat().st_mtime) > self.begun:  # for the first time, or anew
-            self.problems.clear()
-            self.config, self.begun = json_or_problem(file, self.problems), begun
-        for tail in self.tails.values():
-            tail.poll()
+    def poll(self) -> None:
+        """Read what is new."""
+        super().poll()
         self.end = self._end()
+
+    @property
+    def exists(self) -> bool:
+        """False while there is no run yet."""
         return self.begun > 0 or any(self.records.values())
-
-    @property
-    def records(self) -> dict[str, list[Record]]:
-        """The records of baseline and flux so far."""
-        return {variant: tail.records for variant, tail in self.tails.items()}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The requested configuration."""
-        settings = self.config.get("config")
-        return settings if isinstance(settings, dict) else {}
 
     @property
     def variants(self) -> list[str]:
@@ -121,20 +106,19 @@ class Watched:
     @property
     def last(self) -> dict[str, int]:
         """Iteration of each side's last record; 0 before the first."""
-        return {
-            variant: self.records[variant][-1]["iteration"] if self.records[variant] else 0 for variant in self.variants
-        }
+        records = self.records
+        return {variant: records[variant][-1]["iteration"] if records[variant] else 0 for variant in self.variants}
 
     def _end(self) -> tuple[str, str] | None:
-        if (file := self.path / "ended.json").exists():
-            state = str(json_or_problem(file, self.problems).get("state", "unknown"))
+        if (self.path / "ended.json").exists():
+            state = str(self.read("ended.json").get("state", "unknown"))
             if state == "finished":
                 return ended(state), "green"
             at = ", ".join(f"{variant} after step {iteration}" for variant, iteration in self.last.items())
             return f"{ended(state)}, {at}", "yellow"
         notes = [note for variant in VARIANTS for note in (self.path / variant).glob("failure-rank*.json")]
         if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
-            first = json_or_problem(min(failed, key=lambda note: note.stat().st_mtime), self.problems)
+            first = self.read(min(failed, key=lambda note: note.stat().st_mtime).relative_to(self.path))
             where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
             return f"ended by an error, {where}", "red"
         return None
@@ -142,7 +126,7 @@ class Watched:
     def summary(self) -> dict[str, Any]:
         """Return the summary of the records; while the run goes on at most :data:`SUMMARY_S` old."""
         now, known = time.monotonic(), sum(map(len, self.records.values()))
-        made, of, summary = self._summary or (-math.inf, -1, {})
+        made, of, summary = self._summary
         if known != of and (self.end is not None or now - made >= SUMMARY_S):
             summary = summarize(self.records["baseline"], self.records["flux"], self.config)
             self._summary = now, known, summary
@@ -151,58 +135,48 @@ class Watched:
 
 def view(watched: Watched, now: float) -> Group:
     """Return title, progress, the table of the summary so far, and lines below it."""
-    summary = watched.summary()
-    device = watched.config.get("device")
+    summary, device = watched.summary(), watched.config.get("device")
     words = [str(watched.path), str(watched.settings.get("preset", ""))]
     words += [f"{device.get('count', '?')} x {device.get('name', '?')}"] if isinstance(device, dict) else []
     lines = [Text(line, style=style) for line, style in _lines(watched, summary, now)]
     title = Text(", ".join(filter(None, words)))
-    shown = [
-        0,
-        *(1 + VARIANTS.index(variant) for variant in watched.variants),
-        *([3] if len(watched.variants) > 1 else []),
-    ]
-    table = grid([HEAD[i] for i in shown], [[row[i] for i in shown] for row in rows(summary)])
+    both = len(watched.variants) > 1
+    columns = range(len(HEAD)) if both else (0, 1 + VARIANTS.index(watched.variants[0]))
+    table = grid([HEAD[i] for i in columns], [[row[i] for i in columns] for row in rows(summary)])
     return Group(title, Text(_progress(watched), style="bold"), table, *lines)
 
 
 def _progress(watched: Watched) -> str:
-    steps, last = watched.settings.get("steps"), watched.last
-    paces = {variant: median_of(watched.records[variant][-RECENT:], "iteration-time") for variant in last}
-    at = [f", {milliseconds(1000 * pace)} ms a step" if pace else "" for pace in paces.values()]
-    if not isinstance(steps, int) or steps < 1:
-        return "; ".join(
-            f"{variant} {iteration}{pace}" for (variant, iteration), pace in zip(last.items(), at, strict=True)
-        )
-    parts = [
-        f"{variant} {iteration} of {steps} ({100 * iteration / steps:.0f} %){pace}"
-        for (variant, iteration), pace in zip(last.items(), at, strict=True)
-    ]
-    if watched.end is None and None not in paces.values():
-        parts.append(
-            f"{duration(sum((paces[variant] or 0.0) * max(0, steps - last[variant]) for variant in last))} left"
-        )
+    steps, parts, left = watched.settings.get("steps"), [], 0.0
+    total = steps if isinstance(steps, int) and steps > 0 else None
+    for variant, done in watched.last.items():
+        pace = median_of(watched.records[variant][-RECENT:], "iteration-time")
+        of_all = f" of {total} ({100 * done / total:.0f} %)" if total else ""
+        parts.append(f"{variant} {done}{of_all}" + (f", {milliseconds(1000 * pace)} ms a step" if pace else ""))
+        left += max(0, total - done) * pace if total and pace else math.nan
+    if watched.end is None and math.isfinite(left):
+        parts.append(f"{duration(left)} left")
     return "; ".join(parts)
 
 
 def _lines(watched: Watched, summary: dict[str, Any], now: float) -> Iterator[tuple[str, str]]:
     """Yield lines with their style: findings, the state, the verdict, damage."""
+    both = len(watched.variants) > 1
     for label, text in findings(summary):
-        if len(watched.variants) > 1 or label == "fallback to stock":
+        if both or label == "fallback to stock":
             yield f"{label}: {text}", "yellow" if label == "note" else ""
     written = max((tail.path.stat().st_mtime for tail in watched.tails.values() if tail.path.exists()), default=0.0)
     usual = max(median_of(timed(watched.records[variant]), "iteration-time") or 0.0 for variant in watched.variants)
     # Without a configuration, the first record is the only sign of a start.
     state, stalled = activity(now, watched.begun or written, written if any(watched.last.values()) else None, usual)
     yield watched.end or (state, "red" if stalled else "")
-    if len(watched.variants) > 1:
+    if both:
         yield f"{'' if watched.end else 'so far: '}{summary['verdict']}", "bold"
     yield from ((problem, "red") for problem in dict.fromkeys(watched.problems))
     # The last line of a running job may be half written: only whole lines can be damaged.
     for variant in watched.variants:
-        yield from (
-            (f"{variant}/metrics.jsonl: {found}", "red") for found in watched.tails[variant].problems(ended=False)
-        )
+        for problem in watched.tails[variant].problems(ended=False):
+            yield f"{variant}/metrics.jsonl: {problem}", "red"
 
 
 def ended(state: str) -> str:

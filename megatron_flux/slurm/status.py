@@ -275,7 +275,7 @@ def _collected(repetition: Repetition) -> dict[str, Any]:
         "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
         **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
         **{name: read_json_object(run / CONFIG).get(name) for name in ("link", "wire", "grad_wire")},
-        "report": str(write_report(run).relative_to(repetition.folder.parent)),
+        "report": str(write_report([run], run).relative_to(repetition.folder.parent)),
     }
 
 

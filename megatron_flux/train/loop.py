@@ -142,7 +142,7 @@ def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
     print_summary(summary)
     try:
         write_summary(config.out / "summary.json", summary)
-        write_report(config.out)
+        write_report([config.out], config.out)
     except UserError as error:  # here it is no bad input
         said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
         raise StorageError(said) from error

@@ -43,16 +43,14 @@ def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "slow", "said"),
+    ("tp", "pp", "slow"),
     [
-        pytest.param(2, 1, (2,), "above the median rank's of its tensor-parallel group", id="tp2-dp2"),
-        pytest.param(2, 1, (2, 3), "above the median group's", id="tp2-dp2-group"),
-        pytest.param(2, 2, (2,), "above the median rank's of its tensor-parallel group", id="tp2-pp2"),
+        pytest.param(2, 1, (2,), id="tp2-dp2"),
+        pytest.param(2, 1, (2, 3), id="tp2-dp2-group"),
+        pytest.param(2, 2, (2,), id="tp2-pp2"),
     ],
 )
-def test_a_slow_rank_is_named(
-    world4: WorkerPool, tmp_path: Path, tp: int, pp: int, slow: tuple[int, ...], said: str
-) -> None:
+def test_a_slow_rank_is_named(world4: WorkerPool, tmp_path: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
     from megatron_flux.metrics.recorder import read_records
     from megatron_flux.metrics.report import ranks
 
@@ -62,4 +60,4 @@ def test_a_slow_rank_is_named(
     assert min(record["flux/rank_spread_ms"] for record in records) > 100
     ((_, finding),) = ranks.findings(ranks.of_variants({"baseline": [], "flux": records}))
     assert finding.startswith("rank 2 on ")
-    assert said in finding
+    assert "slowest in 6 of 6 sampled steps of flux" in finding

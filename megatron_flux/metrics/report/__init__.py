@@ -7,7 +7,6 @@ Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
-from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load, load_all, with_pairs
+from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load_all, with_pairs
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
@@ -24,19 +23,10 @@ _IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeo
 """Settings that name where a run goes, not what it does."""
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into a run folder and return its path.
+def write_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write ``report.html`` about run folders, or folders of them, into ``out``, and return its path.
 
     A run that was killed has no ``summary.json``: its figures are computed from the records, and the report says so.
-    Raises UserError: it is no run folder, or cannot be written.
-    """
-    run = load(Path(run_dir))
-    return strict_json.write_text(run.path / "report.html", page.html(*make_chapters([run])))
-
-
-def write_reports(paths: Sequence[Path], out: Path) -> Path:
-    """Write ``report.html`` about run folders, or folders of them, into ``out``.
-
     Raises UserError: there is no run folder, or ``out`` cannot be written.
     """
     return strict_json.write_text(out / "report.html", page.html(*make_chapters(load_all(paths))))

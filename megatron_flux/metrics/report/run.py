@@ -1,7 +1,4 @@
-"""Read a run folder for a report: what is there, what is damaged, and how it differs from another.
-
-Damage is no reason to show nothing: it is listed in :attr:`Run.problems`.
-"""
+"""Find and read run folders for a report; compare two that are one side each."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.report.page import flat
-from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.run_files import RunFiles, settings_of
 from megatron_flux.metrics.summary import VARIANTS, Record, summarize, verdict
 
 TIME_SETTINGS = (
@@ -45,10 +41,9 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The requested configuration."""
-        inner = self.config.get("config")
-        return inner if isinstance(inner, Mapping) else self.config
+        return settings_of(self.config)
 
     @property
     def only_variant(self) -> str | None:
@@ -73,24 +68,20 @@ class Run:
         return "; ".join(filter(None, (f"{variant} alone: {timed}", self.summary["without_gpu"])))
 
 
-def load(path: Path) -> Run:
-    """Read a run folder, or the one run in the folder of a job that has no other."""
-    runs = load_all([path]) if any(path.glob("rep-*/")) else [_load(path)]
-    if len(runs) > 1:
-        raise UserError(f"{path} is a job's folder with {len(runs)} repetitions; name one: {runs[0].path}")
-    return runs[0]
-
-
 def load_all(paths: Sequence[Path]) -> list[Run]:
     """Read run folders; a folder that only holds run folders, as a job's with repetitions does, stands for those."""
+
+    def is_run(path: Path) -> bool:
+        return any((path / file).exists() for file in ("summary.json", *VARIANTS))
+
     runs: list[Run] = []
     for path in paths:
         name = path.resolve().name
         repetitions = sorted(path.glob("rep-*/"), key=lambda repetition: (len(repetition.name), repetition.name))
         inner = {repetition.name: repetition / "run" for repetition in repetitions}
-        if not inner and path.is_dir() and not _looks_like_run(path) and not (path / "config.json").exists():
+        if not inner and path.is_dir() and not is_run(path) and not (path / "config.json").exists():
             inner = {child.name: child for child in sorted(path.iterdir())}
-        found = [replace(_load(run), name=f"{name}/{own}") for own, run in inner.items() if _looks_like_run(run)]
+        found = [replace(load(run), name=f"{name}/{own}") for own, run in inner.items() if is_run(run)]
         if repetitions and not found:
             raise UserError(
                 f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
@@ -98,56 +89,36 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
             )
         if repetitions and len(found) == 1:
             found = [replace(found[0], name=name)]
-        runs += found or [_load(path)]
+        runs += found or [load(path)]
     return runs
 
 
-def _looks_like_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("summary.json", *VARIANTS))
-
-
-def _load(path: Path) -> Run:
+def load(path: Path) -> Run:
+    """Read a run folder. Raises UserError: it is none."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
-    name = path.resolve().name
-    problems: list[str] = []
-    config, stored = (json_or_problem(path / file, problems) for file in ("config.json", "summary.json"))
+    files = RunFiles(path)
+    files.poll()
+    config, stored = files.config, files.read("summary.json")
     if "rows" in stored:
         raise UserError(f"{path} is a benchmark, which has no steps: bench printed its table; name a training's folder")
-    tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
-    settings = config.get("config")
-    begun = isinstance(settings, Mapping) and "preset" in settings
-    if not begun and not any(tail.path.exists() for tail in tails.values()):
+    if "preset" not in files.settings and not any(tail.path.exists() for tail in files.tails.values()):
         raise UserError(
             f"{path} is not a run folder: it has no records of {' or '.join(VARIANTS)}; name a folder that "
             "megatron-flux compare or train has written"
         )
-    for variant, tail in tails.items():
-        tail.poll()
-        problems += [f"{variant}/metrics.jsonl: {problem}." for problem in tail.problems()]
-    variants = {variant: tail.records for variant, tail in tails.items()}
-    breakdowns = {
-        variant: found
-        for variant in VARIANTS
-        if (found := json_or_problem(path / variant / "breakdown.json", problems))
-    }
+    breakdowns = {variant: files.read(f"{variant}/breakdown.json") for variant in VARIANTS}
     # A stored summary says the same of a run that ended well. What it alone may know are device, layout and versions.
     about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "link", "layout", "command")}
+    variants = files.records
     summary = summarize(variants["baseline"], variants["flux"], about)
     if all(variants.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")
-    return Run(path, name, summary, config, variants, breakdowns, problems)
-
-
-def json_or_problem(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read the object in a file; empty if the file is missing, or damaged: then the reason is added to ``problems``."""
-    if not path.exists():
-        return {}
-    try:
-        return read_json_object(path)
-    except UserError as error:
-        problems.append(f"{str(error).replace(str(path), path.name)}.")
-        return {}
+    problems = files.problems + [
+        f"{variant}/metrics.jsonl: {problem}." for variant, tail in files.tails.items() for problem in tail.problems()
+    ]
+    known = {variant: breakdown for variant, breakdown in breakdowns.items() if breakdown}
+    return Run(path, path.resolve().name, summary, config, variants, known, problems)
 
 
 def with_pairs(runs: Sequence[Run]) -> list[Run]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
@@ -16,11 +13,8 @@ from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import VALIDATION, Record, sampled
-from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, finite, milliseconds, percent, shown
-
-NOT_RECORDED = "Not recorded"
-"""Begins the caption of a part whose data the run does not have: such parts become one table."""
+from megatron_flux.metrics.summary import VALIDATION, Record, median, sampled
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, milliseconds, percent, shown
 
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8")
 
@@ -31,11 +25,10 @@ OWN_MEMORY = (
     "Peak memory is that of the rank with the most: torch's allocator and symmetric-memory workspaces, without what "
     "NCCL and CUDA themselves take."
 )
-REPLAYED = "Calls inside replayed CUDA graphs are neither counted nor timed one by one."
-WAITS_COUNT = "Exposed: the time beyond the GEMM alone, including waits for peers in fused kernels."
-
-TIMES = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
-GPU = {"sm_clock_mhz_min": "slowest SM clock (MHz)", "power_w_max": "largest power (W)"}
+EFFICIENCY = (
+    "E is 100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM. Exposed: the time beyond "
+    "the GEMM alone, including waits for peers in fused kernels."
+)
 TERMS = {
     "p10…p90": "one step in ten is shorter than p10, one in ten longer than p90",
     "MFU": "the model's own FLOPs per second as a share of the GPUs' peak",
@@ -52,48 +45,51 @@ TERMS = {
 def chapter(run: Run, id_: str) -> Chapter:
     """Return every part of the run's chapter, in order."""
     variants, summary = run.variants, run.summary
-    of_ranks: list[ranks.Ranks] = []
+    found: list[tuple[str, str]] = table.findings(summary)
 
-    def rank_parts() -> list[Part]:
-        of_ranks.extend(ranks.of_variants(variants))
-        missing = Part("ranks", "Ranks", caption=f"{NOT_RECORDED}: no step sampled its ranks.")
-        return [ranks.part(variants, of_ranks) if of_ranks else missing]
+    def rank_parts() -> list[Part] | str:
+        known = ranks.of_variants(variants)
+        found.extend(ranks.findings(known))
+        return [ranks.part(variants, known)] if known else "no step sampled its ranks."
 
-    sampled_parts = [
-        *_shown("time", "Where the time goes", lambda: [_breakdown(run)]),
-        *_shown("e-overlap", "Overlap efficiency", lambda: _efficiency(variants["flux"], summary["without_gpu"])),
-        *_shown("ranks", "Ranks", rank_parts),
-        *_shown("gpus", "GPUs", lambda: _gpus(variants)),
-    ]
-    findings = [*table.findings(summary), *ranks.findings(of_ranks), *(("damage", text) for text in run.problems)]
+    samples, missing = _sample_parts({
+        "Where the time goes": lambda: _breakdown(run),
+        "Overlap efficiency": lambda: _efficiency(variants["flux"], summary["without_gpu"]),
+        "Ranks": rank_parts,
+        "Clocks, power and throttling": lambda: _gpus(variants),
+    })  # fmt: skip
+    found.extend(("damage", text) for text in run.problems)
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table(findings)),
+        Part("findings", "Findings", table=Table(found)),
         Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
         Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token", VALIDATION)),
         Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),
-        *(part for part in sampled_parts if not part.caption.startswith(NOT_RECORDED)),
+        *samples,
+        *([Part("missing", "Not recorded", table=Table(missing))] if missing else []),
+        Part("terms", "Terms", table=Table(list(TERMS.items())), folded=True),
     ]
-    missing = [part for part in sampled_parts if part.caption.startswith(NOT_RECORDED)]
-    if missing:
-        # In one table instead of many sections with nothing in them.
-        pairs = [(part.title, part.caption.removeprefix(f"{NOT_RECORDED}: ")) for part in missing]
-        parts.append(Part("missing", NOT_RECORDED, table=Table(pairs)))
     command = summary.get("command") or run.config.get("command")
     settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
     settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
-    terms = Part("terms", "Terms", table=Table(list(TERMS.items())), folded=True)
-    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, terms, *settings_parts(settings)])
+    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *settings_parts(settings)])
 
 
-def _shown(id_: str, title: str, make: Callable[[], list[Part]]) -> list[Part]:
-    """Return the parts of ``make``; one that says so if the data of the run is damaged."""
-    try:
-        return make()
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [Part(id_, title, caption=f"The data is damaged: {type(error).__name__}, {one_line(error)}.")]
+def _sample_parts(make: Mapping[str, Callable[[], list[Part] | str]]) -> tuple[list[Part], list[tuple[str, str]]]:
+    """Return the parts that could be made, and title and reason of others: instead of sections with nothing in them."""
+    parts, missing = [], []
+    for title, of in make.items():
+        try:
+            made = of()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            made = f"the data is damaged: {type(error).__name__}, {one_line(error)}."
+        if isinstance(made, str):
+            missing.append((title, made))
+        else:
+            parts += made
+    return parts, missing
 
 
 def _subtitle(run: Run) -> str:
@@ -109,81 +105,73 @@ def _subtitle(run: Run) -> str:
     return "; ".join(words)
 
 
-def _breakdown(run: Run) -> Part:
-    title, found = "Where the time goes", run.breakdowns
+def _breakdown(run: Run) -> list[Part] | str:
+    found = run.breakdowns
     figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
     if figure is None:
-        return Part("time", title, caption=f"{NOT_RECORDED}: no step was traced; --profile-steps traces some.")
+        return "no step was traced; --profile-steps traces some."
     about, columns = [], []
     for variant, one in found.items():
-        parts, steps = one["parts"], one["steps"]
+        parts, (first, last) = one["parts"], one["steps"]
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
-        about.append(
-            f"{variant}: steps {steps[0]} to {steps[1]} of rank {one['rank']}, timeline of the {one['source']}."
-        )
-    about += [
-        f"The {variant} variant has no breakdown.json."
-        for variant in run.variants
-        if run.variants[variant] and variant not in found
-    ]
-    names = [*figures.TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
-    drawn = {trace["name"] for trace in figure["data"]} | set(names[-3:])
-    rows = [row for row in zip(names, *columns, strict=True) if row[0] in drawn]
-    return Part("time", title, figure, f"{FUSED_WAITS} {' '.join(about)}", Table(rows, head=("ms per step", *found)))
+        about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}, timeline of the {one['source']}.")
+    missing = [variant for variant, records in run.variants.items() if records and variant not in found]
+    about += [f"The {variant} variant has no breakdown.json." for variant in missing]
+    names = [name for name, _ in figures.TIME_PARTS.values()]
+    sums = [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    drawn = {trace.name for trace in figure.data} | set(sums)
+    rows = [row for row in zip([*names, *sums], *columns, strict=True) if row[0] in drawn]
+    shown_as = Table(rows, head=("ms per step", *found))
+    return [Part("time", "Where the time goes", figure, f"{FUSED_WAITS} {' '.join(about)}", shown_as)]
 
 
-def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part]:
+def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part] | str:
+    """Show the sampled calls, by operator and shape, in a table: medians over the samples."""
     if not flux:
         return []
-    title = "Overlap efficiency per operator"
     if without_gpu:
-        return [Part("e-overlap", title, caption=f"{NOT_RECORDED}: {without_gpu}, so there is no overlap to judge.")]
+        return f"{without_gpu}, so there is no overlap to judge."
     samples = [r for r in sampled(flux) if r.get("flux/calls")]
     if not samples:
         replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
-        why = REPLAYED if replayed else "no step sampled its operators."
-        return [Part("e-overlap", title, caption=f"{NOT_RECORDED}: {why}")]
-    seen: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    for record in samples:
-        for call in record["flux/calls"]:
-            seen[_key(call)].append(call)
-    values = {key: _median(call.get("e_overlap") for call in seen[key]) for key in sorted(seen)}
-    drawn = {"<br>".join(map(figures.label, key)): value for key, value in values.items() if value is not None}
-    plot = figures.efficiencies(drawn)
-    caption = f"{figures.EFFICIENCY} Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
-    calls = [call for of_one in seen.values() for call in of_one]
-    for reason, count in sorted(Counter(str(call["withheld"]) for call in calls if call.get("withheld")).items()):
-        caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
-    cells = [
-        (
-            " ".join(key[:2]) + (f", {key[2]}" if key[2:] else ""),
-            str(seen[key][-1].get("backend", UNKNOWN)),
-            str(seen[key][-1].get("calls", UNKNOWN)),
-            *(shown(_median(call.get(name) for call in seen[key]), milliseconds) for name in TIMES),
-            shown(value, percent),
+        return (
+            "Calls inside replayed CUDA graphs are neither counted nor timed one by one."
+            if replayed
+            else "no step sampled its operators."
         )
-        for key, value in values.items()
+    calls = [call for record in samples for call in record["flux/calls"]]
+    of_shape: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for call in calls:
+        of_shape[_shape(call)].append(call)
+    times = ("time_ms", "gemm_ms", "serial_ms", "exposed_ms")
+    rows = [
+        (
+            shape,
+            *(str(alike[-1].get(name, UNKNOWN)) for name in ("backend", "calls")),
+            *(shown(median(call.get(name) for call in alike), milliseconds) for name in times),
+            shown(median(call.get("e_overlap") for call in alike), percent),
+        )
+        for shape, alike in sorted(of_shape.items())
     ]
+    caption = f"{EFFICIENCY} Medians over {counted(len(samples), 'timed sampled step')} of rank 0."
+    withheld = Counter(str(call["withheld"]) for call in calls if call.get("withheld"))
+    for reason, count in sorted(withheld.items()):
+        caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     head = ("call", "backend", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
-    return [Part("e-overlap", title, plot, f"{caption} {WAITS_COUNT}", Table(cells, head))]
+    return [Part("e-overlap", "Overlap efficiency per operator", caption=caption, table=Table(rows, head))]
 
 
-def _key(call: dict[str, Any]) -> tuple[str, ...]:
+def _shape(call: Mapping[str, Any]) -> str:
     if call["operator"] == "all_gather":
-        return "all_gather", f"{call['m']} {CROSS} {call['k']}"
+        return f"all_gather {call['m']} {CROSS} {call['k']}"
     weight, dtype = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k", str(call.get("dtype"))
     shape = f" {CROSS} ".join(str(call[name]) for name in "mnk")
-    return str(call["operator"]), shape, dtype if " x " in dtype else f"weight {weight}"  # FP8's has one form
+    return f"{call['operator']} {shape}, {dtype if ' x ' in dtype else f'weight {weight}'}"  # FP8's has one form
 
 
-def _median(values: Iterable[Any]) -> float | None:
-    known = [value for value in values if finite(value)]
-    return float(np.median(known)) if known else None
-
-
-def _gpus(variants: Variants) -> list[Part]:
+def _gpus(variants: Variants) -> list[Part] | str:
     """Show clocks, power and what held clocks down, which explain noise."""
     throttled = [
         {reason for reason, gpus in record["flux/throttle_reasons"].items() if gpus}
@@ -193,17 +181,13 @@ def _gpus(variants: Variants) -> list[Part]:
     ]
     if not throttled:
         runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
-        why = next((str(run["gpu_source"]) for run in runs if run.get("gpu_source")), "no step sampled its GPUs")
-        return [Part("gpus", "Clocks, power and throttling", caption=f"{NOT_RECORDED}: {why}.")]
+        return next((f"{run['gpu_source']}." for run in runs if run.get("gpu_source")), "no step sampled its GPUs.")
     counts = Counter(reason for reasons in throttled for reason in reasons)
     held = ", ".join(f"{reason} in {count}" for reason, count in sorted(counts.items())) or "none"
     caption = f"Over all GPUs. Clocks held down, of {counted(len(throttled), 'sample')}: {held}."
-    parts = []
-    for name, title in GPU.items():
-        plot, _ = figures.samples(variants, title, partial(_gpu_value, name))
-        parts.append(Part(name.replace("_", "-"), f"GPUs: {title}", plot, caption))
-    return parts
 
+    def drawn(name: str, title: str) -> Part:
+        plot, _ = figures.samples(variants, title, lambda record: (record.get("flux/gpu") or {}).get(name))
+        return Part(name.replace("_", "-"), f"GPUs: {title}", plot, caption)
 
-def _gpu_value(name: str, record: Record) -> Any:
-    return (record.get("flux/gpu") or {}).get(name)
+    return [drawn("sm_clock_mhz_min", "slowest SM clock (MHz)"), drawn("power_w_max", "largest power (W)")]

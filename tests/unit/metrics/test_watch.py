@@ -24,7 +24,7 @@ from tests.unit.metrics.report_runs import full_run, one_variant
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
     watched = Watched(path)
-    watched.look()
+    watched.poll()
     text = io.StringIO()
     Console(file=text, width=width).print(view(watched, time.time() + after))
     return text.getvalue()
@@ -99,7 +99,7 @@ def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str
 
 
 def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch(one_variant(tmp_path / "run", "baseline", steps=20), interval=100)
+    watch(one_variant(tmp_path / "run", "baseline", steps=20))
     assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
 
 

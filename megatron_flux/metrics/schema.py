@@ -9,9 +9,10 @@ The tables in docs/metrics.md are generated from these models: ``python -m scrip
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from megatron_flux.metrics.strict_json import number
 
@@ -28,131 +29,92 @@ BREAKDOWN_PARTS = ("gemm", "fused", "attention", "norm", "optimizer", "other", "
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(number)]
 Object = dict[str, Any]
+ByName = dict[str, Number | None] | None
 
+Fields = dict[str, tuple[Any, str, str]]
+"""Type, unit and meaning by name. What may be null may also be absent."""
 
-def _field(name: str, unit: str, meaning: str, *, default: Any = ..., when: str = "") -> Any:
-    """Describe a field; ``when``: ``sampled`` steps alone have it, or ``eager``: null for replayed CUDA graphs."""
-    return Field(default, alias=name, description=meaning, json_schema_extra={"unit": unit, "when": when})
-
-
-def _optional(name: str, unit: str, meaning: str) -> Any:
-    return _field(name, unit, meaning, default=None)
-
-
-def _eager(name: str, unit: str, meaning: str) -> Any:
-    return _field(name, unit, meaning, default=None, when="eager")
-
-
-def _sampled(name: str, unit: str, meaning: str) -> Any:
-    return _field(name, unit, meaning, default=None, when="sampled")
-
-
-class StepRecord(BaseModel):
-    """One training step of the baseline or of flux: one line of ``metrics.jsonl``."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    iteration: Annotated[int, Field(ge=1)] = _field("iteration", "", "from 1, strictly increasing within a file")
-    loss: Number = _field("lm loss", "nat/token", "mean cross entropy of the global batch")
-    grad_norm: Number = _field("grad-norm", "", "L2 norm of all gradients before clipping")
-    learning_rate: Number = _field("learning-rate", "", "learning rate that the optimizer used")
-    iteration_time: Number = _field("iteration-time", "s", "wall time of the step on the slowest rank")
-    throughput: Number = _field("throughput", "TFLOP/s per GPU", "the model's FLOPs of the step / time / devices")
-    tokens_per_second: Number = _field("tokens-per-second", "token/s", "of the global batch, over all devices")
-    mfu: Number | None = _optional("mfu", "fraction", "throughput / peak of the device; null if the peak is unknown")
-    consumed_samples: Count = _field("consumed-samples", "sample", "sequences consumed since the start of training")
-    peak_memory: Count | None = _optional(
-        "peak-memory-bytes", "byte", "maximum over ranks of `flux/allocated_peak_bytes` + `flux/workspace_bytes`"
-    )
-    block: Count = _field(
-        "block", "", "consecutive steps of one variant, counted over both: A B B A is baseline 0, flux 1, 2, baseline 3"
-    )
-    warmup: bool = _field("warmup", "", "excluded from timing statistics; its loss counts")
-    active_layers: Count = _field("flux/active_layers", "", "linear layers that flux runs, in one copy of the model")
-    all_gather_gemm_calls: Count | None = _eager("flux/all_gather_gemm_calls", "1/step", "on this rank")
-    gemm_reduce_scatter_calls: Count | None = _eager("flux/gemm_reduce_scatter_calls", "1/step", "on this rank")
-    gemm_all_reduce_calls: Count | None = _eager("flux/gemm_all_reduce_calls", "1/step", "on this rank")
-    bytes_received: Count | None = _eager("flux/bytes_received", "byte/step", "from this rank's peers, by operators")
-    fallback_calls: Count | None = _eager(
-        "flux/fallback_calls", "1/step", "calls left to stock Megatron by layers, or to a slower backend by operators"
-    )
-    fallbacks: dict[str, Count] = _field("flux/fallbacks", "", "the same so far, by reason")
-    version: Count | None = _optional("schema", "", f"version of this table: {SCHEMA_VERSION}")
-    timestamp: Number | None = _optional("timestamp", "s", "Unix time at the end of the step, by rank 0's clock")
-    profiled: bool | None = _optional("profiled", "", "torch.profiler slowed the step: excluded from timing statistics")
-    allocated_peak: Count | None = _optional(
-        "flux/allocated_peak_bytes",
-        "byte",
-        "peak of torch's allocator for this variant, on the rank with the largest `peak-memory-bytes`; null on CPUs",
-    )
-    workspace: Count | None = _optional("flux/workspace_bytes", "byte", "symmetric memory of that rank's operators")
-    kept: Count | None = _optional(
-        "flux/kept_bytes", "byte", "peak of gathered inputs that column-parallel layers kept for wgrad on that rank"
-    )
-    inputs_kept: Count | None = _eager("flux/inputs_kept", "1/step", "gathered inputs kept for wgrad on this rank")
-    gathered_again: Count | None = _eager(
-        "flux/inputs_gathered_again", "1/step", "inputs gathered again for wgrad because the memory budget was full"
-    )
-    validation_loss: Number | None = _optional(
-        "lm loss validation",
+_ALWAYS: Fields = {
+    "iteration": (Annotated[int, Field(ge=1)], "", "from 1, strictly increasing within a file"),
+    "lm loss": (Number, "nat/token", "mean cross entropy of the global batch"),
+    "grad-norm": (Number, "", "L2 norm of all gradients before clipping"),
+    "learning-rate": (Number, "", "learning rate that the optimizer used"),
+    "iteration-time": (Number, "s", "wall time of the step on the slowest rank"),
+    "throughput": (Number, "TFLOP/s per GPU", "the model's FLOPs of the step / time / devices"),
+    "tokens-per-second": (Number, "token/s", "of the global batch, over all devices"),
+    "mfu": (Number | None, "fraction", "throughput / peak of the device; null if the peak is unknown"),
+    "consumed-samples": (Count, "sample", "sequences consumed since the start of training"),
+    "peak-memory-bytes": (Count | None, "byte", "allocated peak + workspace of the rank that has most"),
+    "block": (Count, "", "consecutive steps of one variant; A B B A is baseline 0, flux 1, 2, baseline 3"),
+    "warmup": (bool, "", "excluded from timing statistics; its loss counts"),
+    "flux/active_layers": (Count, "", "linear layers that flux runs, in one copy of the model"),
+    "flux/fallbacks": (dict[str, Count], "", "`flux/fallback_calls` so far, by reason"),
+    "schema": (Count | None, "", f"version of this table: {SCHEMA_VERSION}"),
+    "timestamp": (Number | None, "s", "Unix time at the end of the step, by rank 0's clock"),
+    "profiled": (bool | None, "", "torch.profiler slowed the step: excluded from timing statistics"),
+    "flux/allocated_peak_bytes": (Count | None, "byte", "of torch's allocator, this variant, that rank; null on CPUs"),
+    "flux/workspace_bytes": (Count | None, "byte", "symmetric memory of that rank's operators"),
+    "flux/kept_bytes": (Count | None, "byte", "peak of gathered inputs that its column-parallel layers kept for wgrad"),
+    "lm loss validation": (
+        Number | None,
         "nat/token",
-        "mean cross entropy of `eval_iters` batches of held-out documents, every `eval_interval` steps and at the end",
-    )
-    host_memory: Count | None = _optional(
-        "flux/host_memory_bytes", "byte", "on CPUs: resident memory of the largest process after the step"
-    )
-    sampled: bool | None = _optional("flux/sampled", "", "this step has the sampled fields")
-    operator_time: dict[str, Number | None] | None = _sampled(
-        "flux/operator_time_ms", "ms/step", "by operator: time on rank 0's compute stream (CPU: thread), waits included"
-    )
-    gemm_time: dict[str, Number | None] | None = _sampled(
-        "flux/gemm_time_ms", "ms/step", "by operator: the GEMMs of these calls alone, measured after sampled steps"
-    )
-    serial_time: dict[str, Number | None] | None = _sampled(
-        "flux/serial_time_ms", "ms/step", "by operator: the same calls as collective, then GEMM (reference backend)"
-    )
-    exposed: dict[str, Number | None] | None = _sampled(
-        "flux/exposed_communication_ms",
-        "ms/step",
-        "by operator: operator time - GEMM time, at least 0; null where clocks differed too much to compare",
-    )
-    e_overlap: dict[str, Number | None] | None = _sampled(
-        "flux/e_overlap",
-        "fraction",
-        "by operator: 1 - exposed / (serial - GEMM time), as in arXiv 2406.06858; 1 is the GEMM alone, 0 is serial",
-    )
-    calls: list[Object] | None = _sampled("flux/calls", "", "one object per distinct call of the step, see below")
-    choices: Object | None = _optional(
-        "flux/choices", "", "the tuner's plan by call, with ms by candidate; at the start and when one was added"
-    )
-    wait_timeouts: Count | None = _optional(
-        "flux/wait_timeouts", "", "waits of rank 0's operators that reached their limit so far"
-    )
-    slowest_rank: Count | None = _sampled(
-        "flux/slowest_rank",
-        "rank",
-        "rank with the longest own time compared with its tensor-parallel group, or its group's with its stage's",
-    )
-    rank_spread: Number | None = _sampled(
-        "flux/rank_spread_ms", "ms", "by how much. Own time: the step without operators and gradient reduction"
-    )
-    ranks: Object | None = _sampled(
-        "flux/ranks",
+        "held-out documents, every `eval_interval` steps and at the end",
+    ),
+    "flux/host_memory_bytes": (Count | None, "byte", "on CPUs: resident memory of the largest process after the step"),
+    "flux/sampled": (bool | None, "", "this step has the sampled fields"),
+    "flux/choices": (Object | None, "", "the tuner's plans by call, ms by candidate; at the start, when one was added"),
+    "flux/wait_timeouts": (Count | None, "", "waits of rank 0's operators that reached their limit so far"),
+    "flux/metrics_ms": (Number | None, "ms", "rank 0's host time to record the previous step"),
+    "flux/run": (Object | None, "", "the process that writes, see below; first record after a start"),
+}
+_EAGER: Fields = {
+    "flux/all_gather_gemm_calls": (Count | None, "1/step", "on this rank"),
+    "flux/gemm_reduce_scatter_calls": (Count | None, "1/step", "on this rank"),
+    "flux/gemm_all_reduce_calls": (Count | None, "1/step", "on this rank"),
+    "flux/bytes_received": (Count | None, "byte/step", "from this rank's peers, by operators"),
+    "flux/fallback_calls": (Count | None, "1/step", "left to stock by layers, or to a slower backend by operators"),
+    "flux/inputs_kept": (Count | None, "1/step", "gathered inputs kept for wgrad on this rank"),
+    "flux/inputs_gathered_again": (Count | None, "1/step", "the same gathered again: the memory budget was full"),
+}
+_SAMPLED: Fields = {
+    "flux/operator_time_ms": (ByName, "ms/step", "by operator: time on rank 0's stream (CPU: thread), waits included"),
+    "flux/gemm_time_ms": (ByName, "ms/step", "the GEMMs of these calls alone, measured after sampled steps"),
+    "flux/serial_time_ms": (ByName, "ms/step", "the same calls as collective, then GEMM (reference backend)"),
+    "flux/exposed_communication_ms": (ByName, "ms/step", "operator time - GEMM time, from 0 on; null if clocks differ"),
+    "flux/e_overlap": (ByName, "fraction", "1 - exposed / (serial - GEMM time), arXiv 2406.06858; GEMM alone: 1"),
+    "flux/calls": (list[Object] | None, "", "one object per distinct call of the step, see below"),
+    "flux/slowest_rank": (Count | None, "rank", "longest own time in its tensor-parallel group, or group in its stage"),
+    "flux/rank_spread_ms": (Number | None, "ms", "by how much; own time: step without operators, gradient reduction"),
+    "flux/ranks": (
+        Object | None,
         "as named",
         "lists by rank: step_ms, operators_ms, reduction_ms, peak_memory_bytes, sm_clock_mhz, memory_clock_mhz, "
         "power_w, temperature_c",
-    )
-    gpu: dict[str, Number | None] | None = _sampled(
-        "flux/gpu",
+    ),
+    "flux/gpu": (
+        ByName,
         "as named",
         "over all GPUs: sm_clock_mhz_min, sm_clock_mhz_mean, memory_clock_mhz_min, power_w_mean, power_w_max, "
         "temperature_c_max; null without NVML",
-    )
-    throttle_reasons: dict[str, Count] | None = _sampled(
-        "flux/throttle_reasons", "", "GPUs whose clocks were held down during the step, by NVML's reason"
-    )
-    metrics_ms: Number | None = _optional("flux/metrics_ms", "ms", "rank 0's host time to record the previous step")
-    run: Object | None = _optional("flux/run", "", "the process that writes, see below; first record after a start")
+    ),
+    "flux/throttle_reasons": (dict[str, Count] | None, "", "GPUs whose clocks were held down, by NVML's reason"),
+}
+
+
+def _step_record() -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for when, group in {"": _ALWAYS, "eager": _EAGER, "sampled": _SAMPLED}.items():
+        for name, (kind, unit, meaning) in group.items():
+            default = None if type(None) in get_args(kind) else ...
+            extra: Any = {"unit": unit, "when": when}
+            about = Field(default, alias=name, description=meaning, json_schema_extra=extra)
+            fields[re.sub(r"\W", "_", f"{name}_")] = kind, about
+    return create_model("StepRecord", __config__=ConfigDict(extra="allow", strict=True), **fields)
+
+
+StepRecord = _step_record()
+"""One training step of the baseline or of flux: one line of ``metrics.jsonl``. ``when``: only ``sampled`` steps have
+the field, or ``eager``: it is null for replayed CUDA graphs."""
 
 
 class CallRecord(BaseModel):

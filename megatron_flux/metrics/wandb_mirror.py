@@ -1,11 +1,9 @@
 """Mirror one side's records to Weights & Biases, and summarize a comparison there.
 
-The JSONL is the record. Whatever wandb does (not installed, no network, a full disk, its service killed), the first
-failure is logged once and training goes on without it. ``online`` without a login writes offline files instead.
-
-A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
-wandb's own step. Iterations that an earlier start recorded are not sent again after a requeue: wandb would drop them
-online, and show them twice if both starts were offline. (A start that was killed may not have sent its last ones.)
+``online`` without a login writes offline files instead. A run keeps its id in ``wandb.json`` beside its records: a
+training that resumes there continues it. ``iteration`` is wandb's own step. Iterations that an earlier start recorded
+are not sent again after a requeue: wandb would drop them online, and show them twice if both starts were offline. (A
+start that was killed may not have sent its last ones.)
 
 Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
 WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
@@ -24,17 +22,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-import statistics
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.errors import UserError, one_line, require
+from megatron_flux.errors import UserError, require
+from megatron_flux.metrics.mirror import Mirror, baseline_exposed_ms, curves, known
 from megatron_flux.metrics.recorder import RecordTail, read_records
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
-from megatron_flux.metrics.summary import timed
+from megatron_flux.metrics.summary import median, timed
 
 logger = logging.getLogger("megatron_flux")
 
@@ -45,21 +42,14 @@ PROJECT = "megatron-flux"
 # What a table of runs shows of these; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
 
-BASELINE_EXPOSED = "baseline/exposed_communication_ms"
-"""By operator, ms per iteration: a curve of flux's run beside its own ``flux/exposed_communication_ms``."""
-
-_DIFFERENCES = ("max_relative_loss_difference", "max_relative_grad_norm_difference")
-
-_CONFIGURATION = {"run": "flux/run", "choices": "flux/choices"}
-_RANKS = "flux/ranks"
-_NO_CURVES = {*_CONFIGURATION.values(), _RANKS, "flux/calls", "schema"}
-
 TIMEOUT_S = 60.0
 """Longest wait for wandb at the start and at the end of a run."""
 
 
-class WandbMirror(AbstractContextManager["WandbMirror"]):
-    """Mirrors records into one wandb run. Make it on one rank only. Nothing in it raises."""
+class WandbMirror(Mirror):
+    """Mirrors records into one wandb run. Make it on one rank only."""
+
+    name = "wandb"
 
     def __init__(
         self,
@@ -80,7 +70,6 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         """
         self.id: str | None = None
         """The run's id; None while there is no run."""
-        self._run: Any = None
         self._per_rank = per_rank
         self._written = 0
         self._sizes = {"batch-size": config.get("global_batch_size"), "world-size": config.get("world_size")}
@@ -141,72 +130,25 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         run.define_metric("*", step_metric="iteration")
         for name, summary in _SUMMARIES.items():
             run.define_metric(name, step_metric="iteration", summary=summary)
-        self._run, self.id = run, run.id
+        self._open, self.id = run, run.id
         logger.info("wandb (%s): %s", mode, run.url if mode == "online" else run.dir)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Mirror one record; unknown values are left out, fallbacks become one metric per reason.
-
-        ``flux/run`` and the tuner's plans go to the run's configuration.
-        """
-        if self._run is not None:
-            with self._guarded():
-                self._log(record)
-
     def _log(self, record: Mapping[str, Any]) -> None:
-        about = {name: record[key] for name, key in _CONFIGURATION.items() if record.get(key)}
+        about = {name: record[f"flux/{name}"] for name in ("run", "choices") if record.get(f"flux/{name}")}
         if about:
-            self._run.config.update(encodable(without_secrets(about)), allow_val_change=True)
+            self._open.config.update(encodable(without_secrets(about)), allow_val_change=True)
         if record["iteration"] > self._written:
-            values = curves(record, per_rank=self._per_rank) | _known({**_of_megatron(record), **self._sizes})
-            self._run.log(values, step=record["iteration"])
+            values = curves(record, per_rank=self._per_rank) | known({**_of_megatron(record), **self._sizes})
+            self._open.log(values, step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Set the run's summary, its outcome in tables of runs; unknown values are left out."""
-        if self._run is not None:
+        if self._open is not None:
             with self._guarded():
-                self._run.summary.update(_known(values))
+                self._open.summary.update(known(values))
 
-    def close(self, *, failed: bool = False) -> None:
-        """End the run; harmless if it has ended or never began."""
-        run, self._run = self._run, None
-        if run is not None:
-            with self._guarded():
-                run.finish(exit_code=int(failed))
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Log a failure inside and end mirroring."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            raise
-        # wandb ends some failures with SystemExit, which would end training.
-        except BaseException as error:
-            self._run = None
-            logger.warning("wandb is off for the rest of this run, metrics.jsonl goes on: %s", one_line(error))
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """End the run, as failed when an exception passes."""
-        self.close(failed=kind is not None)
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, Any]:
-    """Return the known values of a record that make a curve, by name; objects have one for each key."""
-    values: dict[str, Any] = {}
-    objects = {name: value for name, value in record.items() if isinstance(value, Mapping)}
-    objects[BASELINE_EXPOSED] = baseline_exposed_ms(record)
-    if per_rank:
-        for name, of_ranks in (record.get(_RANKS) or {}).items():
-            values |= {f"flux/rank/{rank}/{name}": value for rank, value in enumerate(of_ranks)}
-    for name, value in {**record, **objects}.items():
-        if name not in _NO_CURVES:
-            values |= {f"{name}/{key}": item for key, item in value.items()} if name in objects else {name: value}
-    return _known(values)
+    def _finish(self, opened: Any, failed: bool) -> None:
+        opened.finish(exit_code=int(failed))
 
 
 def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,22 +181,6 @@ def _superseded(folder: Path) -> int:
     return max((record["iteration"] for tail in tails for record in tail.records), default=0)
 
 
-def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the baseline's exposed communication by operator, in ms per iteration, from a sampled record of flux.
-
-    In the baseline's own steps collectives are no calls of an operator. It is that of flux's calls as collective, then
-    GEMM, the way stock runs them in forward; in backward stock hides a part beside the wgrad. Empty where flux's is
-    withheld.
-    """
-    serial, gemm = (record.get(f"flux/{part}_time_ms") or {} for part in ("serial", "gemm"))
-    compared = record.get("flux/exposed_communication_ms") or {}  # null on CPUs, whose times say nothing of it
-    return {
-        operator: serial[operator] - gemm[operator]
-        for operator in serial
-        if None not in (serial[operator], gemm.get(operator), compared.get(operator))
-    }
-
-
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
 
@@ -262,9 +188,9 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<variant>_exposed_communication_ms/*``
     by operator (median of the sampled steps that are timed) and ``<variant>_exposed_communication_traced_ms``.
     """
-    low, high = summary["speedup_ci95"] or (None, None)
-    found = {name: summary[name] for name in ("speedup", "paired_blocks", *_DIFFERENCES, "verdict")}
-    found |= {"speedup_low": low, "speedup_high": high}
+    differences = "max_relative_loss_difference", "max_relative_grad_norm_difference"
+    found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}
+    found["speedup_low"], found["speedup_high"] = summary["speedup_ci95"] or (None, None)
     flux = timed(read_records(folder / "flux" / "metrics.jsonl"))
     exposed = {
         "baseline": [baseline_exposed_ms(record) for record in flux],
@@ -272,8 +198,8 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     }
     for variant, samples in exposed.items():
         for operator in dict.fromkeys(operator for sample in samples for operator in sample):
-            if known := [sample[operator] for sample in samples if sample.get(operator) is not None]:
-                found[f"{variant}_exposed_communication_ms/{operator}"] = statistics.median(known)
+            middle = median(sample.get(operator) for sample in samples)
+            found[f"{variant}_exposed_communication_ms/{operator}"] = middle
         try:
             breakdown = read_json_object(folder / variant / "breakdown.json")
             parts = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}

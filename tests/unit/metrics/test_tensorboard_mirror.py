@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.metrics import tensorboard_mirror
+from megatron_flux.metrics import mirror
 from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
 
@@ -37,7 +37,7 @@ def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     said: list[str] = []
-    monkeypatch.setattr(tensorboard_mirror.logger, "warning", lambda text, *of: said.append(text % of))
+    monkeypatch.setattr(mirror.logger, "warning", lambda text, *of: said.append(text % of))
     with TensorBoardMirror(tmp_path / "file" / "board") as board:
         board.write(record(1))
         board.write(record(2))

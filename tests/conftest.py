@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,27 @@ def warm_python() -> Iterator[str]:
     warm = Warm()
     yield str(warm.python)
     warm.stop()
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run ``megatron-flux WORDS`` in this process and return what it prints. It must end with ``code``.
+
+    Of bad input (2) that is its one line, without the beginning.
+    """
+    from megatron_flux.cli.main import main
+
+    def run(*words: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["megatron-flux", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == code, out + err
+        if code != 2:
+            return out + err
+        (line,) = err.splitlines()
+        assert (out, line.startswith("megatron-flux: error: ")) == ("", True), out + err
+        return line.removeprefix("megatron-flux: error: ")
+
+    return run

@@ -3,8 +3,8 @@
 :class:`NoCommunication` shows the time of a step if all communication were free. A gather returns a buffer that was
 filled once with the local shard, as often as there are ranks: real data, because a matrix product of zeros draws less
 power and runs faster. A reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS, as
-in megatron-core's own layers) and everything around them are those of a real step; the numbers are wrong on purpose. FP8
-bytes and scales are those of a step whose scales had settled (:meth:`NoCommunication.clear`).
+in megatron-core's own layers) and everything around them are those of a real step; the numbers are wrong on purpose.
+FP8 bytes and scales are those of a step whose scales had settled (:meth:`NoCommunication.clear`).
 
 :class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
 none of them: perfect overlap, with the power that link, memory and copy engines draw. The difference between the two

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 
@@ -20,7 +20,6 @@ from megatron_flux.train.presets import PRESETS
 
 BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
 """Models that a benchmark measures by default: a few minutes' worth."""
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 MANY_ROWS = (1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -169,21 +168,14 @@ class TuneRun(TuneOptions):
     cache: Path
 
 
-class LayerRun(Options):
+class LayerRun(LayerOptions):
     """A checked ``bench layer`` run; the ranks start with it as JSON."""
 
     workloads: tuple[Workload, ...]
-    variants: tuple[str, ...]
     tp: int
     device: Literal["cuda", "cpu"] = "cuda"
-    link: Literal["nvlink", "p2p", "host", "none"] | None = None
-    backend: str = "auto"
     cuda_graphs: bool = False
-    rounds: int = 9
     burst: int = 3
-    seconds: float | None = None
-    trace: bool = False
-    timeout: float = 600.0
     out: Path = Path()
     pp: ClassVar[int] = 1
     """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
@@ -263,14 +255,9 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
         check_divides(workload.label, workload.shape, tp, **more)
-    return LayerRun(
-        workloads=tuple(workloads),
-        variants=tuple(variants),
-        tp=tp,
-        cuda_graphs=graphs,
-        burst=options.burst or (30 if mode == "decode" else 3),
-        **options.model_dump(include={"link", "backend", "rounds", "seconds", "trace", "timeout"}),
-    )
+    burst = options.burst or (30 if mode == "decode" else 3)
+    decided = {"workloads": workloads, "variants": variants, "tp": tp, "cuda_graphs": graphs, "burst": burst}
+    return LayerRun(**{**options.model_dump(), **decided, "out": options.out or Path()})
 
 
 def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[str]:

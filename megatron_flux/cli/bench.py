@@ -48,7 +48,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     if not dry_run:
         _require_writable(cache)
     load(cache)  # refuses a damaged one
-    if start.described(dry_run, lambda _: start.description(run, options, _calls(run)), None):
+    if start.described(dry_run, lambda: start.description(run, options, _calls(run)), None):
         return
     left = f"plans made so far are in {cache}"
     start.on_ranks("tune", about, module, run.model_dump_json(), run.tp, left=left)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from types import ModuleType
@@ -22,13 +23,10 @@ from megatron_flux.options import Options
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
 
-Describe = Callable[[Path], dict[str, Any]]
-"""Return what ``--dry-run`` prints and ``config.json`` holds, for a run in that folder."""
-
 
 def described(
     dry_run: bool,
-    describe: Describe,
+    describe: Callable[[], dict[str, Any]],
     out: Path | None,
     *,
     overwrite: bool = False,
@@ -42,7 +40,7 @@ def described(
     if out is not None and rank.is_first():
         folder.check_free(out, overwrite=overwrite, resuming=resuming)
     if dry_run and rank.is_first():
-        print(json.dumps(describe(out or Path()), indent=2))
+        print(json.dumps(describe(), indent=2))
     if not dry_run and launcher.launched():
         rank.configure_logging()
     return dry_run
@@ -66,20 +64,15 @@ def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapp
     ``run`` and ``options`` are the benchmark's models; ``about`` is printed, ``more`` goes into the description.
     """
     command = f"bench {module.__name__.rpartition('.')[2]}"
-    out = options.out or folder.default_folder(*command.split())
-
-    def to(out: Path) -> Any:
-        return run.model_copy(update={"out": out})
-
-    def describe(out: Path) -> dict[str, Any]:
-        return description(to(out), options, more)
-
-    if described(dry_run, describe, out, overwrite=options.overwrite):
+    out, overwrite = options.out or folder.default_folder(*command.split()), options.overwrite
+    run = run.model_copy(update={"out": out})
+    describe = partial(description, run, options, more)
+    if described(dry_run, describe, out, overwrite=overwrite):
         return
     if rank.is_first():
-        folder.make(out, describe(out), overwrite=options.overwrite)
-    argument, left = to(out).model_dump_json(), f"what was measured is in {out}"
-    on_ranks(command, f"{about}, run folder {out}", module, argument, run.tp, left=left)
+        folder.make(out, describe(), overwrite=overwrite)
+    left = f"what was measured is in {out}"
+    on_ranks(command, f"{about}, run folder {out}", module, run.model_dump_json(), run.tp, left=left)
 
 
 def on_ranks(

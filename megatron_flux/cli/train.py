@@ -64,7 +64,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     if first:
         checkpoint_access.check_save(run)
     how = {"overwrite": run.overwrite, "resuming": run.load is not None}
-    if start.described(dry_run, lambda _: description.description(run), run.out, **how):
+    if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
     if launcher.launched() and not first:
         worker.run(run)

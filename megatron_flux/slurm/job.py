@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -24,7 +24,6 @@ from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
 Mode = Literal["baseline", "flux", "compare"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 _MARGIN = "MEGATRON_FLUX_SM_MARGIN"
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step"}
 # Options that the job or its script decides; link and wire are fields of profile and job.

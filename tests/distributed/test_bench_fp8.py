@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.options import RECIPES, LayerRun
+from megatron_flux.bench.options import LayerRun
+from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS
 from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool
@@ -28,6 +29,7 @@ SMALL = {
     for name, preset in {"gelu": "gpt3-175b", "swiglu": "llama2-70b"}.items()
 }
 VARIANTS = ("te", "local", "flux_te", "no_communication", "unsynchronised")
+RECIPES = get_args(Recipe)
 NO_LOCAL = "megatron-core's own linears have no FP8"
 
 

@@ -7,11 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_flux.cli import main as cli
 from tests.slurm import cluster as daemons
 
 ROOT = Path(__file__).parents[2]
@@ -96,15 +96,6 @@ Slurm = Callable[..., str]
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Slurm:
-    """Run ``megatron-flux slurm WORDS`` in this process and return what it printed; it must end with ``code``."""
-
-    def run(*words: str | Path, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["megatron-flux", "slurm", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        assert ended.value.code == code, said
-        return said.out + said.err
-
-    return run
+def slurm(cli: Callable[..., str]) -> Slurm:
+    """Run ``megatron-flux slurm WORDS``; see ``cli``."""
+    return partial(cli, "slurm")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from megatron_flux.cli.slurm import JobOptions, scripts
-from megatron_flux.slurm.job import MODES
+from megatron_flux.slurm.job import Mode
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 LINKS = {"nvlink": "nvlink-h100", "pcie": "pcie-a100", "host": "host-l40s"}
@@ -18,7 +19,7 @@ def expected() -> dict[Path, str]:
     """Every script's text by its file."""
     found = {}
     for link, job in FITS:
-        for mode in MODES:
+        for mode in get_args(Mode):
             _, script, collector = scripts(JobOptions(profile=LINKS[link], job=job, mode=mode))
             found[FOLDER / link / f"{job}-{mode}.sbatch"] = script
         found[FOLDER / link / "collect.sbatch"] = collector

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder
 from megatron_flux.slurm import status
@@ -70,12 +69,8 @@ def test_nothing_to_collect_is_said(root: Path, tmp_path: Path) -> None:
         collect(root)
 
 
-def test_without_slurm_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["megatron-flux", "slurm", "submit", "--profile", "local", "--job", "tiny"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "sbatch is not on this machine" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    said = cli("slurm", "submit", "--profile", "local", "--job", "tiny", code=2)
+    assert said.startswith("sbatch is not on this machine")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_flux.cli import main as cli
 from megatron_flux.run import launcher
 from megatron_flux.train import data as data_module
 
@@ -19,9 +17,7 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
-) -> Refused:
+def refused(monkeypatch: pytest.MonkeyPatch, cli: Refused, tmp_path: Path, corpus: Path) -> Refused:
     """Run the command in this process and return its one line of complaint."""
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -34,16 +30,9 @@ def refused(
     monkeypatch.setattr(launcher, "launch", started)
 
     def run(*arguments: str | Path, data: bool = True) -> str:
-        words = ["megatron-flux", *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", [*words, "--data", str(corpus)] if data else words)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 2
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("megatron-flux: error: ")
+        line = cli(*arguments, *(["--data", corpus] if data else []), code=2)
         assert not (tmp_path / "runs").exists()
-        return lines[0]
+        return line
 
     return run
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from megatron_flux.cli import main as cli
 from megatron_flux.comm import links as topology
 from megatron_flux.errors import UserError
 from megatron_flux.patch import megatron_core
 from megatron_flux.telemetry import environment
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["megatron-flux", "doctor", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code or 0, capsys.readouterr().out
-
-
-def test_it_says_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(monkeypatch, capsys)
-    assert code == 0
+def test_it_says_what_is_here(cli: Callable[..., str]) -> None:
+    text = cli("doctor")
     for words in (
         f"torch {environment.versions()['torch']}",
         "megatron.core.tensor_parallel.layers.RowParallelLinear.forward",
@@ -34,12 +25,9 @@ def test_it_says_what_is_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert words in text
 
 
-def test_an_unsupported_megatron_core_is_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unsupported_megatron_core_is_the_verdict(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str]) -> None:
     monkeypatch.setattr(megatron_core, "installed_megatron_core", lambda: "0.12.1")
-    code, text = run(monkeypatch, capsys)
-    assert code == 1
+    text = cli("doctor", code=1)
     assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.20" in text
     assert "flux cannot run here" in text
     assert "RowParallelLinear" not in text

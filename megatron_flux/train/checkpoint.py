@@ -51,10 +51,9 @@ _T = TypeVar("_T")
 
 @contextmanager
 def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
-    """Hold ``config.save`` for as long as the run goes on; yields the function that saves a trainer to a folder.
+    """Hold ``config.save`` while the run goes on; yields the collective function that saves a trainer to a folder.
 
-    All ranks enter it, and saving is a collective call. It raises StorageError if the checkpoint could not be written:
-    what was written of it is removed, and the tracker is as it was.
+    A save that fails raises StorageError: what was written of it is removed, and the tracker is as it was.
     """
     with ExitStack() as holding:
         if (save := config.save) is not None:
@@ -160,12 +159,10 @@ def _write(trainer: Trainer, folder: Path) -> None:
 class _InProcess(TorchDistSaveShardedStrategy):
     """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
-    megatron-core's own strategy starts a manager process on every rank at the first save, and up to version 0.16 forks
-    the process that holds the GPU twice in every save. Those processes die of signals that the rank survives, and the
-    next save with them; they outlive a killed rank; and a rank waits for ever for a killed writer. A training waits for
-    its save in any case, so no other process is needed. The files are the same, and megatron-core reads them.
-
-    One file a rank: torch's writer loses the exceptions of all threads but the first.
+    megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, and the
+    next save with them; they outlive a killed rank; and a rank waits for ever for a killed writer. The files are the
+    same, and megatron-core reads them. One file a rank: torch's writer loses the exceptions of all threads but the
+    first.
     """
 
     def __init__(self) -> None:

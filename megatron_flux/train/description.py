@@ -103,16 +103,12 @@ def without_gpu(config: RunConfig) -> str:
 
 def _wandb_names(config: RunConfig) -> WandbNames:
     """Return the names in the run folder if it is resumed, else new ones, which no other run has."""
-    names = None
-    if config.load is not None:
+    names = _new_names(config.out)
+    if config.load is not None and (config.out / folder.CONFIG).exists():
         try:
             names = load_wandb_names(config)
-        except FileNotFoundError:
-            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
-    if names is None:
-        names = _new_names(config.out)
     if (given := config.wandb_group or os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")

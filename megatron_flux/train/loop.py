@@ -149,29 +149,24 @@ def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _end(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
-    """Write into the run folder how the run ended and the last steps, for job scripts, and say it."""
+    """Write into the run folder how the run ended and the last steps, for job scripts, and log it with what is next."""
     try:
         folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
     except OSError as error:
         raise StorageError(f"{config.out / folder.ENDED} cannot be written: {error.strerror}") from error
-    if not stopped:
-        logger.info("%s", _last_words(config))
-        return
-    at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
-    left = "not saved: --save was not given"
-    if config.save is not None:
-        left = f"saved in {config.save}" if is_saved(config) else "no step of this run was done, and nothing is saved"
-    logger.info("stopped on request: %s of %d; %s", at, config.steps, left)
-
-
-def _last_words(config: RunConfig) -> str:
-    """Return where a finished run has left what, and the command that goes on from there."""
     report = f"megatron-flux report {shlex.quote(str(config.out))}"
-    if config.command == "compare":
-        left = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
-        return f"{left}; next: {report} OTHER --out FOLDER lays another run beside this one"
-    records = config.out / ("flux" if config.flux else "baseline") / "metrics.jsonl"
-    left = f"records: {records}; next: {report} makes the report"
-    if config.save is None or config.save_interval == 0:
-        return left
-    return f"{left}, and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    if stopped:
+        left = "not saved: --save was not given"
+        if config.save is not None:
+            unsaved = "no step of this run was done, and nothing is saved"
+            left = f"saved in {config.save}" if is_saved(config) else unsaved
+        at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
+        said = f"stopped on request: {at} of {config.steps}; {left}"
+    elif config.command == "compare":
+        said = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
+        said += f"; next: {report} OTHER --out FOLDER lays another run beside this one"
+    else:
+        said = f"records: {config.out / next(iter(iterations)) / 'metrics.jsonl'}; next: {report} makes the report"
+        if config.save is not None and config.save_interval != 0:
+            said += f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    logger.info("%s", said)

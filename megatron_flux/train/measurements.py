@@ -34,46 +34,38 @@ _PER_RANK = ("host_memory_bytes", "operators_ms", "reduction_ms", *nvml.FIELDS, 
 class LocalStep(NamedTuple):
     """What one step did on this rank."""
 
-    loss_sum: float
-    """Over the tokens that this rank has the loss of: none except on the last stage's first tensor-parallel rank."""
+    loss_sum: float  # over the tokens that this rank has the loss of: the last stage's first tensor-parallel rank alone
     loss_tokens: float
-    grad_norm: float
-    """Before clipping; the same on every rank."""
+    grad_norm: float  # before clipping; the same on every rank
     lr: float
-    seconds: float
-    """From reading the first batch to the end of the optimizer's step on an idle device."""
+    seconds: float  # from reading the first batch to the end of the optimizer's step on an idle device
 
 
 class StepResult(NamedTuple):
     """What one step did; the same on every rank."""
 
-    loss: float
-    """Mean over the tokens of the global batch."""
+    loss: float  # mean over the tokens of the global batch
     grad_norm: float
     lr: float
-    seconds: float
-    """Of the slowest rank."""
-    ranks: dict[str, list[float | None]]
-    """By name, one value per rank: ``seconds``, and what else the ranks gave."""
-    validation: float | None = None
-    """Mean over the tokens of the validation batches, where the step is followed by them."""
+    seconds: float  # of the slowest rank
+    ranks: dict[str, list[float | None]]  # one value per rank: of ``seconds``, and of what else the ranks gave
+    validation: float | None = None  # mean loss over the validation's tokens, where the step is followed by one
 
 
 def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch.device) -> StepResult:
     """Gather ``local`` and ``values`` (the same names on all ranks; None: unknown) from all ranks."""
     mine = [local.loss_sum, local.loss_tokens, local.seconds, *values.values()]
     row = torch.tensor([[math.nan if v is None else v for v in mine]], dtype=torch.float64, device=device)
-    sums, tokens, *columns = zip(
-        *all_gather(row, dist.distributed_c10d._get_default_group()).wait().tolist(), strict=True
-    )
-    names = ["seconds", *values]
+    rows = all_gather(row, dist.distributed_c10d._get_default_group()).wait().tolist()
+    sums, tokens, *columns = zip(*rows, strict=True)
+    by_rank = [[None if math.isnan(value) else value for value in column] for column in columns]
     return StepResult(
         # Diverged where it is NaN: a rank without a loss has 0 here, never NaN.
         loss=sum(sums) / sum(tokens),
         grad_norm=local.grad_norm,
         lr=local.lr,
         seconds=max(columns[0]),
-        ranks={n: [None if math.isnan(v) else v for v in column] for n, column in zip(names, columns, strict=True)},
+        ranks=dict(zip(["seconds", *values], by_rank, strict=True)),
     )
 
 
@@ -90,11 +82,9 @@ class StepMeasurements:
 
     def __init__(self, interval: int, device: torch.device, *, flux: bool, replayed: bool = False) -> None:
         self._flux, self.replayed = flux, replayed
-        self.operator_source = "events around the host's calls"
-        if replayed:
-            self.operator_source = "none: calls inside replayed CUDA graphs are not seen by the host"
-        self.gpu_source = "none: nothing is sampled"
-        gpu = None
+        unseen = "none: calls inside replayed CUDA graphs are not seen by the host"
+        self.operator_source = unseen if replayed else "events around the host's calls"
+        gpu, self.gpu_source = None, "none: nothing is sampled"
         if interval:
             try:
                 gpu, self.gpu_source = nvml.of_device(device), nvml.source()
@@ -126,8 +116,7 @@ class StepMeasurements:
         fields: dict[str, Any] = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
         if memory := known(result.ranks["host_memory_bytes"]):
             fields["flux/host_memory_bytes"] = int(max(memory))
-        # What the tuner chose, where that was not recorded yet.
-        if self._flux and self._choices != (made := call_sampler.choices()):
+        if self._flux and self._choices != (made := call_sampler.choices()):  # else they are recorded
             self._choices = fields["flux/choices"] = made
         if self._sampled is not None:
             fields |= self._sampled | across_ranks(result.ranks, tp, dp) | over_gpus(result.ranks)

@@ -36,17 +36,13 @@ class Peak(NamedTuple):
 class OwnMemory:
     """Device memory of one trainer of several in a process, measured as if it were the only one.
 
-    torch's allocator knows what a process holds, not for whom. Only the active trainer allocates, so the others hold
-    what is allocated when it becomes active, less what it held itself when it last was. That is taken away from the
-    allocator's peak, whatever it is made of: weights, gradients, optimizer state, caches.
+    Only the active trainer allocates. So the others hold what is allocated when it becomes active, less what it held
+    when it last was; that is taken away from the allocator's peak. What a trainer would leave to the next one (unread
+    weight gradients, cuBLAS's workspaces) is freed when it ceases to be active, but where CUDA graphs hold the
+    addresses (``captured``). Tens of MB that other libraries keep count for the first trainer.
 
-    Two caches are emptied when a trainer ceases to be active, since the next one would not pay for them: the unread
-    weight gradients that TransformerEngine and megatron-core keep by shape, as large as a layer's weights, and cuBLAS's
-    workspaces. Not where CUDA graphs hold their addresses (``captured``). Tens of MB that other libraries keep count
-    for the first trainer.
-
-    Symmetric memory is not in the allocator's figures: flux's workspaces, and those of torch's async-TP, are added by
-    their size. What NCCL, CUDA and its contexts take is in no figure.
+    Symmetric memory (flux's, torch's async-TP) is in no figure of the allocator, and added by its size. What NCCL, CUDA
+    and its contexts take is in no figure.
     """
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:

@@ -140,22 +140,19 @@ def gradient_accumulation_fusion() -> Iterator[None]:
 class SequenceParallelNorm:
     """Makes a ``torch.nn.LayerNorm`` or ``RMSNorm`` over ``[s/tp, b, h]`` as ``config.normalization`` says.
 
-    megatron-core's ``WrappedTorchNorm`` asserts that sequence parallelism is off, and Apex's ``FusedLayerNorm`` knows
-    no RMSNorm. torch's norm is right per token, but each rank sees only its own: the gradients of weight and bias are
-    summed over the tensor-parallel group by ``finalize_model_grads``, for parameters with ``sequence_parallel`` set.
+    megatron-core's ``WrappedTorchNorm`` refuses sequence parallelism. Ranks see their own tokens alone:
+    ``finalize_model_grads`` sums the gradients of parameters with ``sequence_parallel`` set.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> torch.nn.Module:
         """``unused``: hints of megatron-core's other norms (persistent kernels and the like)."""
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in norms:
-            raise ValueError(f"normalization must be one of {', '.join(norms)}, got {config.normalization!r}")
         if config.layernorm_zero_centered_gamma:
             raise ValueError("layernorm_zero_centered_gamma needs TransformerEngine's norm")
+        kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        norm = norms[config.normalization](hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         norm.returns_residual = False  # read by megatron-core from 0.17 on
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

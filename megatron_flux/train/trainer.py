@@ -166,12 +166,9 @@ def seed_everything(seed: int, cuda_graph_impl: str = "none") -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the random state, as tensors and plain values."""
-    numpy_state = np.random.get_state(legacy=False)["state"]
+    """Return the random state that training draws from, as tensors; samples are shuffled before it."""
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()  # tensors, or the generators that CUDA graphs hold
     return {
-        "python": random.getstate(),
-        "numpy": {"key": torch.from_numpy(numpy_state["key"].astype(np.int64)), "pos": int(numpy_state["pos"])},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "tracker": {n: s.get_state() if isinstance(s, torch.Generator) else s.clone() for n, s in tracker.items()},
@@ -180,22 +177,18 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore a :func:`random_state`. Raises UserError if CUDA graphs hold generators of other trackers."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    key = state["numpy"]["key"].cpu().numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
     torch.set_rng_state(state["torch"].cpu())
     torch.cuda.set_rng_state(state["cuda"].cpu())
     tracker = tensor_parallel.get_cuda_rng_tracker()
     values = {name: s.cpu() for name, s in state["tracker"].items()}
     generators = {name: s for name, s in tracker.get_states().items() if isinstance(s, torch.Generator)}
-    if generators and generators.keys() != values.keys():
+    if not generators:
+        tracker.set_states(values)
+    elif generators.keys() != values.keys():
         of = f"the random state is of the trackers {sorted(values)}, this run has {sorted(generators)}"
         raise UserError(f"{of}; resume with the parallelism and cuda_graph_impl it was saved with")
     for name, generator in generators.items():
-        generator.set_state(values.pop(name))  # itself: graphs know it
-    if not generators:
-        tracker.set_states(values)
+        generator.set_state(values[name])  # itself: graphs know it
 
 
 def require_finite(loss: float, grad_norm: float, iteration: int, name: str) -> None:

@@ -149,16 +149,13 @@ class Variant:
     def _open_profiler(self) -> None:
         if self.config.profile_steps is None:
             return
-        (first, last), rank = self.config.profile_steps, dist.get_rank()
-        if (begin := self.trainer.iteration + 1) < first:
-            self._profiler = StepProfiler(
-                first, last, self.folder, rank=rank, device=self._device, nvtx=self.config.nvtx
-            )
-            return
-        logger.warning(
-            f"nothing is profiled: training resumes at iteration {begin}, --profile-steps begin at {first}, and one "
-            "step more is needed to start the profiler"
-        )
+        (first, last), begin = self.config.profile_steps, self.trainer.iteration + 1
+        if begin < first:
+            rank, nvtx = dist.get_rank(), self.config.nvtx
+            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self._device, nvtx=nvtx)
+        else:
+            resumes = f"training resumes at iteration {begin}, --profile-steps begin at {first}"
+            logger.warning(f"nothing is profiled: {resumes}, and one step more is needed to start the profiler")
 
     def _open_mirror(self) -> WandbMirror:
         config = self.config

@@ -251,7 +251,7 @@ def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int |
 
 
 def rank_checkpoint_contents(family: str) -> int:
-    """state_dict and sharded_state_dict of a model used and built stock, patched, and built patched."""
+    """Classes, attributes, state_dict and sharded_state_dict of a model built stock or patched."""
     from megatron.core import parallel_state
 
     with megatron(tp=dist.get_world_size()):
@@ -270,10 +270,14 @@ def rank_checkpoint_contents(family: str) -> int:
         model = build()
         plain, sharded = contents(model)
         with flux(STRICT):
-            loss_and_gradients(model)
+            loss_and_gradients(model)  # built before patch(), of classes imported before patch()
             patched_contents = contents(model)
-            built_patched = contents(build())
-        for other_plain, other_sharded in (patched_contents, built_patched, contents(model)):
+            built_patched = build()
+        assert [type(m) for m in built_patched.modules()] == [type(m) for m in model.modules()]
+        attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+        for (name, one), (_, other) in zip(model.named_parameters(), built_patched.named_parameters(), strict=True):
+            assert [getattr(one, a, None) for a in attributes] == [getattr(other, a, None) for a in attributes], name
+        for other_plain, other_sharded in (patched_contents, contents(built_patched), contents(model)):
             assert list(other_plain) == list(plain)
             for key, value in plain.items():
                 assert type(other_plain[key]) is type(value), key
@@ -303,30 +307,6 @@ def _require_same_shard(key: str, other: Any, value: Any) -> None:
 def test_checkpoint_contents(world: WorkerPool, family: str, tensors: int) -> None:
     skip_what_megatron_refuses(world, family)
     assert world.run(rank_checkpoint_contents, family) == [tensors] * world.size
-
-
-def rank_identity() -> None:
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    with megatron(tp=dist.get_world_size()):
-        before = gpt_model("gpt3")
-        kinds = [type(m) for m in before.modules()]
-        with flux(STRICT) as seen:
-            after = gpt_model("gpt3")
-            assert [type(m) for m in before.modules()] == kinds == [type(m) for m in after.modules()]
-            assert kinds.count(ColumnParallelLinear) == 2 * LAYERS + 1
-            assert kinds.count(RowParallelLinear) == 2 * LAYERS
-            loss_and_gradients(before)  # built before patch(), of classes imported before patch()
-        assert seen.active_layers == 4 * LAYERS + 1
-        attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-        for (name, one), (_, other) in zip(before.named_parameters(), after.named_parameters(), strict=True):
-            assert {a: getattr(one, a, None) for a in attributes} == {a: getattr(other, a, None) for a in attributes}, (
-                name
-            )
-
-
-def test_classes_and_parameter_attributes_stay(world2: WorkerPool) -> None:
-    world2.run(rank_identity)
 
 
 def rank_active_layers_of_dead_models() -> tuple[int, int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,24 @@ def command(environment: dict[str, str], corpus: Path, warm_python: str) -> Run:
         return done
 
     return run
+
+
+@contextmanager
+def running(
+    words: Sequence[str | Path], environment: dict[str, str], until: Callable[[], object], log: Path, **how: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command and wait until ``until()`` is true. Its errors go to ``log``; it is killed at the end."""
+    with log.open("w") as file:
+        process = subprocess.Popen([*map(str, words)], stderr=file, text=True, env=environment, **how)
+        try:
+            deadline = time.monotonic() + 300
+            while not until():
+                assert time.monotonic() < deadline, log.read_text()
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.005)
+            yield process
+        finally:
+            process.kill()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 
 from megatron_flux.train.checkpoint_folder import checkpoint_of, damage, tracked
 from tests.processes import MARK, end, left, marked, with_mark
-from tests.train.conftest import SMALL, UNCOMPILED, records
+from tests.train.conftest import SMALL, UNCOMPILED, records, running
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +34,16 @@ class Endless:
     process: subprocess.Popen[str]
     out: Path
     mark: str
+    log: Path
 
     def ranks(self) -> list[psutil.Process]:
         return [process for process in marked(self.mark) if process.ppid() == self.process.pid]
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit code and what it has said, when nothing of it is left."""
+        code = self.process.wait(60)
+        assert left(self.mark, SECONDS) == []
+        return code, self.log.read_text()
 
 
 UNMONITORED = {"WANDB_X_DISABLE_STATS": "true"}
@@ -49,45 +56,33 @@ def endless(
 ) -> Iterator[Endless]:
     """One that is in the middle of a save."""
     out, saved, mark = tmp_path / "run", tmp_path / "saved", uuid.uuid4().hex
-    # The pipe is read only at the end: a log line for every step would fill it.
     words = [sys.executable, "-m", "megatron_flux.cli", "compare", "--data", corpus, "--out", out, "--save", saved]
     words += ["--save-interval", "1", "--set", "save_keep=2", "--wandb", "offline"]
     words += ["--steps", "100000", "--set", "block_steps=1", "--set", "log_interval=100000", *SMALL]
-    process = subprocess.Popen(
-        [*map(str, words)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, MARK: with_mark(mark), **UNCOMPILED, **getattr(request, "param", UNMONITORED)},
-        start_new_session=True,  # as a terminal does
-    )
+    own = {**environment, MARK: with_mark(mark), **UNCOMPILED, **getattr(request, "param", UNMONITORED)}
 
-    def wait(condition: Callable[[], object], interval: float) -> None:
-        deadline = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(interval)
-
-    try:
+    def saving_again() -> bool:
         # Not Path.glob, which raises when a folder goes while it looks.
-        wait(lambda: len(glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")) == 2, 0.1)
-        wait(lambda: glob.glob(f"{saved}/*/*.partial/*.distcp"), 0.005)
-        yield Endless(process, out, mark)
+        whole = glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")
+        return len(whole) == 2 and bool(glob.glob(f"{saved}/*/*.partial/*.distcp"))
+
+    log = tmp_path / "log.txt"
+    try:
+        with running(words, own, saving_again, log, start_new_session=True) as process:  # as a terminal does
+            yield Endless(process, out, mark, log)
     finally:
         end(mark)
-        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("endless", [{}], ids=["monitored"], indirect=True)
 def test_a_killed_rank_ends_the_run(endless: Endless) -> None:
     rank, _ = endless.ranks()
     rank.kill()
-    _, errors = endless.process.communicate(timeout=60)
-    assert endless.process.returncode == 1
+    code, errors = endless.ended()
+    assert code == 1
     assert re.search(r"rank \d was killed by SIGKILL", errors.strip().splitlines()[-1])
     assert str(endless.out) in errors
     assert records(endless.out / "baseline")
-    assert left(endless.mark, SECONDS) == []
 
 
 @pytest.mark.parametrize(("number", "twice"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
@@ -99,10 +94,12 @@ def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal
     saved = endless.out.parent / "saved"
     endless.process.send_signal(number)
     if twice:
-        assert any("a second one ends it at once" in line for line in endless.process.stderr)
+        while "a second one ends it at once" not in endless.log.read_text():
+            assert endless.process.poll() is None
+            time.sleep(0.005)
         endless.process.send_signal(number)
-    _, errors = endless.process.communicate(timeout=60)
-    assert endless.process.returncode == 128 + number
+    code, errors = endless.ended()
+    assert code == 128 + number
     last = errors.strip().splitlines()[-1]
     at = [tracked(saved / side) for side in ("baseline", "flux")]
     if twice:
@@ -114,7 +111,6 @@ def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal
         # Every side where it is, on all ranks: nothing that was trained is lost.
         assert at == [records(endless.out / side)[-1]["iteration"] for side in ("baseline", "flux")]
     assert "KeyboardInterrupt" not in errors
-    assert left(endless.mark, SECONDS) == []
 
 
 def test_ranks_end_with_a_killed_launcher(endless: Endless) -> None:

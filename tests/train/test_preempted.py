@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 import uuid
@@ -12,7 +11,7 @@ import pytest
 
 from megatron_flux.train import checkpoint_folder
 from tests.processes import MARK, end, left, with_mark
-from tests.train.conftest import SMALL, Run, losses, records
+from tests.train.conftest import SMALL, Run, losses, records, running
 
 pytestmark = pytest.mark.slow
 
@@ -24,29 +23,23 @@ SAME = [*SMALL, "--set", "dropout=0.1", "--set", "lr_decay_steps=1000", "--set",
 
 def preempted(environment: dict[str, str], *words: str | Path, record: Path) -> str:
     """What an endless training says that torchrun started and a SIGTERM ends after some steps."""
-    mark = uuid.uuid4().hex
+    mark, log = uuid.uuid4().hex, record.parents[2] / "log.txt"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.Popen(
-        [*launch, "-m", "megatron_flux.cli", "train", "--steps", "100000", *map(str, words)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, MARK: with_mark(mark)},
-    )
+    command = [*launch, "-m", "megatron_flux.cli", "train", "--steps", "100000", *words]
+
+    def trained() -> bool:
+        return record.exists() and record.read_bytes().count(b"\n") >= 4
+
     try:
-        deadline = time.monotonic() + 300
-        while not record.exists() or record.read_bytes().count(b"\n") < 4:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.02)
-        process.terminate()
-        began = time.monotonic()
-        _, said = process.communicate(timeout=120)
-        assert time.monotonic() - began < SECONDS
-        assert left(mark, SECONDS) == []
-        return said
+        with running(command, {**environment, MARK: with_mark(mark)}, trained, log) as process:
+            process.terminate()
+            began = time.monotonic()
+            process.wait(120)
+            assert time.monotonic() - began < SECONDS
+            assert left(mark, SECONDS) == []
+            return log.read_text()
     finally:
         end(mark)
-        process.kill()
 
 
 def test_torchrun_is_preempted_and_training_goes_on(

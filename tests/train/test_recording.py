@@ -8,14 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.metrics import schema
-from tests.train.conftest import records
+from tests.train.conftest import records, running
 
 pytestmark = pytest.mark.slow
 
@@ -39,22 +38,16 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
     warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
     flux, tracker = tmp_path / "run" / "flux", tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
-    log = tmp_path / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            words(warm_python, corpus, tmp_path, "--steps", "100000"), stderr=file, env={**environment, **SECRETS}
-        )
-        try:
-            deadline = time.monotonic() + 300
-            while not (tracker.exists() and f"step {int(tracker.read_text()) + 2}/" in log.read_text()):
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            found = subprocess.run(["pgrep", "-f", f"train.worker {tmp_path}"], capture_output=True, text=True)
-            for pid in found.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
-            assert process.wait(60) == 1
-        finally:
-            process.kill()
+    log, command = tmp_path / "log.txt", words(warm_python, corpus, tmp_path, "--steps", "100000")
+
+    def beyond_a_save() -> bool:
+        return tracker.exists() and f"step {int(tracker.read_text()) + 2}/" in log.read_text()
+
+    with running(command, {**environment, **SECRETS}, beyond_a_save, log) as process:
+        found = subprocess.run(["pgrep", "-f", f"train.worker {tmp_path}"], capture_output=True, text=True)
+        for pid in found.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        assert process.wait(60) == 1
     said = [int(step) for step in re.findall(r"step (\d+)/", log.read_text())]
     written = [record["iteration"] for record in records(flux)]
     assert written == list(range(1, len(written) + 1))

@@ -6,14 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_flux.train import checkpoint_folder
 from tests.small_disk import small_disk
-from tests.train.conftest import SMALL, Run, losses, records
+from tests.train.conftest import SMALL, Run, losses, records, running
 
 pytestmark = pytest.mark.slow
 
@@ -32,18 +31,11 @@ def stopped(
     root = tmp_path_factory.mktemp("stopped")
     words = [*SMALL, "--steps", "100000", "--save", root / "saved", "--save-interval", "3", "--set", "save_keep=2"]
     words += ["--data", corpus, "--out", root / "run"]
-    command = [warm_python, "-m", "megatron_flux.cli", "train", *map(str, words)]
-    with (root / "log.txt").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, env=environment)
-        try:
-            deadline = time.monotonic() + 300
-            while (checkpoint_folder.tracked(root / "saved") or 0) < 9:
-                assert time.monotonic() < deadline, (root / "log.txt").read_text()
-                time.sleep(0.05)
-            process.send_signal(signal.SIGUSR1)
-            assert process.wait(120) == 0, (root / "log.txt").read_text()
-        finally:
-            process.kill()
+    command = [warm_python, "-m", "megatron_flux.cli", "train", *words]
+    log, tracked = root / "log.txt", checkpoint_folder.tracked
+    with running(command, environment, lambda: (tracked(root / "saved") or 0) >= 9, log) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(120) == 0, log.read_text()
     return root
 
 

@@ -183,6 +183,30 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "options", "said"),
+    [
+        ({}, {"num_layers": 4}, "num_layers 2, this run has num_layers 4"),
+        ({"precision": "bf16"}, {}, "precision bf16, this run has precision fp32"),
+        (
+            {},
+            {"distributed_optimizer": False},
+            "distributed_optimizer True, this run has",
+        ),
+        ({}, {"steps": 3}, "is at step 3 and --steps is 3, which counts from the start of training; give more"),
+        ({"iteration": "x"}, {}, "megatron_flux.json cannot be read: ValueError"),
+    ],
+)
+def test_what_another_run_saved_is_not_resumed(
+    tmp_path: Path, changed: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    made = checkpoint(tmp_path / "saved", 3)
+    about = json.loads((made / checkpoint_folder.DESCRIPTION).read_text())
+    (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about | changed))
+    with pytest.raises(UserError, match=re.escape(said)):
+        checkpoint_access.check_resume(run_config(tmp_path, load=tmp_path / "saved", **options))
+
+
+@pytest.mark.parametrize(
     ("then", "said"),
     [
         ({}, None),

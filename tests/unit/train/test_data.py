@@ -7,7 +7,8 @@ import fcntl
 import os
 import pickle
 import shutil
-import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,6 @@ from megatron_flux.train import config, data
 from megatron_flux.train.options import TrainOptions
 from tests.small_disk import small_disk
 from tests.unit.train.test_unpickling import Planted
-
-ROOT = Path(__file__).parents[3]
 
 
 def documents(found: data.Corpus) -> list[bytes]:
@@ -169,12 +168,21 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
         del found  # its files are mapped
 
 
-def test_runs_that_begin_at_once_build_once(warm_python: str, folder: Path, tmp_path: Path) -> None:
-    words = [warm_python, "-m", "tests.unit.train.asking", str(folder), str(tmp_path / "cache")]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
-    said = [process.communicate(timeout=300)[0].splitlines() for process in processes]
-    assert said[0][-1] == said[1][-1] != ""
-    assert sorted(len(lines) for lines in said) == [1, 5], "the tokens and three index files, and the first sample"
+def test_runs_that_begin_at_once_build_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opens the lock file for itself, so two threads exclude each other as two processes do."""
+    built: list[str] = []
+    fill = data._fill
+
+    def slowly(folder: Path, build: Any) -> None:
+        built.append(folder.name.partition("-")[0])
+        time.sleep(0.3)  # in which the other one asks
+        fill(folder, build)
+
+    monkeypatch.setattr(data, "_fill", slowly)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: data.prepare(run_on(folder, tmp_path / "cache")), range(2)))
+    assert found[0] == found[1]
+    assert built == ["bytes", "indices"]
 
 
 def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ class Backends(NamedTuple):
         return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
 
 
-ALL_AUTO = Backends.of("auto")
-
-
 class Wires(NamedTuple):
     """What the tuner may send of a layer where the link is ``host``, beside the numbers as they are."""
 

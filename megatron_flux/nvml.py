@@ -147,14 +147,10 @@ class Gpu:
         return {"pending": bool(pending), "failed": bool(failed)}
 
     def health(self) -> dict[str, float | bool | None]:
-        """Return ``slowed`` (by heat or power), ``uncorrected`` memory errors of this driver, ``max_sm_mhz``."""
+        """Return ``slowed`` (by heat or power) and ``uncorrected`` memory errors since the driver was loaded."""
         errors = self._ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
         slowed = "hw_slowdown" in throttle_reasons(self.read().throttle)
-        return {"slowed": slowed, "uncorrected": errors, "max_sm_mhz": self._ask("MaxClockInfo", pynvml.NVML_CLOCK_SM)}
-
-    def bus_id(self) -> str:
-        """Return its place on the PCI bus as NVML writes it, such as ``00000000:3B:00.0``."""
-        return pynvml.nvmlDeviceGetPciInfo(self.handle).busId
+        return {"slowed": slowed, "uncorrected": errors}
 
     def _ask(self, what: str, *arguments: Any) -> float | None:
         try:
@@ -218,7 +214,7 @@ def pci_address(device: torch.device) -> str | None:
     gpu = found_behind(device)
     if gpu is None:
         return None
-    domain, _, rest = gpu.bus_id().lower().partition(":")
+    domain, _, rest = pynvml.nvmlDeviceGetPciInfo(gpu.handle).busId.lower().partition(":")  # 00000000:3B:00.0
     return f"{int(domain, 16):04x}:{rest}"
 
 

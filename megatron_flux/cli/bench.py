@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from megatron_flux.bench.options import LayerOptions, OpsOptions, OpsRun, TuneOp
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
-from megatron_flux.run import launcher, rank
+from megatron_flux.run import folder, launcher, rank
 
 
 def ops(options: OpsOptions, dry_run: bool) -> None:
@@ -46,7 +44,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     run = TuneRun(**{**options.model_dump(), **wires, "tp": _tp(options.tp), "cache": cache.absolute()})
     about = f"{len(run.cases())} calls on {run.tp} GPUs, plans stored in {cache}"
     if not dry_run:
-        _require_writable(cache)
+        folder.check_writable(run.cache.parent, "the folder of cache")
     load(cache)  # refuses a damaged one
     if start.described(dry_run, lambda: start.description(run, options, _calls(run)), None):
         return
@@ -73,16 +71,6 @@ def _tp(given: int | None) -> int:
     gpus = torch.cuda.device_count()
     # Fewer than two GPUs are left for dry runs, which speak of some other machine.
     return launcher.world_size(given, gpus=gpus if gpus > 1 else 0, otherwise=8, option="--tp")
-
-
-def _require_writable(cache: Path) -> None:
-    """Raise UserError before an hour is spent on plans that could not be stored."""
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(cache.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "it cannot be written")
-    except OSError as error:
-        raise UserError(f"{cache}: its folder cannot be used: {error.strerror}; set another cache") from None
 
 
 def _show(cache: Path, *, asked: bool) -> None:

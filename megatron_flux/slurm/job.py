@@ -24,7 +24,6 @@ from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
 
 Mode = Literal["baseline", "flux", "compare"]
-_MARGIN = "MEGATRON_FLUX_SM_MARGIN"
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step"}
 # Options that the job or its script decides; link and wire are fields of profile and job.
 _OWN = {"preset", "tp", "pp", "link", "wire", "nproc", "flux", *_FOLDERS}
@@ -125,11 +124,6 @@ def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None)
     links as well; over p2p, it would keep NCCL from that.
     """
     spans, link = profile.processes_per_node % job.tp > 0, profile.link
-    if link in ("host", "none") and _MARGIN in profile.environment:
-        raise UserError(
-            f"{_MARGIN} of profile {profile.name} is for fused kernels, which need peer access; the link is {link}: "
-            "take it out of the profile's environment"
-        )
     options: dict[str, str] = {}
     if link == "host" or (link == "p2p" and not spans):
         options["link"] = "none" if spans else link

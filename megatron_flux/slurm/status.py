@@ -84,8 +84,10 @@ def jobs(root: Path) -> list[str]:
 def repetitions(root: Path) -> list[Repetition]:
     """Return the runs of a job so far, in order."""
     found = []
-    for folder in (path for path in root.glob("rep-*") if path.is_dir()):
+    for folder in root.glob("rep-*"):
         run, index = folder / "run", folder.name.removeprefix("rep-")
+        if not index.isdigit():
+            continue
         last = {
             variant: _recent(run / variant / "metrics.jsonl")[-1:] for variant in VARIANTS if (run / variant).is_dir()
         }
@@ -95,7 +97,7 @@ def repetitions(root: Path) -> list[Repetition]:
         starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
         logs = starts[max(starts)] if starts else None
         found.append(Repetition(folder, run, index, iterations, steps, state, len(starts), logs))
-    return sorted(found, key=lambda one: (int(one.index) if one.index.isdigit() else -1, one.index))
+    return sorted(found, key=lambda one: int(one.index))
 
 
 def describe(root: Path, now: float) -> list[str]:

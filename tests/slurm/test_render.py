@@ -124,7 +124,6 @@ def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch
         ("pcie-a100", {"wire": "int8"}, {"tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not tp 16 on nodes of 8"),
         ("nvlink-h100", {"wire": "fp8"}, {}, "over the links p2p and host, not the link nvlink; leave wire out"),
         ("host-l40s", {"wire": "int8"}, {"tp": 1}, "wire int8 is for groups within a node .* not tp 1 on nodes of 8"),
-        ("host-l40s", {"environment": {"MEGATRON_FLUX_SM_MARGIN": "16"}}, {}, "is for fused kernels, which need peer"),
     ],
 )
 def test_links_and_wires_that_cannot_be_are_refused(cluster: str, site: dict, layout: dict, said: str) -> None:

@@ -143,7 +143,7 @@ def test_caches_that_cannot_be_used(run: Run, gpus: Callable[[int], list[Any]]) 
     for how in ("--show", "--dry-run"):
         assert "broken.json cannot be read" in refused(run, "tune", how, "--set", "cache=broken.json")
     gpus(2)
-    assert "its folder cannot be used" in refused(run, "tune", "--set", "cache=broken.json/below/tuned.json")
+    assert "the folder of cache" in refused(run, "tune", "--set", "cache=broken.json/below/tuned.json")
 
 
 def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) -> None:

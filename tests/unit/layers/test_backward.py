@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_flux.config import ALL_AUTO, ALL_EXACT
+from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import backward as module
 from megatron_flux.layers.backward import accumulate
 from megatron_flux.layers.precision import EXACT, LinearState
@@ -41,7 +41,7 @@ def weight_gradient(
     weight: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, overwrite: bool = False
 ) -> torch.Tensor | None:
     exact = EXACT[False]
-    linear = LinearState(weight, main_grad, overwrite, group_of(1), ALL_AUTO, ALL_EXACT, None, True, exact)
+    linear = LinearState(weight, main_grad, overwrite, group_of(1), Backends.of("auto"), ALL_EXACT, None, True, exact)
     return exact.wgrad(linear, x, dy)
 
 

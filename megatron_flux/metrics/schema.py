@@ -12,9 +12,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
-
-from megatron_flux.metrics.strict_json import number
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
 
 SCHEMA_VERSION = 1
 
@@ -27,7 +25,7 @@ FUSED_WAITS = "Waiting for peers inside a fused kernel counts as that kernel, no
 BREAKDOWN_PARTS = ("gemm", "fused", "attention", "norm", "optimizer", "other", "communication_exposed", "idle")
 
 Count = Annotated[int, Field(ge=0)]
-Number = Annotated[float, BeforeValidator(number)]
+Number = Annotated[float, Strict(False)]  # takes "NaN" and "Infinity"
 Object = dict[str, Any]
 ByName = dict[str, Number | None] | None
 

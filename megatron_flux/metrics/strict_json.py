@@ -2,7 +2,7 @@
 
 Python's ``json`` writes ``NaN`` and ``Infinity`` as bare words, which browsers, jq and most languages refuse. Null
 would lose the difference between "diverged" and "not known". So non-finite floats are the strings ``"NaN"``,
-``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), and :func:`number` converts them back.
+``"Infinity"``, ``"-Infinity"`` (as in protobuf's JSON mapping), which ``float`` converts back.
 """
 
 from __future__ import annotations
@@ -26,15 +26,6 @@ _SECRET = re.compile(r"key|token(?!iz)|secret|password|passwd|credential", re.IG
 def encodable(value: Any) -> Any:
     """Copy ``value`` as strict JSON: non-finite floats become strings, as do types that JSON has no form for."""
     return from_json(to_json(value, inf_nan_mode="strings", fallback=str))
-
-
-def number(value: Any) -> float | None:
-    """Convert a number field, or None, to a float. Raises ValueError: it is neither a number nor one of the strings."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not (isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:

@@ -306,7 +306,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
     """Return True, and one line, if flux ran and no step's losses differ by more than ``allowed``, relatively."""
     difference, layers = summary["max_relative_loss_difference"], summary["flux_active_layers"] or 0
-    same = layers > 0 and (strict_json.number(difference) or 0) <= allowed and summary["compared_iterations"] > 0
+    same = layers > 0 and float(difference or 0) <= allowed and summary["compared_iterations"] > 0
     return same, (
         f"parity {'holds' if same else 'is broken'}: largest relative loss difference {difference} over "
         f"{summary['compared_iterations']} iterations, {allowed:g} allowed; {layers} layers ran flux"

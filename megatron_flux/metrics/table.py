@@ -27,10 +27,8 @@ Form = Callable[[Any], str]
 def shown(value: Any, form: Form) -> str:
     """Format ``value``; a dash if it is unknown or no number, a name if it is not finite."""
     try:
-        known = strict_json.number(value)
-    except ValueError:
-        known = None
-    if known is None:
+        known = float(value)  # of the strings that stand for what is not finite, too
+    except (TypeError, ValueError):
         return UNKNOWN
     return form(known) if math.isfinite(known) else strict_json.encodable(known)
 

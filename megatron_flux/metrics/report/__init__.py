@@ -13,14 +13,10 @@ from pathlib import Path
 
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import page, training
-from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
-from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differing, load_all, with_pairs
-from megatron_flux.metrics.strict_json import without_secrets
+from megatron_flux.metrics.report.page import Chapter, Part, Table
+from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differences, differing, load_all, with_pairs
 from megatron_flux.metrics.summary import VARIANTS
-from megatron_flux.metrics.table import UNKNOWN, counted, memory, milliseconds, relative, shown
-
-_IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeout")
-"""Settings that name where a run goes, not what it does."""
+from megatron_flux.metrics.table import counted, memory, milliseconds, relative, shown
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
@@ -44,7 +40,8 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 def _overview(runs: Sequence[Run]) -> Chapter:
     """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
-    parts = [Part("runs", "Runs", table=Table([(run.name, run.verdict) for run in runs]))]
+    head = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
+    parts = [Part("overview", "Training runs", table=Table([*map(_row, runs)], head))]
     notes = [
         ("", f"{first.name} and {second.name} trained in different ways ({', '.join(unequal)}): do not compare them.")
         for first, second in combinations(runs, 2)
@@ -53,9 +50,8 @@ def _overview(runs: Sequence[Run]) -> Chapter:
     ]
     if notes:
         parts.append(Part("notes", "Notes", table=Table(notes)))
-    head = ("run", "baseline, ms", "flux, ms", "speed-up", "largest loss difference", "peak memory")
-    parts.append(Part("overview", "Training runs", table=Table([*map(_row, runs)], head)))
-    table = _differences(runs)
+    rows = [(name, *values) for name, values in differences(runs).items()]
+    table = Table(rows, head=("setting", *(run.name for run in runs))) if rows else None
     caption = "" if table else "None: the same was requested, on the same devices and versions."
     parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
     title = counted(len(runs), "run")
@@ -63,27 +59,11 @@ def _overview(runs: Sequence[Run]) -> Chapter:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    summary, variants = run.summary, run.summary["arms"]
-    interval = summary["speedup_ci95"]
+    variants = run.summary["arms"]
     return (
         run.name,
+        run.verdict,
         *(shown(variants[variant]["step_time_ms"]["median"], milliseconds) for variant in VARIANTS),
-        shown(summary["speedup"], "{:.3f}".format) + (f" ({interval[0]:.3f}…{interval[1]:.3f})" if interval else ""),
-        relative(summary["max_relative_loss_difference"]),
+        relative(run.summary["max_relative_loss_difference"]),
         shown(variants["flux"]["peak_memory_bytes"] or variants["baseline"]["peak_memory_bytes"], memory),
     )
-
-
-def _differences(runs: Sequence[Run]) -> Table | None:
-    """Return the settings that are not the same in all runs; None if there are none."""
-    every = []
-    for run in runs:
-        settings = {name: value for name, value in without_secrets(run.settings).items() if name not in _IGNORED}
-        about = {name: run.summary.get(name) or run.config.get(name) for name in ("device", "link", "versions")}
-        every.append(dict(flat(settings | {name: value for name, value in about.items() if value})))
-    rows = [
-        (name, *(one.get(name, UNKNOWN) or UNKNOWN for one in every))
-        for name in dict.fromkeys(name for one in every for name in one)
-        if len({one.get(name) for one in every}) > 1
-    ]
-    return Table(rows, head=("setting", *(run.name for run in runs))) if rows else None

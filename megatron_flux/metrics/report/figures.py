@@ -8,10 +8,10 @@ by colour alone: lines differ in width, points in shape, bars have a legend. The
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_flux.metrics.summary import Record, counts, finite, relative_differences, sampled
+from megatron_flux.metrics.summary import Record, counts, relative_differences
 from megatron_flux.metrics.table import counted
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 # Curves of baseline and flux usually lie on each other: a wide pale band with a thin line on it shows both.
 _WIDTHS = {"baseline": 7, "flux": 2}
 _OPACITIES = {"baseline": 0.45, "flux": 1.0}
-
-ORDER = "step in order of execution"
 
 TIME_PARTS = {
     "gemm": ("GEMM", "#3a6ea5"),
@@ -76,19 +74,10 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(2 * len(points) / MAX_POINTS)
     kept = []
     for start in range(0, len(points), size):
-        group = sorted(points[start : start + size], key=lambda p: p[1] if math.isfinite(p[1]) else math.inf)
-        kept += sorted({group[0], group[-1]})
+        group = points[start : start + size]
+        known = [point for point in group if math.isfinite(point[1])] or group[:1]
+        kept += sorted({min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])})
     return kept
-
-
-def _in_order(variants: Variants) -> dict[str, list[tuple[int, Record]]]:
-    """Return the records by variant, each with its place in the order of execution, from 1."""
-    steps = [(record["block"], record["iteration"], name) for name, records in variants.items() for record in records]
-    places = {step: place for place, step in enumerate(sorted(steps), 1)}
-    return {
-        name: [(places[record["block"], record["iteration"], name], record) for record in records]
-        for name, records in variants.items()
-    }
 
 
 def curves(variants: Variants, name: str, unit: str, points_of: str = "") -> Drawn:
@@ -128,39 +117,32 @@ def difference(variants: Variants, name: str) -> Drawn:
 
 def step_times(variants: Variants) -> Drawn:
     """Draw the step time (ms) over the order of execution; steps that do not count as open markers."""
-    order = _in_order(variants)
-    every = [(1000 * record["iteration-time"], counts(record)) for steps in order.values() for _, record in steps]
-    times = [time for time, counting in every if counting and math.isfinite(time)]
+    steps = [
+        (record["block"], record["iteration"], of, record) for of, records in variants.items() for record in records
+    ]
+    drawn: dict[tuple[str, bool], list[Point]] = {(of, counting): [] for of in variants for counting in (True, False)}
+    for place, (block, iteration, of, record) in enumerate(sorted(steps, key=lambda step: step[:3]), 1):
+        about = f"iteration {iteration}, block {block}"
+        drawn[of, counts(record)].append((place, 1000 * record["iteration-time"], about))
+    times = [
+        time for (_, counting), points in drawn.items() if counting for _, time, _ in points if math.isfinite(time)
+    ]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.
-    low, high = min(times), max(time for time, _ in every if time <= 1.25 * max(times))
+    every = [time for points in drawn.values() for _, time, _ in points]
+    low, high = min(times), max(time for time in every if time <= 1.25 * max(times))
     pad = 0.08 * (high - low) or 0.05 * high
-    figure = figure_of(ORDER, "step time (ms)", yaxis_range=[low - pad, high + pad], yaxis_hoverformat=".4g")
-    for variant, steps in order.items():
-        for name, counting, symbol in ((variant, True, ""), (f"{variant}, not timed", False, "-open")):
-            points = [
-                (place, 1000 * record["iteration-time"], f"iteration {record['iteration']}, block {record['block']}")
-                for place, record in steps
-                if counts(record) is counting
-            ]
-            if points:
-                _scatter(figure, name, variant, points, symbol=SYMBOLS[variant] + symbol)
-    above = sum(time > high for time, _ in every)
+    figure = figure_of(
+        "step in order of execution", "step time (ms)", yaxis_range=[low - pad, high + pad], yaxis_hoverformat=".4g"
+    )
+    for (of, counting), points in drawn.items():
+        if points:
+            name, symbol = (of, SYMBOLS[of]) if counting else (f"{of}, not timed", f"{SYMBOLS[of]}-open")
+            _scatter(figure, name, of, points, symbol=symbol)
+    above = sum(time > high for time in every)
     caption = "Open markers are warm-up or profiled steps, excluded from all statistics"
     return figure, caption + (f"; above the axis: {above}." if above else ".")
-
-
-def samples(variants: Variants, title: str, pick: Callable[[Record], Any]) -> Drawn:
-    """Draw what ``pick`` returns for each timed sample over the order of execution."""
-    figure, count = figure_of(ORDER, title, height=280, yaxis_hoverformat=".4g"), 0
-    for variant, steps in _in_order(variants).items():
-        usable = {record["iteration"] for record in sampled(variants[variant])}
-        known = [(place, pick(record)) for place, record in steps if record["iteration"] in usable]
-        if points := [(place, value) for place, value in known if finite(value)]:
-            count += len(points)
-            _scatter(figure, variant, variant, points)
-    return (figure, f"{counted(count, 'timed sampled step')}.") if count else (None, "")
 
 
 def time_parts(breakdowns: Mapping[str, Mapping[str, float]]) -> Figure | None:

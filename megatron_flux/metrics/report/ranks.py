@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_flux.metrics.report.figures import Variants, samples
+from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Part, Table
 from megatron_flux.metrics.summary import Record, median, median_of, sampled
 from megatron_flux.metrics.table import milliseconds, percent, shown
@@ -124,21 +124,20 @@ def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
     return [("straggler", of.finding) for of in known if of.straggles]
 
 
-def part(variants: Variants, known: Sequence[Ranks]) -> Part:
-    """Show the spread of the ranks over time, and every rank in a table: of many those with the longest times."""
-    spread, caption = samples(variants, "spread of ranks (ms)", lambda record: record.get("flux/rank_spread_ms"))
-    caption = f"Spread: how far the slowest rank is behind those it compares with; {caption}" if spread else ""
+def part(known: Sequence[Ranks]) -> Part:
+    """Show every rank in a table: of many those with the longest times."""
     names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
-    rows, listed = [], ""
+    rows, said, listed = [], [], ""
     for of in known:
         if of.finding:
-            caption += f" R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}"
+            said.append(f"R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}")
         times = of.medians["own_ms" if "own_ms" in names and of.medians["own_ms"][0] is not None else "step_ms"]
         slowest = sorted(range(len(of.nodes)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
         if len(slowest) < len(of.nodes):
-            listed = f" Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
+            listed = f"Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
         for rank in sorted(slowest):
             name = f"{of.variant}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
             rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
     head = ("", *(COLUMNS[name][0] for name in names))
-    return Part("ranks", "Ranks: medians of sampled steps", spread, f"{caption}{listed}".strip(), Table(rows, head))
+    caption = " ".join(filter(None, (*said, listed)))
+    return Part("ranks", "Ranks: medians of sampled steps", caption=caption, table=Table(rows, head))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.run_files import RunFiles, settings_of
+from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import VARIANTS, Record, summarize, verdict
+from megatron_flux.metrics.table import UNKNOWN
 
 TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
@@ -23,6 +25,8 @@ LOSS_SETTINGS = (
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
 """The same for a difference of their losses."""
+_IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeout")
+"""Settings that name where a run goes, not what it does."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,11 @@ class Run:
     name: str
     summary: dict[str, Any]
     """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """``config.json``: configuration, versions, device, command."""
-    variants: dict[str, list[Record]] = field(default_factory=dict)
-    breakdowns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config: dict[str, Any]
+    variants: dict[str, list[Record]]
+    breakdowns: dict[str, dict[str, Any]]
     """``breakdown.json`` by variant, of runs that traced some steps."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,25 +79,15 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
 
     runs: list[Run] = []
     for path in paths:
-        name = path.resolve().name
-        repetitions = sorted(path.glob("rep-*/"), key=lambda repetition: (len(repetition.name), repetition.name))
-        inner = {repetition.name: repetition / "run" for repetition in repetitions}
-        if not inner and path.is_dir() and not is_run(path) and not (path / "config.json").exists():
-            inner = {child.name: child for child in sorted(path.iterdir())}
-        found = [replace(load(run), name=f"{name}/{own}") for own, run in inner.items() if is_run(run)]
-        if repetitions and not found:
-            raise UserError(
-                f"{path} is a job's folder, and no repetition of it has recorded anything yet; see the logs in "
-                f"{repetitions[0]}/logs"
-            )
-        if repetitions and len(found) == 1:
-            found = [replace(found[0], name=name)]
-        runs += found or [load(path)]
+        name, inner = path.resolve().name, [] if is_run(path) or not path.is_dir() else path.iterdir()
+        children = sorted(inner, key=lambda child: (len(child.name), child.name))  # rep-10 comes after rep-9
+        found = [(run, f"{name}/{child.name}") for child in children for run in (child, child / "run") if is_run(run)]
+        runs += [load(*one) for one in found or [(path, name)]]
     return runs
 
 
-def load(path: Path) -> Run:
-    """Read a run folder. Raises UserError: it is none."""
+def load(path: Path, name: str) -> Run:
+    """Read a run folder, which is called ``name``. Raises UserError: it is none."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
     files = RunFiles(path)
@@ -118,7 +111,7 @@ def load(path: Path) -> Run:
         f"{variant}/metrics.jsonl: {problem}." for variant, tail in files.tails.items() for problem in tail.problems()
     ]
     known = {variant: breakdown for variant, breakdown in breakdowns.items() if breakdown}
-    return Run(path, path.resolve().name, summary, config, variants, known, problems)
+    return Run(path, name, summary, config, variants, known, problems)
 
 
 def with_pairs(runs: Sequence[Run]) -> list[Run]:
@@ -142,21 +135,32 @@ def with_pairs(runs: Sequence[Run]) -> list[Run]:
     )
     if unequal := differing(baseline, flux, LOSS_SETTINGS):
         summary["notes"].append(f"Their losses cannot be compared: {', '.join(unequal)}.")
-    variants, breakdowns = {"baseline": first, "flux": second}, baseline.breakdowns | flux.breakdowns
-    name = f"{baseline.name} and {flux.name}"
-    return [Run(flux.path, name, summary, flux.config, variants, breakdowns), *runs]
+    joined = replace(
+        flux,
+        name=f"{baseline.name} and {flux.name}",
+        summary=summary,
+        variants={"baseline": first, "flux": second},
+        breakdowns=baseline.breakdowns | flux.breakdowns,
+        problems=[],
+    )
+    return [joined, *runs]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return what is not the same in all runs: of each such setting, device, link or version a value per run."""
+    every = []
+    for run in runs:
+        settings = {name: value for name, value in without_secrets(run.settings).items() if name not in _IGNORED}
+        about = {name: run.summary.get(name) or run.config.get(name) for name in ("device", "link", "versions")}
+        every.append(dict(flat(settings | {name: value for name, value in about.items() if value})))
+    values = {name: [one.get(name, UNKNOWN) or "none" for one in every] for one in every for name in one}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
 
 
 def differing(first: Run, second: Run, names: Sequence[str]) -> list[str]:
-    """Return ``name a and b`` for each of these settings that both runs have and that differs.
-
-    So are the model's shape, of which losses and step times of another say nothing, and the name of the device.
-    """
-    both = []
-    for run in (first, second):
-        device = run.summary.get("device") or run.config.get("device")
-        settings = {**run.settings, "device": device.get("name") if isinstance(device, Mapping) else device}
-        both.append(dict(flat({name: settings[name] for name in ("shape", *names) if name in settings})))
-    a, b = both
-    unequal = [name for name in a if name in b and a[name] != b[name]]
-    return [f"{name} {a[name] or 'none'} and {b[name] or 'none'}" for name in unequal]
+    """Return ``name a and b`` for each of these settings, and of the model's shape, that both have and that differs."""
+    return [
+        f"{name} {a} and {b}"
+        for name, (a, b) in differences([first, second]).items()
+        if name.partition(".")[0] in ("shape", *names) and UNKNOWN not in (a, b)
+    ]

@@ -50,13 +50,20 @@ def chapter(run: Run, id_: str) -> Chapter:
     def rank_parts() -> list[Part] | str:
         known = ranks.of_variants(variants)
         found.extend(ranks.findings(known))
-        return [ranks.part(variants, known)] if known else "no step sampled its ranks."
+        return [ranks.part(known)] if known else "no step sampled its ranks."
+
+    def gpu_parts() -> list[Part] | str:
+        if held := _throttling(variants):
+            found.append(("GPU clocks held down", held))
+            return []
+        runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
+        return next((f"{run['gpu_source']}." for run in runs if run.get("gpu_source")), "no step sampled its GPUs.")
 
     samples, missing = _sample_parts({
         "Where the time goes": lambda: _breakdown(run),
         "Overlap efficiency": lambda: _efficiency(variants["flux"], summary["without_gpu"]),
         "Ranks": rank_parts,
-        "Clocks, power and throttling": lambda: _gpus(variants),
+        "Clocks, power and throttling": gpu_parts,
     })  # fmt: skip
     found.extend(("damage", text) for text in run.problems)
     parts = [
@@ -171,23 +178,10 @@ def _shape(call: Mapping[str, Any]) -> str:
     return f"{call['operator']} {shape}, {dtype if ' x ' in dtype else f'weight {weight}'}"  # FP8's has one form
 
 
-def _gpus(variants: Variants) -> list[Part] | str:
-    """Show clocks, power and what held clocks down, which explain noise."""
-    throttled = [
-        {reason for reason, gpus in record["flux/throttle_reasons"].items() if gpus}
-        for records in variants.values()
-        for record in sampled(records)
-        if record.get("flux/throttle_reasons") is not None
-    ]
-    if not throttled:
-        runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
-        return next((f"{run['gpu_source']}." for run in runs if run.get("gpu_source")), "no step sampled its GPUs.")
-    counts = Counter(reason for reasons in throttled for reason in reasons)
+def _throttling(variants: Variants) -> str | None:
+    """Return what held clocks down, which explains noise; None if no step sampled its GPUs."""
+    of_samples = [record.get("flux/throttle_reasons") for records in variants.values() for record in sampled(records)]
+    known = [reasons for reasons in of_samples if reasons is not None]
+    counts = Counter(reason for reasons in known for reason, gpus in reasons.items() if gpus)
     held = ", ".join(f"{reason} in {count}" for reason, count in sorted(counts.items())) or "none"
-    caption = f"Over all GPUs. Clocks held down, of {counted(len(throttled), 'sample')}: {held}."
-
-    def drawn(name: str, title: str) -> Part:
-        plot, _ = figures.samples(variants, title, lambda record: (record.get("flux/gpu") or {}).get(name))
-        return Part(name.replace("_", "-"), f"GPUs: {title}", plot, caption)
-
-    return [drawn("sm_clock_mhz_min", "slowest SM clock (MHz)"), drawn("power_w_max", "largest power (W)")]
+    return f"{held}, of {counted(len(known), 'sample')}" if known else None

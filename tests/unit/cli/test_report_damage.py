@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report import make_chapters, page
-from megatron_flux.metrics.report.run import load
+from megatron_flux.metrics.report.run import load_all
 from tests.unit.metrics.report_runs import full_run
 
 WRONG = [None, True, -1, 1e309, "x", "NaN", [], [None], {}, {"x": None}, "<b>&"]
@@ -54,7 +54,7 @@ def test_damage_is_a_page_or_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         wrong = [damaged(one, rng) if len(before) == 1 or rng.random() < 0.5 else one for one in before]
         file.write_text("".join(json.dumps(one) + "\n" for one in wrong))
         with contextlib.suppress(UserError):
-            pages += bool(page.html(*make_chapters([load(run)])))
+            pages += bool(page.html(*make_chapters(load_all([run]))))
     assert pages == 20
 
 

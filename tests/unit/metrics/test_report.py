@@ -15,7 +15,7 @@ import pytest
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.report import figures, ranks, write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
-from megatron_flux.metrics.report.run import load, with_pairs
+from megatron_flux.metrics.report.run import Run, load_all, with_pairs
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
@@ -45,6 +45,11 @@ def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
 def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out five megabytes of a library."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "plotly.js")
+
+
+def load(folder: Path) -> Run:
+    (run,) = load_all([folder])
+    return run
 
 
 def page(folder: Path) -> str:
@@ -168,7 +173,7 @@ def cluster() -> dict[str, list[Record]]:
 
 
 def of_ranks(variants: dict[str, list[Record]]) -> Part:
-    return ranks.part(variants, ranks.of_variants(variants))
+    return ranks.part(ranks.of_variants(variants))
 
 
 def test_the_straggler_among_many_ranks(cluster: dict[str, list[Record]]) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.report.run import load
+from megatron_flux.metrics.report.run import load_all
 from megatron_flux.metrics.watch import Watched, view, watch
 from tests.unit.metrics.metrics_records import record
 from tests.unit.metrics.report_runs import full_run, one_variant
@@ -51,7 +51,7 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "ago" not in text
     assert "so far" not in text
-    assert load(run).verdict in text
+    assert load_all([run])[0].verdict in text
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:

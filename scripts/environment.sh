@@ -7,7 +7,7 @@
 #                         release below, as its build for CPUs on machines without a driver of NVIDIA's
 #
 # pip's configuration holds for everything: indexes, proxies, certificates. While .venv is made and filled, it has a file
-# $UNFINISHED; the start after one that was interrupted finds it, and completes what is there.
+# $UNFINISHED; the start after one that was interrupted finds it, and makes .venv anew, from pip's cache.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,17 +31,17 @@ use_environment() {
             "$PYTHON" -c 'import torch' 2>/dev/null ||
             fail "--active: no environment is active ($PYTHON); activate one, or leave --active out and .venv is made"
     else
-        trap 'printf "\ninterrupted; the next start completes .venv\n" >&2; exit 130' INT TERM
-        .venv/bin/python -c '' 2>/dev/null || make_venv
+        trap 'printf "\ninterrupted; run it again\n" >&2; exit 130' INT TERM
+        if [[ -e $UNFINISHED ]] || ! .venv/bin/python -c '' 2>/dev/null; then make_venv; fi
         PYTHON=$PWD/.venv/bin/python
     fi
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "$PYTHON is $("$PYTHON" --version); Python 3.11 or newer is needed"
     stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megatron-flux-$extras
     # Copied, not compared by time: a checkout sets times as it likes.
-    if ! ((ACTIVE)) && [[ -e $UNFINISHED ]] || ! cmp -s pyproject.toml "$stamp" ||
-        ! "$PYTHON" -c 'import megatron_flux, torch' 2>/dev/null; then
-        ((ACTIVE)) || complete_venv
+    if ! cmp -s pyproject.toml "$stamp" || ! "$PYTHON" -c 'import megatron_flux, torch' 2>/dev/null; then
+        "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
+            fail "$PYTHON has no pip, and cannot add it; install that Python's venv package and remove .venv"
         if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
             install_torch
             compile_torch &
@@ -51,7 +51,7 @@ use_environment() {
         pip_install --editable ".[$extras]"
         [[ -z $compiling ]] || wait "$compiling"
         cp pyproject.toml "$stamp"
-        ((ACTIVE)) || rm "$UNFINISHED"
+        ((ACTIVE)) || rm -f "$UNFINISHED"
     fi
     trap - INT TERM
 }
@@ -69,24 +69,6 @@ make_venv() {
     touch "$UNFINISHED"
     rm -rf .venv/*
     "$base" -m venv .venv || fail "$base cannot make a virtual environment; install its venv package"
-    MADE=1
-}
-
-# Make the pip of .venv usable, and let it forget what it has not installed to the end: it would take that for complete.
-complete_venv() {
-    local packages found
-    packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    if [[ -e $UNFINISHED ]] && ! ((MADE)); then
-        printf 'an earlier start was interrupted: completing .venv\n'
-        for found in "$packages"/*.dist-info; do
-            [[ -e $found/INSTALLER ]] || rm -rf "$found" # which pip writes behind everything else
-        done
-        rm -rf "$packages"/~*
-    fi
-    touch "$UNFINISHED"
-    compgen -G "$packages/pip-*.dist-info" >/dev/null || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
-        "$PYTHON" -m pip --version >/dev/null 2>&1 ||
-        fail ".venv has no pip, and its Python cannot add it; install that Python's venv package and remove .venv"
 }
 
 # --no-compile: most modules are never imported, and Python compiles the others when they are; torch's, compile_torch.
@@ -150,7 +132,7 @@ find_python() {
 }
 
 # What the script is told; all but the options above is left in ARGUMENTS.
-ACTIVE=0 MADE=0 ARGUMENTS=()
+ACTIVE=0 ARGUMENTS=()
 for argument in "$@"; do
     case $argument in
         --active) ACTIVE=1 ;;

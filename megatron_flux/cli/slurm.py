@@ -95,7 +95,6 @@ class ResumeOptions(Options):
     folder: Path = argument(..., "Folder of a job: runs/NAME-JOB.")
     partition: Directive | None = option(None, "Instead of the job's.")
     account: Directive | None = option(None, "Instead of the job's.")
-    qos: Directive | None = option(None, "Instead of the job's.")
     time: Duration | None = option(None, "Time limit, instead of the job's.")
     exclude: Directive | None = option(None, "Nodes to leave out, instead of the job's.")
     dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.slurm import queue
+from tests.executable import executable
 from tests.megatron_lm.stand_in import write_tree
 from tests.slurm.cluster import Cluster
 
@@ -26,9 +27,7 @@ def test_shell_examples_are_clean() -> None:
 
 
 def test_megatron_lm_starts_one_rank_per_gpu_with_flux_on(tmp_path: Path) -> None:
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text('#!/bin/sh\necho "$MEGATRON_FLUX $*"\n')
-    torchrun.chmod(0o755)
+    executable(tmp_path / "torchrun", '#!/bin/sh\necho "$MEGATRON_FLUX $*"\n')
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS": "4"}
     done = subprocess.run(
         [FOLDER / "megatron_lm.sh", "/tree"], env=environment, capture_output=True, text=True, check=True

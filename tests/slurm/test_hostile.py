@@ -18,6 +18,7 @@ from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.train.options import TrainOptions
+from tests.executable import executable
 
 HOSTILE = (
     "$(touch CANARY)",
@@ -129,11 +130,9 @@ def test_this_covers_every_field() -> None:
 def stubs(tmp_path: Path) -> tuple[Path, Path]:
     """Folders: commands that write down their words, and what they wrote."""
     folder, record = tmp_path / "bin", tmp_path / "record"
-    folder.mkdir()
     record.mkdir()
     for name in ("srun", "scontrol", "module"):
-        (folder / name).write_text(STUB.replace("RECORD", str(record)))
-        (folder / name).chmod(0o755)
+        executable(folder / name, STUB.replace("RECORD", str(record)))
     return folder, record
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from megatron_flux.slurm import queue
 from megatron_flux.slurm.profile import Profile
+from tests.executable import executable
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
 from tests.slurm.golden import FOLDER, JOBS
@@ -48,10 +49,7 @@ fi
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-in in place of Python; the folder of its notes."""
-    file = tmp_path / "python-stand-in"
-    file.write_text(STAND_IN)
-    file.chmod(0o755)
-    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(file))
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(executable(tmp_path / "python-stand-in", STAND_IN)))
     return tmp_path / "seen"
 
 

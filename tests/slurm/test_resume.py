@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.slurm import queue
+from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
 
@@ -52,12 +53,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_cluster: Cl
     """The stand-in in place of Python, without pre-flight; nothing fails yet."""
     from tests.unit.metrics.metrics_records import record
 
-    file = tmp_path / "python-stand-in"
-    file.write_text(STAND_IN)
-    file.chmod(0o755)
     (tmp_path / "record").write_text(json.dumps(record(iteration=1)) + "\n")
     (tmp_path / "fails").write_text("never 0 -\n")
-    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(file))
+    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(executable(tmp_path / "python-stand-in", STAND_IN)))
     monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", "0")
 
 

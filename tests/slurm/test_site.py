@@ -13,6 +13,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.options import validated
 from megatron_flux.slurm import job, queue, render, submit
 from megatron_flux.slurm.profile import Profile
+from tests.executable import executable
 from tests.slurm.golden import FOLDER
 from tests.slurm.test_hostile import CLUSTER, WORK, execute, script, stubs
 
@@ -84,6 +85,16 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     assert not [word for word in steps(stubs[1])[-1] if word.startswith("--container-name")]
 
 
+def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:
+    """What a job says whose step ``train`` runs these lines, in a partition with three other nodes."""
+    begin = "#!/bin/sh\ncd $MEGATRON_FLUX_FAILURES && touch ../../train-0-n01.log\n"
+    executable(stubs[0] / "srun", f"{begin}{srun}\n")
+    executable(stubs[0] / "sinfo", "#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
+    text = script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK)
+    done = execute(text, stubs, where, SLURM_JOB_PARTITION="p")
+    return done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -109,28 +120,15 @@ def test_the_node_that_is_left_out_is_no_witness(
     lines: list[str], said: str, stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     noted = "\\n".join(lines)
-    (stubs[0] / "srun").write_text(
-        f"#!/bin/sh\ncd $MEGATRON_FLUX_FAILURES && touch ../../train-0-n01.log\nprintf '{noted}\\n' >note\nexit 1\n"
-    )
-    (stubs[0] / "sinfo").write_text("#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
-    (stubs[0] / "sinfo").chmod(0o755)
-    done = execute(
-        script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK),
-        stubs,
-        tmp_path,
-        SLURM_JOB_PARTITION="p",
-    )
-    assert said in done.stdout, done.stdout + done.stderr
+    printed = train_fails(f"printf '{noted}\\n' >note; exit 1", stubs, tmp_path)
+    assert said in printed
     if bad := re.search(r"without (n0\S+):", said):
         asked = (stubs[1] / "scontrol").read_bytes().decode().replace("\0", " ")
         for job_id in ("7", "7_0"):  # the repetitions that wait, and this one
             assert f"update jobid={job_id} ExcNodeList={bad[1]} " in asked
 
 
-RANKS_HANG = """#!/bin/sh
-cd $MEGATRON_FLUX_FAILURES
-touch ../../train-0-n01.log
-sleep 0.1
+RANKS_HANG = """sleep 0.1
 case "$*" in
     *megatron_flux.slurm.hang*) echo "2 0 rank 5 on n02 did not enter all_reduce 7" >verdict ;;
     *)
@@ -138,22 +136,12 @@ case "$*" in
         echo dump >"${TORCH_FR_DUMP_TEMP_FILE}0"
         exit 1
         ;;
-esac
-"""
+esac"""
 
 
 def test_the_flight_recorder_says_for_whom_ranks_waited(stubs: tuple[Path, Path], tmp_path: Path) -> None:
-    (stubs[0] / "srun").write_text(RANKS_HANG)
-    (stubs[0] / "sinfo").write_text("#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
-    (stubs[0] / "sinfo").chmod(0o755)
-    done = execute(
-        script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK),
-        stubs,
-        tmp_path,
-        SLURM_JOB_PARTITION="p",
-    )
     said = "retry 1 of at most 1, without n02: rank 5 on n02 did not enter all_reduce 7; 1 rank(s) left their calls: "
-    assert said in done.stdout, done.stdout + done.stderr
+    assert said in train_fails(RANKS_HANG, stubs, tmp_path)
 
 
 def test_variables_that_nothing_would_expand_are_refused() -> None:

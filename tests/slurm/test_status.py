@@ -13,6 +13,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.submit import environment
+from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
 from tests.unit.metrics.metrics_records import record
@@ -110,9 +111,7 @@ def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
 
 def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
-    (file := tmp_path / "bin" / "squeue").parent.mkdir(exist_ok=True)
-    file.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    file.chmod(0o755)
+    executable(tmp_path / "bin" / "squeue", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
 

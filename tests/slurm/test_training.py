@@ -33,6 +33,7 @@ from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm import trial
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe, logs
+from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
 
@@ -205,9 +206,7 @@ def try_bad_and_good_nodes(cluster: Cluster) -> tuple[tuple[str, list[str]], tup
 
 def stop_without_requeues(cluster: Cluster) -> Job:
     """Asked to stop before it trains."""
-    slow = Path("slow").absolute()
-    slow.write_text("#!/usr/bin/env bash\nsleep 60\n")
-    slow.chmod(0o755)
+    slow = executable(Path("slow").absolute(), "#!/usr/bin/env bash\nsleep 60\n")
     site = {"max_requeues": 0, "setup": [f"MEGATRON_FLUX_PYTHON={slow}"]}
     job = Job.submitted(cluster, range(14, 16), site, mode="flux")
     job.until(lambda: "pre-flight" in "\n".join(job.log()), "the pre-flight")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.executable import executable
+
 ROOT = Path(__file__).parents[3]
 DRIVER = Path("/proc/driver/nvidia/version").exists()
 
@@ -21,11 +23,7 @@ case "$*" in
     *"-m venv .venv")
         mkdir -p .venv/bin .venv/packages
         cp "$0" .venv/bin/python
-        [ ! -e hang-in-venv ] || exec sleep 60
-        mkdir .venv/packages/pip-1.dist-info
-        touch .venv/packages/pip-1.dist-info/INSTALLER
         ;;
-    "-m ensurepip") mkdir .venv/packages/pip-1.dist-info && touch .venv/packages/pip-1.dist-info/INSTALLER ;;
     "-m pip index versions torch"*) echo "Available versions: 2.14.0, $(cat offered), 2.12.0" && echo "$*" >>asked ;;
     "-m pip install "*)
         words="$*"
@@ -33,7 +31,6 @@ case "$*" in
         mkdir -p .venv/packages/half-1.dist-info
         [ ! -e no-index ] || exit 1
         [ ! -e hang-in-pip ] || exec sleep 60
-        touch .venv/packages/half-1.dist-info/INSTALLER
         case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
         ;;
     "-m compileall "*) echo "$*" >>compiled ;;
@@ -56,10 +53,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     (tmp_path / "offered").write_text("2.13.0")
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    python = executable(tmp_path / "bin" / "python3", PYTHON)
     monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(python))
     monkeypatch.delenv("MEGATRON_FLUX_TORCH", raising=False)
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.environ['PATH']}")
@@ -145,9 +139,7 @@ def test_without_a_driver_torchs_build_for_cpus_is_taken_where_it_is_offered(
 def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smi = checkout / "bin" / "nvidia-smi"
-    smi.write_text("#!/bin/sh\n")
-    smi.chmod(0o755)
+    executable(checkout / "bin" / "nvidia-smi", "#!/bin/sh\n")
     (checkout / "offered").write_text("2.13.0+cpu, 2.13.0")
     assert "installing torch==2.13.0: about 3 GB" in run(checkout, "--dry-run")[1]
     shutil.rmtree(checkout / ".venv")
@@ -158,35 +150,22 @@ def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
     assert "index versions" not in (checkout / "asked").read_text()
 
 
-def interrupted(checkout: Path, flag: str, there: str) -> str:
-    """What a start says that Ctrl-C ends where ``flag`` has it hang, once ``there`` exists."""
-    (checkout / flag).touch()
+def test_what_was_interrupted_is_made_anew(checkout: Path) -> None:
+    (checkout / "hang-in-pip").touch()
     process = start(checkout, "--dry-run")
     limit = time.monotonic() + 30
-    while not list(checkout.glob(there)):
+    while not (checkout / ".venv/packages/half-1.dist-info").exists():
         assert time.monotonic() < limit, "it has not come so far"
         time.sleep(0.02)
-    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
-    (checkout / flag).unlink()
-    assert process.returncode == 130
-    assert "interrupted; the next start completes .venv" in said
-    assert (checkout / ".venv/.megatron-flux-unfinished").exists()
-    return said
-
-
-def test_an_interrupted_start_is_completed(checkout: Path) -> None:
-    interrupted(checkout, "hang-in-venv", ".venv/bin/python")
-    assert not list(checkout.glob(".venv/packages/pip-*"))
-    interrupted(checkout, "hang-in-pip", ".venv/packages/half-1.dist-info")
+    assert (process.returncode, said.splitlines()[-1]) == (130, "interrupted; run it again")
+    (checkout / "hang-in-pip").unlink()
     code, said = run(checkout, "--dry-run")
     assert code == 0
-    assert "an earlier start was interrupted: completing .venv" in said
-    assert "ran: " in said
-    assert (checkout / ".venv/packages/half-1.dist-info/INSTALLER").exists()
+    assert said.index("making .venv anew: interrupted earlier") < said.index("ran: ")
     assert not (checkout / ".venv/.megatron-flux-unfinished").exists()
-    assert "interrupted" not in run(checkout, "--dry-run")[1]
+    assert "making" not in run(checkout, "--dry-run")[1]
 
 
 def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
 from megatron_flux.patch.megatron_core import installed_megatron_core
-from megatron_flux.settings import LINKS, WIRES, link, sm_margin, switched_on
+from megatron_flux.settings import LINKS, WIRES, link, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
@@ -58,12 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     except UserError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     group = parser.add_argument_group(title="flux")
-    group.add_argument(
-        "--flux",
-        action=argparse.BooleanOptionalAction,
-        default=on,
-        help="Run tensor-parallel linears with megatron-flux; MEGATRON_FLUX=1 in the environment does the same.",
-    )
+    switch = "Run tensor-parallel linears with megatron-flux; MEGATRON_FLUX=1 in the environment does the same."
+    group.add_argument("--flux", action=argparse.BooleanOptionalAction, default=on, help=switch)
     types = get_type_hints(FluxConfig)
     for field in fields(FluxConfig):
         kind: dict[str, Any] = {"type": _bytes}
@@ -76,12 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default = None if field.default is MISSING else field.default
         option = f"--flux-{field.name.replace('_', '-')}"
         group.add_argument(option, default=default, help=_HELP[field.name], **kind)
-    group.add_argument(
-        "--flux-sample-interval",
-        type=int,
-        default=SAMPLE_INTERVAL,
-        help="Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never.",
-    )
+    steps = "Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never."
+    group.add_argument("--flux-sample-interval", type=int, default=SAMPLE_INTERVAL, help=steps)
     return parser
 
 
@@ -120,10 +112,9 @@ def install(args: Any) -> None:
     config = config_from(args)
     patch(config)
     if not already and args.rank == 0:
-        replaced = report()["replaced"]
+        replaced, core = report()["replaced"], f"megatron-core {installed_megatron_core()}"
         head = (
-            f"> megatron-flux {__version__} is on: backend {config.backend}, megatron-core "
-            f"{installed_megatron_core()}, {len(replaced)} methods replaced"
+            f"> megatron-flux {__version__} is on: backend {config.backend}, {core}, {len(replaced)} methods replaced"
         )
         # The ends of lines included: the ranks share a terminal, and print() writes them apart.
         print("".join([f"{head}\n", *(f"    {path}\n" for path in replaced)]), end="", flush=True)
@@ -142,11 +133,7 @@ def tune(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
 
 def validate(args: Any) -> None:
-    """Check ``args`` (Megatron-LM's, validated) where flux is on.
-
-    Raises:
-        MegatronArgumentsError: every reason at once, each with what to change.
-    """
+    """Check ``args`` (Megatron-LM's, validated) where flux is on. MegatronArgumentsError: all reasons at once."""
     if args.flux and (problems := [*_problems(args), *_graph_problems(args)]):
         raise MegatronArgumentsError("flux is on, but " + "; ".join(problems) + " (or switch flux off: --no-flux)")
 
@@ -166,7 +153,7 @@ def _problems(args: Any) -> Iterator[str]:
     if over_te and (why := te_seam.why_unusable()):
         yield f"no layer of --transformer-impl transformer_engine can run it: {why}"
     groups = getattr(args, "high_priority_stream_groups", None)
-    if groups and _needs_all_sms(args):
+    if groups and cuda_graphs.takes_all_sms(_backends(args)):
         yield (
             f"NCCL's kernels of {', '.join(groups)} would run on streams of high priority "
             "(--high-priority-stream-groups), which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN "
@@ -209,7 +196,7 @@ def _graph_problems(args: Any) -> Iterator[str]:
         "expert": "expert_model_parallel_size",
     }
     beside = [f"{kind} parallelism ({n})" for kind, name in sizes.items() if (n := getattr(args, name, None) or 1) > 1]
-    if beside and _needs_all_sms(args):
+    if beside and cuda_graphs.takes_all_sms(_backends(args)):
         yield (
             f"CUDA graphs (--cuda-graph-impl {graphs}) hold fused kernels, which take all SMs and wait for peers, "
             f"beside NCCL's of {' and '.join(beside)}, and nothing orders the launch of a graph against those "
@@ -222,8 +209,3 @@ def _backends(args: Any) -> set[str]:
     """Backends of all directions."""
     whole = getattr(args, "flux_backend", "auto")
     return {getattr(args, f"flux_{name}", None) or whole for name in Backends._fields}
-
-
-def _needs_all_sms(args: Any) -> bool:
-    """True if any direction may take a backend with fused kernels, which leave no SM to others."""
-    return bool(_backends(args) - {"reference", "pipelined"}) and sm_margin() == 0

@@ -64,7 +64,7 @@ def check_writable(folder: Path, option: str) -> Path:
 def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
     """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
     with made(out, description, overwrite=overwrite, resuming=False):
-        begun(out)
+        pass
 
 
 @contextmanager
@@ -111,14 +111,13 @@ def begun(out: Path) -> None:
 
 def _begin(out: Path, description: dict[str, Any], *, replacing: bool) -> None:
     """Write ``config.json``; move all of an earlier run, or what this start of it replaces, to :data:`_BEFORE`."""
-    before = out / _BEFORE
-    if before.is_dir():  # of a start that was killed before it had begun
+    if (before := out / _BEFORE).is_dir():  # of a start that was killed before it had begun
         _put_back(out)
-    names = [path.name for path in out.iterdir() if path.name != _LOCK]
-    if names := [name for name in names if replacing or name in (CONFIG, ENDED)]:
+    moved = [path for path in out.iterdir() if path.name != _LOCK and (replacing or path.name in (CONFIG, ENDED))]
+    if moved:
         before.mkdir()
-        for name in names:
-            (out / name).rename(before / name)
+    for path in moved:
+        path.rename(before / path.name)
     # Whole at once: `watch` waits for this file and reads it as soon as it exists.
     strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
 

@@ -115,29 +115,6 @@ class SignalListener:
         os.close(self._write)
 
 
-class _Termination:
-    """Notes SIGTERM and SIGINT instead of dying of them, unless the run has failed. For the main thread."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.noted = False
-        self._peers = peers
-        self._listener = SignalListener(_ENDING, self._handle)
-        self._listener.start()
-
-    def _handle(self, number: int) -> None:
-        if not self.noted:
-            logger.info("%s: the run stops after the step it is at", signal.Signals(number).name)
-        self.noted = True
-        while not self._listener.closed.is_set():
-            if self._peers.failed():
-                die()
-            self._listener.closed.wait(_INTERVAL)
-
-    def close(self, *, stopped: bool) -> None:
-        """Stop listening. After an orderly stop the signals are ignored, since they come more than once."""
-        self._listener.close(ignored=stopped)
-
-
 def die() -> None:
     """Die of SIGTERM at once. ``signal.signal`` is for the main thread alone, which may wait for a peer without end."""
     ctypes.CDLL(None).signal(signal.SIGTERM, 0)
@@ -153,7 +130,7 @@ class StopRequest:
     Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the
     rank along. So the main thread blocks SIGUSR1, which threads and processes inherit: it stays pending until it is
     looked for. Older threads do not block it: there the handler hears it. SIGTERM and SIGINT are not blocked: what a
-    rank has started must be able to die of them.
+    rank has started must be able to die of them. A thread notes these two, unless the run has failed.
 
     A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
     when it ends, puts signals that have handlers back to what kills a process. For the main thread.
@@ -165,25 +142,38 @@ class StopRequest:
         self._noted = self._stopped = False
         signal.signal(_STOP, self._note)
         signal.pthread_sigmask(signal.SIG_BLOCK, [_STOP])
-        self._termination = None if peers is None else _Termination(peers)
+        self._listener = None
+        if peers is not None:
+            self._listener = SignalListener(_ENDING, lambda number: self._terminate(number, peers))
+            self._listener.start()
         self._handlers = Dispositions([_STOP, *(_ENDING if peers is not None else ())])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if self._termination is not None:
-            self._termination.close(stopped=self._stopped and kind is None)
+        if self._listener is not None:
+            self._listener.close(ignored=self._stopped and kind is None)
         signal.signal(_STOP, signal.SIG_IGN)  # which also drops one that waits
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [_STOP])
 
     def _note(self, *_: object) -> None:
         self._noted = True
 
+    def _terminate(self, number: int, peers: Peers) -> None:
+        """Note SIGTERM or SIGINT, and die of it once the run has failed. In the listener's thread."""
+        assert self._listener is not None  # noqa: S101
+        if not self._noted:
+            logger.info("%s: the run stops after the step it is at", signal.Signals(number).name)
+        self._noted = True
+        while not self._listener.closed.is_set():
+            if peers.failed():
+                die()
+            self._listener.closed.wait(_INTERVAL)
+
     def noted(self) -> bool:
         """Return True if this rank has been asked to stop."""
-        terminating = self._termination is not None and self._termination.noted
-        return terminating or self._noted or _STOP in signal.sigpending()
+        return self._noted or _STOP in signal.sigpending()
 
     def agreed(self) -> bool:
         """Return True if any rank has been asked to stop; then SIGUSR1 is ignored. A collective call."""

@@ -18,7 +18,6 @@ from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
 from megatron_flux.errors import UserError, require
 from megatron_flux.ops import backend_names, cuda_graphs
-from megatron_flux.ops.backends.fused import sm_margin
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
@@ -285,7 +284,7 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, *, b
     backends = _named_backends(options)
     if options.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
         raise UserError(f"{given} with {reason}")
-    if options.flux and beside > 1 and set(backends) - {"reference", "pipelined"} and sm_margin() == 0:
+    if options.flux and beside > 1 and cuda_graphs.takes_all_sms(backends):
         raise UserError(
             f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "
             "their peers, against NCCL's of those groups; set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable
@@ -76,9 +77,8 @@ def test_a_folded_checkpoint_computes_what_it_did(tmp_path: Path, files: int, ga
     assert report["others"] == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in folder.iterdir())
     old, new = contents(folder), contents(out)
-    assert {name: (t.shape, t.dtype) for name, t in old.items()} == {
-        name: (t.shape, t.dtype) for name, t in new.items()
-    }
+    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} for found in (old, new)]
+    assert kinds[0] == kinds[1]
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert all(".mlp." in name for name in changed)
     assert not any(name.endswith((".down_proj.scales", ".c_proj.scales", "gate_proj.g_idx")) for name in changed)
@@ -172,54 +172,53 @@ def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def edit(name: str, **changes: Any) -> Callable[[Path], object]:
+    """Write a JSON file with these settings over those it has."""
+
+    def edited(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | changes))
+
+    return edited
+
+
+GOOD = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_size": -1}
+
+
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("change", "said"),
     [
-        ({"weight_map": {"a": "../outside.safetensors"}}, "names '../outside.safetensors'; a file of this folder"),
-        ({"weight_map": {"a": "not-there.safetensors"}}, "names not-there.safetensors, which is not there"),
-        ({}, "has no weight_map"),
+        (
+            edit(checkpoint.INDEX, weight_map={"a": "../x.safetensors"}),
+            r"names '../x.safetensors'; a file of this folder",
+        ),
+        (edit(checkpoint.INDEX, weight_map={"a": "none.safetensors"}), "names none.safetensors, which is not there"),
+        (edit(checkpoint.INDEX), "has no weight_map"),
+        (edit("config.json", quantization_config={"quant_method": "awq"}), "quant_method 'awq'"),
+        (edit("config.json", quantization_config={"checkpoint_format": "marlin"}), "checkpoint_format 'marlin'"),
+        (edit("config.json", quantization_config={"bits": 3}), "bits 3; can be one of 2, 4, 8"),
+        (
+            edit("quantize_config.json", **GOOD | {"bits": 8}),
+            "bits 8 in quantize_config.json and bits 4 in config.json",
+        ),
+        (edit("quantize_config.json", **GOOD | {"quant_method": "awq"}), "quant_method 'awq' in .* and quant_method"),
+        (lambda folder: (folder / "config.json").write_text("{" * 5000), r"config\.json is no JSON"),
+        (lambda folder: (folder / "config.json").unlink(), "is no GPTQ checkpoint"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"model\.bin is a pickle"),
+        (
+            lambda folder: save_file({"x": torch.zeros(2)}, folder / "model.safetensors"),
+            "none of its 1 tensors is of a",
+        ),
+        (lambda folder: shutil.rmtree(folder), "is no folder"),
     ],
 )
-def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, index: Any, said: str) -> None:
+def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
     folder = write(tmp_path / "in", tensors(1))
-    (folder / checkpoint.INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=said):
-        checkpoint.read(folder)
-
-
-@pytest.mark.parametrize("config", [{"quant_method": "awq"}, {"checkpoint_format": "marlin"}, {"bits": 3}])
-def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    ((name, value),) = config.items()
-    with pytest.raises(UserError, match=f"{name} '?{value}"):
-        checkpoint.read(write(tmp_path / "in", tensors(1), **config))
-
-
-@pytest.mark.parametrize("field", ["bits", "checkpoint_format", "quant_method"])
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, field: str) -> None:
-    folder = write(tmp_path / "in", tensors(1), checkpoint_format="gptq")
-    settings = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_size": -1}
-    (folder / "quantize_config.json").write_text(json.dumps(settings))
+    edit("quantize_config.json", **GOOD)(folder)
     assert checkpoint.read(folder).zero_offset == 1
-    other = {"bits": 8, "checkpoint_format": "gptq_v2", "quant_method": "awq"}[field]
-    (folder / "quantize_config.json").write_text(json.dumps(settings | {field: other}))
-    with pytest.raises(UserError, match=f"{field} '?{other}'? in quantize_config.json and {field} .* in config.json"):
-        checkpoint.read(folder)
-
-
-def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder"):
-        checkpoint.read(tmp_path / "none")
-    with pytest.raises(UserError, match="is no GPTQ checkpoint"):
-        checkpoint.read(tmp_path)
-    folder = write(tmp_path / "in", tensors(1))
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
-        checkpoint.read(folder)
-    folder = write(tmp_path / "dense", {"model.layers.0.mlp.gate_proj.weight": torch.zeros(2, 2)})
-    with pytest.raises(UserError, match="none of its 1 tensors is of a quantised MLP"):
-        checkpoint.read(folder)
-    (folder / "config.json").write_text("{" * 5000)
-    with pytest.raises(UserError, match=r"config\.json is no JSON"):
+    (folder / "quantize_config.json").unlink()
+    change(folder)
+    with pytest.raises(UserError, match=said):
         checkpoint.read(folder)
 
 
@@ -232,6 +231,12 @@ def test_where_it_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(UserError, match=said):
             checkpoint.run(found, out)
+    (part := tmp_path / ".out.part").mkdir()
+    with pytest.raises(UserError, match=f"{part} exists: another fold is writing {tmp_path / 'out'}, or was killed"):
+        checkpoint.run(found, tmp_path / "out")
+    with pytest.raises(StorageError, match="File exists"), checkpoint._made_whole(tmp_path / "out"):
+        pass
+    part.rmdir()  # it is another one's, and has stayed
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
     with pytest.raises(StorageError, match=r"e-05 GB are needed, 5e-09 GB are free; make room"):
         checkpoint.run(found, tmp_path / "out")
@@ -264,14 +269,3 @@ def test_the_command(warm_python: str, tmp_path: Path) -> None:
     done = command(folder, out)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"
-
-
-def test_what_another_fold_has_made_so_far_stays_and_is_named(tmp_path: Path) -> None:
-    folder, out = write(tmp_path / "in", tensors(1)), tmp_path / "out"
-    part = out.with_name(f".{out.name}.part")
-    part.mkdir()
-    with pytest.raises(UserError, match=f"{part} exists: another fold is writing {out}, or was killed"):
-        checkpoint.run(checkpoint.read(folder), out)
-    with pytest.raises(StorageError, match="File exists"), checkpoint._made_whole(out):
-        pass
-    assert part.is_dir()

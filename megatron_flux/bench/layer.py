@@ -15,22 +15,10 @@ workload and variant (``arm``):
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights, main gradients and caches, plus what the variant
   has allocated since its first step, at the peak of a later one, plus its memory outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other variants hold is in it.
-* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's). In
-  FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
+* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's): see
+  :mod:`megatron_flux.bench.correctness`. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is
+  the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
-
-Correctness is checked before timing, on one step over all ranks. Variants share weights and input, so results can be
-subtracted. Two correct variants differ by rounding alone: other GEMM kernels, other orders of adding partial sums;
-through a few bf16 layers that is about one per cent. A lost shard, a stale buffer or a missing gradient is far above
-it, if it is looked for in the right place:
-
-* output and input gradient are compared without what the residual connections carry past the layers unchanged;
-* weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
-  right norm, and keeping every gradient of every variant would take more memory than the layers.
-
-In FP8 one bit of bf16 between two variants may become one of FP8, sixteen times as large and more, where the next
-linear quantises. That takes two correct variants no further apart than what rounding to FP8 changes at all, and
-:data:`LARGEST_ROUNDING` bounds that.
 
 A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
 values of its tokens behind those of ``context_length`` random others, and attends to all of them. All variants share
@@ -58,6 +46,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from megatron_flux import nvml
 from megatron_flux.bench import harness, tables, variants
 from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.correctness import Result, compare, differences, observe, rounded
 from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Samples, Variant, attempt
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
@@ -73,15 +62,6 @@ from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
-
-TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
-"""Relative, for every difference between variants, by wire format: e4m3 keeps three bits, 2-3 per cent a transfer."""
-LARGEST_ROUNDING = 0.3
-"""The same in FP8. What one of eight ranks does not add is a third of a result's norm."""
-
-Result = list[torch.Tensor]
-"""Results of one step on this rank: output and input gradient without the residual's share, then one product per weight
-gradient; of inference the output alone."""
 
 
 class LayerBench:
@@ -257,7 +237,7 @@ class LayerBench:
         if variants.is_training(variant.name):
             agreement = {"with": reference, **self._compare(results[variant.name], results[reference], wires)}
             if self._rounding is not None:
-                agreement["fp8_rounding"] = {name: _rounded(value) for name, value in self._rounding.items()}
+                agreement["fp8_rounding"] = rounded(self._rounding)
             if not agreement["ok"]:
                 self.say(f"{variant.name}: does NOT agree with {reference}: {agreement}")
         parts, name = {}, None
@@ -279,41 +259,10 @@ class LayerBench:
         }
 
     def _observe(self, variant: Variant) -> Result:
-        """Run one step of ``variant`` on zeroed main gradients. A collective call."""
-        trained = [weight for _, weight in sorted(self.weights.items()) if weight.requires_grad]
-        for weight in trained:
-            variants.main_grad(weight).zero_()
-        with variant.active():
-            y, *gradients = variant.run()
-        result = [y.float() - self.x.detach().float()]
-        if self.dy is not None:
-            result.append(gradients[0].float() - self.dy.float())
-        return result + [_product(variants.main_grad(weight)) for weight in trained]
+        return observe(variant, self.x, self.dy, self.weights)
 
     def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
-        """Return :meth:`_differences`, and ``ok``: all are within the tolerance (NaN is not). A collective call."""
-        found = self._differences(result, reference)
-        if self._rounding is None:
-            most = dict.fromkeys(found, max(map(TOLERANCE.__getitem__, wires)))
-        else:
-            most = {name: min(value, LARGEST_ROUNDING) for name, value in self._rounding.items()}
-        ok = all(value <= most[name] for name, value in found.items())
-        return {**{name: _rounded(value) for name, value in found.items()}, "ok": ok}
-
-    def _differences(self, result: Result, reference: Result) -> dict[str, float]:
-        """Return norms of the differences relative to the reference's: ``y``, ``dx`` and the weight gradient that
-        differs most (``wgrad``). A collective call.
-        """
-        differences = self._norms([a - b for a, b in zip(result, reference, strict=True)])
-        norms = self._norms(reference)
-        y, *gradients = (d / norm if norm else math.nan for d, norm in zip(differences, norms, strict=True))
-        found = {"y": y}
-        if gradients:
-            dx, *wgrads = gradients
-            found["dx"] = dx
-            if wgrads:  # max() would pass over a NaN
-                found["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
-        return found
+        return compare(result, reference, self.here.ranks, self._rounding, wires)
 
     def _fp8_rounding(self, ready: list[Variant], results: dict[str, Result]) -> dict[str, float] | None:
         """Return the difference of the baseline's result in FP8 from that in bf16; None in other workloads."""
@@ -322,12 +271,7 @@ class LayerBench:
             return None
         with variants.in_bf16(block):
             exact = self._observe(variants.make("te", block, self.x, self.dy))
-        return self._differences(results[baseline_of(results)], exact)
-
-    def _norms(self, tensors: list[torch.Tensor]) -> list[float]:
-        squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
-        by_rank = agreement.of_all_ranks(squares.tolist(), self.here.ranks)
-        return [math.fsum(column) ** 0.5 for column in zip(*by_rank, strict=True)]
+        return differences(results[baseline_of(results)], exact, self.here.ranks)
 
     def _seed(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -442,19 +386,6 @@ def complete(rows: list[dict[str, Any]], samples: dict[str, Samples]) -> None:
         r["speedup_vs_te_ci95"] = speedup_interval([([stock], [own]) for stock, own in both])
         if bound is not None and bound < te:
             r["hidden_share"] = round((te - r["ms_per_layer"]) / (te - bound), 4)
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.3g}") if math.isfinite(value) else None  # JSON has no NaN
-
-
-def _product(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a matrix times a fixed random vector, and a vector as it is."""
-    if gradient.dim() == 1:
-        return gradient.clone()
-    generator = torch.Generator(device=gradient.device).manual_seed(2)
-    vector = torch.randn(gradient.shape[1], generator=generator, device=gradient.device, dtype=gradient.dtype)
-    return gradient @ vector
 
 
 def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:

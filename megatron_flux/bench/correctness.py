@@ -1,0 +1,108 @@
+"""Compare the results of variants of ``bench layer``: on one step over all ranks, before anything is timed.
+
+Variants share weights and input, so results can be subtracted. Two correct variants differ by rounding alone: other
+GEMM kernels, other orders of adding partial sums; through a few bf16 layers that is about one per cent. A lost shard, a
+stale buffer or a missing gradient is far above it, if it is looked for in the right place:
+
+* output and input gradient are compared without what the residual connections carry past the layers unchanged;
+* weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
+  right norm, and keeping every gradient of every variant would take more memory than the layers.
+
+In FP8 one bit of bf16 between two variants may become one of FP8, sixteen times as large and more, where the next
+linear quantises. That takes two correct variants no further apart than what rounding to FP8 changes at all, and
+:data:`LARGEST_ROUNDING` bounds that.
+
+All functions but :func:`rounded` are collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench import variants
+from megatron_flux.bench.harness import Variant
+from megatron_flux.comm import agreement
+from megatron_flux.config import ALL_EXACT, Wires
+
+TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
+"""Relative, for every difference between variants, by wire format: e4m3 keeps three bits, 2-3 per cent a transfer."""
+LARGEST_ROUNDING = 0.3
+"""The same in FP8. What one of eight ranks does not add is a third of a result's norm."""
+
+Result = list[torch.Tensor]
+"""Results of one step on this rank: output and input gradient without the residual's share, then one product per weight
+gradient; of inference the output alone."""
+
+
+def observe(
+    variant: Variant, x: torch.Tensor, dy: torch.Tensor | None, weights: Mapping[str, torch.nn.Parameter]
+) -> Result:
+    """Run one step of ``variant`` on zeroed main gradients of the ``weights`` that are trained."""
+    trained = [weight for _, weight in sorted(weights.items()) if weight.requires_grad]
+    for weight in trained:
+        variants.main_grad(weight).zero_()
+    with variant.active():
+        y, *gradients = variant.run()
+    result = [y.float() - x.detach().float()]
+    if dy is not None:
+        result.append(gradients[0].float() - dy.float())
+    return result + [_product(variants.main_grad(weight)) for weight in trained]
+
+
+def differences(result: Result, reference: Result, ranks: dist.ProcessGroup) -> dict[str, float]:
+    """Return norms of the differences relative to the reference's: ``y``, ``dx`` and the weight gradient that differs
+    most (``wgrad``).
+    """
+    apart = _norms([a - b for a, b in zip(result, reference, strict=True)], ranks)
+    y, *gradients = (d / norm if norm else math.nan for d, norm in zip(apart, _norms(reference, ranks), strict=True))
+    found = {"y": y}
+    if gradients:
+        dx, *wgrads = gradients
+        found["dx"] = dx
+        if wgrads:  # max() would pass over a NaN
+            found["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
+    return found
+
+
+def compare(
+    result: Result,
+    reference: Result,
+    ranks: dist.ProcessGroup,
+    rounding: Mapping[str, float] | None,
+    wires: Wires = ALL_EXACT,
+) -> dict[str, Any]:
+    """Return :func:`differences`, and ``ok``: all are within the tolerance (NaN is not).
+
+    ``rounding`` is what FP8 itself changes, None of other workloads.
+    """
+    found = differences(result, reference, ranks)
+    if rounding is None:
+        most = dict.fromkeys(found, max(map(TOLERANCE.__getitem__, wires)))
+    else:
+        most = {name: min(value, LARGEST_ROUNDING) for name, value in rounding.items()}
+    return {**rounded(found), "ok": all(value <= most[name] for name, value in found.items())}
+
+
+def rounded(found: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the values for JSON, which has no NaN."""
+    return {name: float(f"{value:.3g}") if math.isfinite(value) else None for name, value in found.items()}
+
+
+def _norms(tensors: Result, ranks: dist.ProcessGroup) -> list[float]:
+    squares = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in tensors])
+    by_rank = agreement.of_all_ranks(squares.tolist(), ranks)
+    return [math.fsum(column) ** 0.5 for column in zip(*by_rank, strict=True)]
+
+
+def _product(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a matrix times a fixed random vector, and a vector as it is."""
+    if gradient.dim() == 1:
+        return gradient.clone()
+    generator = torch.Generator(device=gradient.device).manual_seed(2)
+    vector = torch.randn(gradient.shape[1], generator=generator, device=gradient.device, dtype=gradient.dtype)
+    return gradient @ vector

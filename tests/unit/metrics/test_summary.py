@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics.schema import SCHEMA_VERSION
 from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import (
-    largest,
-    paired_blocks,
-    relative_difference,
-    summarize,
-    write_summary,
-)
+from megatron_flux.metrics.summary import largest, paired_blocks, relative_difference, summarize, write_summary
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
 
@@ -39,14 +32,11 @@ def test_warmup_and_profiled_steps_are_left_out_of_timing_only() -> None:
     assert figures["peak_memory_bytes"] == 2**40
     assert summary["max_relative_loss_difference"] == pytest.approx((50 - 4.9) / 4.9)
     assert summary["flux_active_layers"] == 8
-
-
-def test_ratio_differences_and_layers() -> None:
+    # Medians, and the fewest layers.
     flux = variant([0.1, 0.1, 0.4], flux=True)
-    flux[1] |= {"lm loss": 4.8 * (1 - 1e-4), "grad-norm": 1.5 * 1.02, "flux/active_layers": 2}
+    flux[1] |= {"grad-norm": 1.5 * 1.02, "flux/active_layers": 2}
     summary = summarize(variant([0.1, 0.2, 0.9]), flux, {})
     assert summary["speedup"] == pytest.approx(2.0)
-    assert summary["max_relative_loss_difference"] == pytest.approx(1e-4)
     assert summary["max_relative_grad_norm_difference"] == pytest.approx(0.02)
     assert (summary["compared_iterations"], summary["flux_active_layers"]) == (3, 2)
 
@@ -104,13 +94,6 @@ def test_fallbacks_of_all_starts_are_counted() -> None:
     assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 26 * 5, "tp": 2}
 
 
-def test_patched_baseline_is_told() -> None:
-    summary = summarize(variant([0.1], flux=True), variant([0.1], flux=True), {})
-    assert summary["baseline_is_stock"] is False
-    assert "baseline ran flux" in summary["verdict"]
-    assert summarize(variant([0.1]), variant([0.1], flux=True), {})["baseline_is_stock"] is True
-
-
 def test_blocks_pair_in_order_and_warmup_blocks_do_not_shift_them() -> None:
     variants = interleaved(3, {"baseline": [1, 2, 3], "flux": [10, 20, 30]}, per_block=1)
     assert paired_blocks(variants["baseline"], variants["flux"]) == [([1], [10]), ([2], [20]), ([3], [30])]
@@ -119,15 +102,10 @@ def test_blocks_pair_in_order_and_warmup_blocks_do_not_shift_them() -> None:
     assert paired_blocks(variants["baseline"], variants["flux"][:2]) == [([2], [20])]
 
 
-def noisy(pairs: int, speedup: float) -> dict[str, list[Record]]:
-    drift = 0.1 + 0.001 * np.random.default_rng(3).standard_normal(2 * pairs)
-    times = {"baseline": list(drift[::2]), "flux": list(drift[1::2] / speedup)}
-    return interleaved(pairs, {name: [float(value) for value in values] for name, values in times.items()})
-
-
 @pytest.mark.parametrize(("speedup", "finding"), [(1.2, "faster"), (1.0, "no difference measured")])
 def test_interval_holds_the_speedup_and_is_repeatable(speedup: float, finding: str) -> None:
-    variants = noisy(10, speedup)
+    drift = 0.1 + 0.001 * np.random.default_rng(3).standard_normal(20)
+    variants = interleaved(10, {"baseline": drift[::2].tolist(), "flux": (drift[1::2] / speedup).tolist()})
     summary = summarize(variants["baseline"], variants["flux"], {})
     low, high = summary["speedup_ci95"]
     assert speedup - 0.05 < low < speedup < high < speedup + 0.05
@@ -137,11 +115,9 @@ def test_interval_holds_the_speedup_and_is_repeatable(speedup: float, finding: s
 
 def test_the_file_is_strict_json(tmp_path: Path) -> None:
     info: dict[str, Any] = {"versions": {"torch": "2.13"}, "device": {"name": "cpu"}, "layout": {"tp": 2}}
-    info |= {"command": "megatron-flux compare"}
     baseline = variant([0.1])
     baseline[0]["lm loss"] = math.inf
     summary = summarize(baseline, variant([0.1], flux=True), info | {"config": {"path": Path("data")}})
-    assert summary["schema_version"] == SCHEMA_VERSION
     assert {name: summary[name] for name in info} == info
     write_summary(tmp_path / "summary.json", summary)
     text = (tmp_path / "summary.json").read_text()

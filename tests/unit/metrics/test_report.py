@@ -25,8 +25,6 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028
 INFO: dict[str, Any] = {
     "config": {"preset": "tiny", "optimizer": {"lr": 1e-3}, "data": ["a.txt", "b.txt"], "wandb_api_key": "hunter2"},
     "versions": {"torch": "2.13.0"},
-    "device": {"name": "cpu"},
-    "layout": {"tp": 2},
     "command": "megatron-flux compare --preset tiny",
 }
 
@@ -36,8 +34,6 @@ def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
     variants = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
     variants["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
     variants["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
-    for item in variants["flux"]:
-        item["lm loss"] *= 1 + 1e-7
     return variants
 
 
@@ -56,17 +52,14 @@ def page(folder: Path) -> str:
     return write_report([folder], folder).read_text(encoding="utf-8")
 
 
-def parts(shown: Chapter) -> dict[str, Part]:
+def parts(run: Run) -> dict[str, Part]:
+    shown = chapter(run, "run1")
     found = {part.id: part for part in shown.parts}
     assert len(found) == len(shown.parts)
     for part in found.values():
         assert part.figure is None or part.figure.layout.xaxis.title.text, part.id
         assert part.figure is not None or part.table or part.caption, part.id
     return found
-
-
-def trained(folder: Path, variants: dict[str, list[Record]]) -> dict[str, Part]:
-    return parts(chapter(load(full_run(folder / "run", variants)), "run1"))
 
 
 @pytest.fixture
@@ -76,16 +69,23 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Part]:
-    return trained(tmp_path_factory.mktemp("full"), full_variants())
+    return parts(load(full_run(tmp_path_factory.mktemp("full") / "run")))
 
 
-def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
+def test_the_page_needs_nothing_but_itself(run: Path) -> None:
+    (run / "summary.json").unlink()
     text = page(run)
     # Links go to places of the page itself, each of which is there.
     assert set(re.findall(r'href="#([^"]*)"', text)) <= set(re.findall(r'id="([^"]*)"', text))
     assert not re.search(r'(src|srcset|action)=|href="[^#]|url\(|@import|https?:', text)
     assert "default-src 'none'" in text
     assert text.count("plotly.js") == 1
+    for expected in (
+        *("flux 1.11x (1.11…1.11): faster", "step time, median (ms)", "optimizer.lr", "0.001", "a.txt, b.txt"),
+        *("megatron-flux compare --preset tiny", "2.13.0", "fallback to stock", "no summary.json"),
+    ):
+        assert expected in text, expected
+    assert "hunter" not in text
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
@@ -102,17 +102,6 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert json.loads(found)["c-p"]["data"][0]["name"] == HOSTILE
 
 
-def test_content(run: Path) -> None:
-    (run / "summary.json").unlink()
-    text = page(run)
-    for expected in (
-        *("flux 1.11x (1.11…1.11): faster", "step time, median (ms)", "optimizer.lr", "0.001", "a.txt, b.txt"),
-        *("megatron-flux compare --preset tiny", "2.13.0", "fallback to stock", "no summary.json"),
-    ):
-        assert expected in text, expected
-    assert "hunter" not in text
-
-
 def test_step_times_are_in_order_of_execution() -> None:
     figure, caption = figures.step_times(plain_variants(2))
     assert {trace.name: trace.x for trace in figure.data} == {
@@ -121,6 +110,16 @@ def test_step_times_are_in_order_of_execution() -> None:
     low, high = figure.layout.yaxis.range
     assert low < 90 < 100 < high < 130
     assert caption.endswith("above the axis: 1.")
+
+
+def test_long_runs_are_thinned_to_their_extremes() -> None:
+    (few,), (many,) = (
+        figures.curves({"flux": [{"iteration": n, "x": (n * 7919) % count} for n in range(count)]}, "x", "")[0].data
+        for count in (100, 20_000)
+    )
+    assert (len(few.x), max(few.y)) == (100, 99)
+    assert len(many.x) <= figures.MAX_POINTS
+    assert (min(many.y), max(many.y)) == (0, 19_999)
 
 
 def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
@@ -136,48 +135,39 @@ def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
 
 
 def test_overlap_efficiencies(full: dict[str, Part], tmp_path: Path) -> None:
-    part = full["e-overlap"]
-    assert [row[-2:] for row in part.table.rows] == [("0.4", "80 %"), ("0.5", "50 %")]
+    assert [row[-2:] for row in full["e-overlap"].table.rows] == [("0.4", "80 %"), ("0.5", "50 %")]
     variants = full_variants()
     for item in variants["flux"]:
         for call in item.get("flux/calls", [])[:1]:
             call |= {"exposed_ms": None, "e_overlap": None, "withheld": "the clocks were others"}
-    part = trained(tmp_path, variants)["e-overlap"]
+    part = parts(load(full_run(tmp_path / "run", variants)))["e-overlap"]
     assert "5 of 10 sampled calls: the clocks were others" in part.caption
     assert [row[-2:] for row in part.table.rows] == [("\u2014", "\u2014"), ("0.5", "50 %")]
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     variants = plain_variants()
     for item in variants["baseline"] + variants["flux"]:
         item |= {"lm loss": 3.0}
     variants["flux"][3]["lm loss"] = math.nan
-    shown = parts(chapter(load(write_run(tmp_path, variants, INFO)), "run1"))
+    shown = parts(load(write_run(tmp_path, variants, INFO)))
     assert re.search(r"identical in 17 iterations of 18\..* in 1 iteration", shown["loss-difference"].caption)
     assert "identical in 18 iterations of 18" in shown["grad-norm-difference"].caption
     assert "flux lm loss is not finite in 1 iteration" in shown["loss"].caption
     assert math.isnan(shown["loss"].figure.data[1].y[3])
-    assert set(dict(shown["missing"].table.rows)) == {
-        *("Where the time goes", "Overlap efficiency", "Ranks", "Clocks, power and throttling"),
-    }
-    empty = parts(chapter(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)), "run1"))
+    sampled = {"Where the time goes", "Overlap efficiency", "Ranks", "Clocks, power and throttling"}
+    assert set(dict(shown["missing"].table.rows)) == sampled
+    assert dict(full["findings"].table.rows)["GPU clocks held down"] == "sw_power_cap in 10, of 10 samples"
+    empty = parts(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)))
     assert not [part.id for part in empty.values() if part.figure is not None]
 
 
 # Ranks.
 
 
-@pytest.fixture(scope="module")
-def cluster() -> dict[str, list[Record]]:
-    return cluster_variants()
-
-
-def of_ranks(variants: dict[str, list[Record]]) -> Part:
-    return ranks.part(ranks.of_variants(variants))
-
-
-def test_the_straggler_among_many_ranks(cluster: dict[str, list[Record]]) -> None:
-    shown = of_ranks(cluster)
+def test_the_straggler_among_many_ranks() -> None:
+    cluster = cluster_variants()
+    shown = ranks.part(ranks.of_variants(cluster))
     straggler = "Rank 77 on gpu-node-009.cluster.example: slowest in 16 of 24 sampled steps of flux, "
     assert straggler in shown.caption
     assert "(4.9 % of its own time) behind the fastest that it compares with: a straggler." in shown.caption
@@ -187,17 +177,16 @@ def test_the_straggler_among_many_ranks(cluster: dict[str, list[Record]]) -> Non
         "flux, rank 77 on gpu-node-009.cluster.example, straggler"
     ]
     early = {"baseline": [], "flux": cluster["flux"][: len(cluster["flux"]) // 3]}
-    assert ": no straggler." in of_ranks(early).caption
+    assert ": no straggler." in ranks.part(ranks.of_variants(early)).caption
 
 
-@pytest.mark.parametrize(("times", "found"), [(8, []), (12, ["straggler"])])
-def test_one_of_two_ranks_is_slower_by_chance(times: int, found: list[str]) -> None:
+@pytest.mark.parametrize(("times", "spread", "found"), [(8, 10.0, []), (12, 10.0, ["straggler"]), (12, 1.5, [])])
+def test_one_of_two_ranks_is_slower_by_chance_or_by_little(times: int, spread: float, found: list[str]) -> None:
     records = []
     for n in range(1, 13):
-        slow = int(n <= times)
-        timings = {"step_ms": [100.0, 100.0], "operators_ms": [10.0 + 10 * slow, 20.0 - 10 * slow]}
-        found_slow = {"flux/slowest_rank": slow, "flux/rank_spread_ms": 10.0}
-        records.append(sampled_record(n, flux=True, **{"flux/ranks": timings}, **found_slow))
+        slow = {"flux/slowest_rank": int(n <= times), "flux/rank_spread_ms": spread}
+        timings = {"step_ms": [100.0, 100.0], "operators_ms": [15.0, 15.0]}
+        records.append(sampled_record(n, flux=True, **{"flux/ranks": timings}, **slow))
     known = ranks.of_variants({"baseline": [], "flux": records})
     assert [name for name, _ in ranks.findings(known)] == found
 
@@ -217,22 +206,18 @@ def test_several_runs(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_side_each_are_compared(tmp_path: Path) -> None:
-    runs = [
-        load(one_variant(tmp_path / "flux-job", "flux", seed=1)),
-        load(one_variant(tmp_path / "stock-job", "baseline")),
-    ]
-    assert runs[0].verdict == "flux alone: 90.17 ms per step (median of 17)"
-    joined = with_pairs(runs)[0]
-    assert (joined.name, joined.verdict) == (
-        "stock-job and flux-job", "flux 1.11x, no interval: 1 pair of blocks, 6 are needed"
-    )  # fmt: skip
+    flux = load(one_variant(tmp_path / "flux-job", "flux", seed=1))
+    stock = load(one_variant(tmp_path / "stock-job", "baseline"))
+    assert flux.verdict == "flux alone: 90.17 ms per step (median of 17)"
+    joined = with_pairs([flux, stock])[0]
+    assert joined.name == "stock-job and flux-job"
+    assert joined.verdict == "flux 1.11x, no interval: 1 pair of blocks, 6 are needed"
     separate, unequal = joined.summary["notes"]
     assert "two separate runs" in separate
     assert unequal == "Their losses cannot be compared: seed 1234 and 1."
-    blocks = [{item["block"] for item in joined.variants[variant]} for variant in ("baseline", "flux")]
-    assert blocks == [{0}, {1}]
-    runs[1].summary["device"] = {**runs[1].summary["device"], "name": "NVIDIA A100"}
-    assert with_pairs(runs) == runs
+    assert [{item["block"] for item in records} for records in joined.variants.values()] == [{0}, {1}]
+    stock.summary["device"] = {**stock.summary["device"], "name": "NVIDIA A100"}
+    assert with_pairs([flux, stock]) == [flux, stock]
 
 
 def test_sides_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -256,23 +241,18 @@ def test_damaged_files_are_said_in_the_report(run: Path) -> None:
     assert load(run).summary["versions"] == {"torch": "2.13.0"}, "the stored summary knows them"
     (run / "summary.json").write_text('{"schema_version"')
     text = page(run)
-    assert "config.json is not JSON" in text
-    assert "summary.json is not JSON" in text
+    for name in ("config", "summary"):
+        assert f"{name}.json is not JSON" in text
     assert "the data is damaged: AttributeError" in text
     assert "flux/metrics.jsonl: line 5 is damaged and skipped" in text
     assert "flux/metrics.jsonl: line 18 is cut off" in text
     assert re.search("18 iterations and flux 16; .* the 16 that both have", text)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"), [("file", "no folder"), ("missing", "missing"), ("empty", "not a run folder")]
-)
-def test_what_is_no_run(tmp_path: Path, make: str, said: str) -> None:
-    path = tmp_path / "x"
-    if make == "file":
-        path.write_text("")
-    elif make == "empty":
-        path.mkdir()
-    with pytest.raises(UserError, match=said) as caught:
-        write_report([path], tmp_path / "out")
-    assert "\n" not in str(caught.value)
+def test_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, said in (("file", "no folder"), ("missing", "missing"), ("empty", "not a run folder")):
+        with pytest.raises(UserError, match=said) as caught:
+            write_report([tmp_path / name], tmp_path / "out")
+        assert "\n" not in str(caught.value)

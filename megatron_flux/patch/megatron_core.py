@@ -1,13 +1,16 @@
 """The differences between lines of megatron-core releases, and the check that the installed one fits its line.
 
 To support another line, compare its sources with the newest one here and add a row to :data:`LINES`; CONTRIBUTING.md
-says what to compare. All functions raise :class:`UnsupportedVersionError` where something is not as expected.
+says what to compare. A release newer than the newest line runs as that one, with a warning, where the code that flux
+does anew is the same (:data:`NEWEST_SEAMS`). All functions raise :class:`UnsupportedVersionError` where something is
+not as expected.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -23,7 +26,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_flux.errors import UnsupportedVersionError
+from megatron_flux.patch import seams
 from megatron_flux.patch.provenance import name_of_other
+
+logger = logging.getLogger("megatron_flux")
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 TE_LAYERS = "megatron.core.extensions.transformer_engine"
@@ -50,6 +56,7 @@ _LINEAR = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
 REIMPLEMENTED = (
     *(*REPLACED, f"{LAYERS}:ColumnParallelLinear.forward", f"{LAYERS}:RowParallelLinear._forward_impl"),
     *(_LINEAR, f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"),
+    *(f"{LAYERS}:_linear_forward", f"{LAYERS}:_wgrad_gemm"),  # from 0.20 on
     *(f"{TE_LAYERS}:TELinear.forward", f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward"),
 )
 """Code that flux does anew, and its callers; scripts/seams.py compares it with another line's."""
@@ -76,8 +83,24 @@ LINES = (
     MegatronCoreLine(SpecifierSet(">=0.18,<0.19"), {}),
     # Weights sharded once more, over a GTP group: those run stock.
     MegatronCoreLine(SpecifierSet(">=0.19,<0.20"), {"gtp_remat_size": 1}),
+    # Results of another dtype than the input's: those run stock.
+    MegatronCoreLine(SpecifierSet(">=0.20,<0.21"), {"gtp_remat_size": 1, "output_dtype": None}),
 )
-SUPPORTED_MEGATRON_CORE = SpecifierSet(">=0.15,<0.20")
+_OLDEST, _BEYOND = "0.15", "0.21"
+SUPPORTED_MEGATRON_CORE = SpecifierSet(f">={_OLDEST},<{_BEYOND}")
+NEWEST_SEAMS = {
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl": "e57bace9b9a1",
+    "megatron.core.tensor_parallel.layers:RowParallelLinear.forward": "5c2ddcf88c43",
+    "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward": "fa0d5ed2ffc1",
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward": "3ecd54ba7ff9",
+    "megatron.core.tensor_parallel.layers:RowParallelLinear._forward_impl": "5b5fc2be0be3",
+    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "16ebc12357ad",
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication": "2c203fddeb18",
+    "megatron.core.tensor_parallel.layers:_linear_forward": "e8ea5abd2b51",
+    "megatron.core.tensor_parallel.layers:_wgrad_gemm": "cfc2f24b0d09",
+    "megatron.core.extensions.transformer_engine:TELinear.forward": "ad87957e050e",
+}
+"""Digests of the newest line's code; ``python scripts/seams.py FOLDER`` prints them."""
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
@@ -111,17 +134,22 @@ def inference_layers(over_te: ModuleType) -> list[tuple[type, type]]:
     return [(cls, base) for cls in own for base in te_layer_classes(over_te) if issubclass(cls, base)]
 
 
+def _folder() -> Path | None:
+    """Return the folder of what ``import megatron.core`` finds, without importing it; None: nothing is found."""
+    try:
+        spec = find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    return Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
+
+
 def installed_megatron_core() -> str:
     """Return the version of what ``import megatron.core`` finds: the installed package's, or a checkout's own.
 
     A Megatron-LM checkout comes before the installed package when one of its scripts runs, and need not be of the same
     version. Nothing is imported.
     """
-    try:
-        spec = find_spec("megatron.core")
-    except ModuleNotFoundError:
-        spec = None
-    core = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
+    core = _folder()
     with suppress(PackageNotFoundError):
         packaged = Path(str(distribution("megatron-core").locate_file("megatron/core"))).resolve()
         if core in (None, packaged):
@@ -151,8 +179,23 @@ def version_of_tree(core: Path) -> str:
         raise ValueError(f"{path} does not assign {missing.args[0]}") from None
 
 
-def find_line(megatron_core: str) -> MegatronCoreLine:
-    """Return the line that a megatron-core version belongs to."""
+def find_line(megatron_core: str, *, strict: bool = False) -> MegatronCoreLine:
+    """Return the line that a megatron-core version belongs to: of a newer one than all, the newest, if the installed
+    code is the same. ``strict`` takes no newer one.
+    """
+    newer = not strict and (release := release_of(megatron_core)) is not None and release >= Version(_BEYOND)
+    if newer and (core := _folder()) is not None:
+        known = shown(SUPPORTED_MEGATRON_CORE)
+        if moved := seams.changed(core.parents[1], NEWEST_SEAMS):
+            raise UnsupportedVersionError(
+                f"megatron-core {megatron_core} is newer than {known}, and has changed code that flux does anew: "
+                f"{', '.join(moved)}. Update megatron_flux, or pip install 'megatron-core{known}'"
+            )
+        said = (
+            "megatron_flux: megatron-core %s is newer than %s. It runs as the newest of these: its linears are the same"
+        )
+        logger.warning(said, megatron_core, known)
+        return LINES[-1]
     release = check_release("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
     return next(line for line in LINES if release in line.versions)
 
@@ -210,15 +253,15 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
         )
 
 
-def checked_versions() -> MegatronCoreLine:
+def checked_versions(*, strict: bool = False) -> MegatronCoreLine:
     """Return the installed megatron-core's line; check torch's version. Quick: megatron-core is not imported."""
     check_release("torch", version("torch"), SUPPORTED_TORCH)
-    return find_line(installed_megatron_core())
+    return find_line(installed_megatron_core(), strict=strict)
 
 
-def checked_line() -> MegatronCoreLine:
+def checked_line(*, strict: bool = False) -> MegatronCoreLine:
     """Return the installed megatron-core's line and check all symbols, over TransformerEngine where it has that."""
-    line = checked_versions()
+    line = checked_versions(strict=strict)
     row = f"{LAYERS}:RowParallelLinear._forward_impl"
     symbols = {**REPLACED, row: _IMPL, _LINEAR: (*_LINEAR_PARAMETERS, *line.added)}
     for path, parameters in symbols.items():

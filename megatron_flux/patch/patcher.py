@@ -87,7 +87,8 @@ def patch(config: FluxConfig | None = None) -> None:
             _want(config)
             _log("megatron_flux: already patched, now with %s", config)
         return
-    line = checked_line()
+    strict = (config or FluxConfig()).strict
+    line = checked_line(strict=strict)
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     unused.settle()
@@ -98,7 +99,7 @@ def patch(config: FluxConfig | None = None) -> None:
     ]
     if (over_te := te_layers()) is not None:
         try:
-            linears.te = te_seam.load()
+            linears.te = te_seam.load(strict=strict)
         except UnsupportedVersionError as error:
             linears.te = str(error)
         kinds = dict(zip(te_layer_classes(over_te), TE_KINDS, strict=True))

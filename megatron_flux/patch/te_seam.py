@@ -10,7 +10,8 @@ Used of it
       which are attributes of a module; weights that are distributed once more (2.19), which say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
-beyond, or one that lacks a symbol, leaves its layers stock with that reason.
+beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a symbol,
+leaves its layers stock with that reason.
 
 ``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
 layers were asked for.
@@ -19,22 +20,29 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm
+from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import TransformerEngineFp8
 
-SUPPORTED_TE = SpecifierSet(">=2.9,<2.21")
+logger = logging.getLogger("megatron_flux")
+
+_BEYOND = "2.21"
+SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
 
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.linear",
@@ -42,6 +50,15 @@ REIMPLEMENTED = (
     "transformer_engine.pytorch.module._common:apply_normalization",
 )
 """Code that flux's layers do anew; scripts/seams.py compares it with another release's."""
+NEWEST_SEAMS = {
+    "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",
+    "transformer_engine.pytorch.module.layernorm_linear": "2feed8c5529e",
+    "transformer_engine.pytorch.module._common:apply_normalization": "22e2391308a6",
+    "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess": "3e7aa1d68d0b",
+    "transformer_engine.pytorch.distributed:_all_gather_fp8": "f6861b53dddd",
+    "transformer_engine.pytorch.distributed:gather_along_first_dim": "66ac93668616",
+}
+"""Digests of this code, and of that of :mod:`megatron_flux.patch.te_fp8`, in 2.20.2; scripts/seams.py prints them."""
 
 _userbuffers = attrgetter(
     "ub_overlap_ag_fprop",
@@ -53,14 +70,17 @@ _userbuffers = attrgetter(
 )
 
 
-def load() -> TransformerEngine:
-    """Return the installed TransformerEngine. Raises UnsupportedVersionError: its release, or a symbol is missing."""
+def load(*, strict: bool = False) -> TransformerEngine:
+    """Return the installed TransformerEngine; ``strict``: none that is newer than those known.
+
+    Raises UnsupportedVersionError: its release, or a symbol is missing.
+    """
     try:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
         installed = str(getattr(importlib.import_module("transformer_engine"), "__version__", "of unknown version"))
     release = release_of(installed)
-    if release is None or release not in SUPPORTED_TE:
+    if release is None or (release not in SUPPORTED_TE and (strict or not _is_unchanged(release, installed))):
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
     try:
         return TransformerEngine(installed)
@@ -69,6 +89,18 @@ def load() -> TransformerEngine:
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
             f"{shown(SUPPORTED_TE)}"
         ) from error
+
+
+def _is_unchanged(release: Version, installed: str) -> bool:
+    """Return True, with a warning, if a release is newer than those known and its code is that of the newest."""
+    file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
+    if release < Version(_BEYOND) or file is None or seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS):
+        return False
+    said = (
+        "megatron_flux: TransformerEngine %s is newer than %s. It runs as the newest of these: its linears are the same"
+    )
+    logger.warning(said, installed, shown(SUPPORTED_TE))
+    return True
 
 
 def why_unusable() -> str | None:

@@ -28,7 +28,7 @@ def test_it_says_what_is_here(cli: Callable[..., str]) -> None:
 def test_an_unsupported_megatron_core_is_the_verdict(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str]) -> None:
     monkeypatch.setattr(megatron_core, "installed_megatron_core", lambda: "0.12.1")
     text = cli("doctor", code=1)
-    assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.20" in text
+    assert "megatron-core 0.12.1 is not supported; supported is >=0.15,<0.21" in text
     assert "flux cannot run here" in text
     assert "RowParallelLinear" not in text
 

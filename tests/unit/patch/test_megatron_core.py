@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import megatron_flux
 from megatron_flux import UnsupportedVersionError
-from megatron_flux.patch import megatron_core
+from megatron_flux.patch import megatron_core, seams
 from megatron_flux.patch.megatron_core import LAYERS, REPLACED, check_symbol
 
 
@@ -23,6 +23,7 @@ from megatron_flux.patch.megatron_core import LAYERS, REPLACED, check_symbol
         ("0.15.0rc7", "0.15"),
         ("0.19.0.dev3", "0.19"),
         ("0.19.99", "0.19"),
+        ("0.20.0rc0", "0.20"),
     ],
 )
 def test_supported_versions_find_their_line(version: str, line: str) -> None:
@@ -38,11 +39,50 @@ def test_other_torch_is_refused_with_the_range(version: str) -> None:
     assert version in str(error.value)
 
 
-@pytest.mark.parametrize("version", ["0.14.9", "0.20.0rc0", "main-branch"])
+@pytest.mark.parametrize("version", ["0.14.9", "main-branch"])
 def test_other_versions_are_refused_with_the_range(version: str) -> None:
-    with pytest.raises(UnsupportedVersionError, match=r"0\.15.*0\.20.*pip install 'megatron-core") as error:
+    with pytest.raises(UnsupportedVersionError, match=r"0\.15.*0\.21.*pip install 'megatron-core") as error:
         megatron_core.find_line(version)
     assert version in str(error.value)
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A release beyond all lines, with the layers.py of the installed one, which is the newest known here."""
+    layers = importlib.util.find_spec(LAYERS)
+    assert layers is not None
+    installed = Path(str(layers.origin))
+    paths = [path for path in megatron_core.REIMPLEMENTED if path.startswith(LAYERS)]
+    monkeypatch.setattr(megatron_core, "NEWEST_SEAMS", seams.digests(installed.parents[3], paths))
+    core = _checkout(tmp_path, "0.97.0")
+    (core / "tensor_parallel").mkdir()
+    copy = core / "tensor_parallel" / "layers.py"
+    copy.write_text(installed.read_text())
+    _import_finds(monkeypatch, core)
+    return copy
+
+
+def test_a_newer_release_with_the_same_code_runs_with_a_warning(newer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = newer.read_text()
+    newer.write_text(
+        "# A comment.\n" + text.replace("        super().__init__()\n", "        super().__init__()  # base\n")
+    )
+    assert megatron_core.checked_versions() is megatron_core.LINES[-1]
+    assert "megatron-core 0.97.0 is newer than >=0.15,<0.21" in caplog.text
+    with pytest.raises(UnsupportedVersionError, match=r"megatron-core 0\.97\.0 is not supported"):
+        megatron_core.checked_versions(strict=True)
+
+
+def test_a_newer_release_with_other_code_is_refused_by_what_changed(newer: Path) -> None:
+    text = newer.read_text()
+    changed = text.replace(
+        "def _forward_impl(self, input, weight, *args, **kwargs):", "def _forward_impl(self, input):"
+    )
+    assert changed != text
+    newer.write_text(changed)
+    with pytest.raises(UnsupportedVersionError, match=r"layers:ColumnParallelLinear\._forward_impl.*Update") as error:
+        megatron_core.checked_versions()
+    assert "linear_with_grad" not in str(error.value)
 
 
 def _checkout(folder: Path, version: str) -> Path:

@@ -27,7 +27,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
     made = extension()
     monkeypatch.setitem(sys.modules, TE_LAYERS, made)
-    monkeypatch.setattr(te_seam, "load", lambda: SimpleNamespace(version="2.11.0"))
+    monkeypatch.setattr(te_seam, "load", lambda **_: SimpleNamespace(version="2.11.0"))
     yield made
     megatron_flux.unpatch()
 

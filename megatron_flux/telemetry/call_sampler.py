@@ -1,20 +1,13 @@
 """Time the operators' calls of every n-th step, and compare them with their GEMMs alone.
 
-    sampler = Sampler(interval)
-    with sampler.step(iteration):
-        ...                          # one training step
-    values = sampler.result()        # None unless that step was sampled
-    sampler.reading                  # the GPU in the middle of it
-
 Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of this rank. :mod:`ops.call_events` defines
 the time of a call.
 
 Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend). They are measured between steps: a
 short burst of each after each of the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its
-clock as low as training has made them. (The tuner's times would not do: its bursts of one GEMM run at the power limit,
-while a step with other work in between clocks higher, so that calls would seem to beat their GEMM.) Even so the clock
-is not the step's. A GEMM takes longer by as much as the clock is lower: where that could be much of what the collective
-takes, the comparison is withheld.
+clock as low as training has made them. (The tuner's bursts of one GEMM run at the power limit; a step with other work
+in between clocks higher, and calls would seem to beat their GEMM.) Even so the clock is not the step's. Where that
+could be much of what the collective takes, the comparison is withheld.
 
 Operands are random, since zeros make a GEMM draw less power and run faster. They come from a generator of their own, so
 that training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
@@ -22,7 +15,6 @@ that training's random numbers stay what they were. ``all_gather`` has no GEMM: 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import nvml
-from megatron_flux.metrics.summary import overlap_efficiency
+from megatron_flux.metrics.summary import median, overlap_efficiency
 from megatron_flux.ops import call_events, timing
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.registry import get_backend
@@ -47,14 +39,14 @@ from megatron_flux.ops.gemm import gemm_only
 from megatron_flux.ops.tuner.keys import describe
 from megatron_flux.ops.tuner.tuner import Tuner
 
-FIELDS = (
-    "flux/operator_time_ms",
-    "flux/gemm_time_ms",
-    "flux/serial_time_ms",
-    "flux/exposed_communication_ms",
-    "flux/e_overlap",
-    "flux/calls",
-)
+_SUMS = {
+    "flux/operator_time_ms": "time_ms",
+    "flux/gemm_time_ms": "gemm_ms",
+    "flux/serial_time_ms": "serial_ms",
+    "flux/exposed_communication_ms": "exposed_ms",
+}
+"""Fields by operator, and of what they are sums over its calls."""
+FIELDS = (*_SUMS, "flux/e_overlap", "flux/calls")
 
 NO_OVERLAP = "no GPU: a processor's times say nothing of overlap on one"
 NO_CLOCK = "the GPU's clock is not known, so GEMM alone and step may have run at different ones"
@@ -113,13 +105,9 @@ class Sampler:
         self._sampling = False
         if not self._operators:
             return dict.fromkeys(FIELDS)
-        times, reduced = {}, 0.0
-        for call, taken in self._timer.collect().items():
-            if isinstance(call, GradientReduction):
-                reduced += taken.milliseconds
-            else:
-                times[call] = taken
-        self.reduction_ms = reduced
+        collected = self._timer.collect()
+        times = {call: taken for call, taken in collected.items() if not isinstance(call, GradientReduction)}
+        self.reduction_ms = sum(taken.milliseconds for call, taken in collected.items() if call not in times)
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
         for call in sorted(times, key=_same_on_all_ranks):
             rounds = self._rounds[call]
@@ -156,9 +144,7 @@ def _medians(rounds: list[Baseline]) -> Baseline:
     if NO_MEMORY in rounds:
         return NO_MEMORY
     gemm, serial, _, clocks = zip(*rounds, strict=True)
-    known = [clock for clock in clocks if clock is not None]
-    clock = statistics.median(known) if known else None
-    return Baseline(statistics.median(gemm), statistics.median(serial), "measured", clock)
+    return Baseline(median(gemm), median(serial), "measured", median(clocks))
 
 
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
@@ -172,15 +158,13 @@ def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clo
     for row in rows:
         by_operator[row["operator"]].append(row)
 
-    def sums(key: str) -> dict[str, float | None]:
-        return {
-            operator: None if any(row[key] is None for row in group) else sum(row[key] * row["calls"] for row in group)
-            for operator, group in by_operator.items()
-        }
+    def total(group: list[dict[str, Any]], key: str) -> float | None:
+        return None if any(row[key] is None for row in group) else sum(row[key] * row["calls"] for row in group)
 
-    taken, gemm, serial, exposed = (sums(key) for key in ("time_ms", "gemm_ms", "serial_ms", "exposed_ms"))
+    sums = {field: {name: total(of, key) for name, of in by_operator.items()} for field, key in _SUMS.items()}
+    _, gemm, serial, exposed = sums.values()
     e_overlap = {name: _efficiency(exposed[name], gemm[name], serial[name]) for name in by_operator}
-    return dict(zip(FIELDS, (taken, gemm, serial, exposed, e_overlap, rows), strict=True))
+    return {**sums, "flux/e_overlap": e_overlap, "flux/calls": rows}
 
 
 def _efficiency(exposed: float | None, gemm: float | None, serial: float | None) -> float | None:

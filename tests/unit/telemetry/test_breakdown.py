@@ -13,7 +13,7 @@ NAMES = {
     "gemm": [
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_tn_align8>(T1::Params)",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16>(int)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(int)",
     ],
     "fused": ["ag_gemm_kernel", "gemm_rs_kernel", "_ag_gemm_kernel_0d1d", "gemm_one_shot_kernel"],
     "communication": [

@@ -14,19 +14,10 @@ from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, NO_OVERLAP, O
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 
 
-def call(device: str = "cuda", operator: str = "all_gather_gemm", n: int = 18432) -> Call:
-    return Call(
-        operator=operator,
-        m=8192,
-        n=n,
-        k=12288,
-        dtype=torch.bfloat16,
-        device=torch.device(device),
-        transposed=False,
-        backend="fused",
-        group_name="0",
-        group=GROUP,
-    )
+def call(device: str = "cuda", n: int = 18432) -> Call:
+    shape: dict[str, Any] = {"operator": "all_gather_gemm", "m": 8192, "n": n, "k": 12288, "dtype": torch.bfloat16}
+    where: dict[str, Any] = {"device": torch.device(device), "backend": "fused", "group_name": "0", "group": GROUP}
+    return Call(transposed=False, **shape, **where)
 
 
 def found(taken: float, baseline: Baseline, clock: float | None, device: str = "cuda") -> dict[str, Any]:
@@ -68,16 +59,13 @@ def test_a_call_as_fast_as_its_gemm_has_hidden_all_and_gained_nothing() -> None:
     assert found(0.85, Baseline(1.0, 2.0, "measured", 1500.0), 1500.0)["withheld"] == FASTER
 
 
-def test_unknown_clocks() -> None:
+def test_unknown_clocks_and_processors() -> None:
     for clock, alone in ((None, 1500.0), (1500.0, None)):
         assert found(1.5, Baseline(1.0, 2.0, "measured", alone), clock)["withheld"] == NO_CLOCK
-
-
-@pytest.mark.parametrize("gemm", [1.0, 0.0])  # 0: of a plain gather
-def test_on_a_processor_there_is_no_overlap(gemm: float) -> None:
-    row = found(1.5, Baseline(gemm, 2.0, "measured"), None, "cpu")
-    assert (row["exposed_ms"], row["e_overlap"], row["withheld"]) == (None, None, NO_OVERLAP)
-    assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
+    for gemm in (1.0, 0.0):  # 0: of a plain gather
+        row = found(1.5, Baseline(gemm, 2.0, "measured"), None, "cpu")
+        assert (row["exposed_ms"], row["e_overlap"], row["withheld"]) == (None, None, NO_OVERLAP)
+        assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
 
 
 def test_one_withheld_call_withholds_its_operators_sums() -> None:

@@ -8,6 +8,7 @@ And the entry point of the command ``megatron-flux``, whose imports take seconds
 
 import os
 import signal
+import sys
 
 OFF = ("", "0", "false", "off", "no")
 """As :data:`megatron_flux.settings.OFF`, which is not imported here: that would import torch, in a circle."""
@@ -23,9 +24,9 @@ def main() -> None:
         if error.name not in (needed := ("jinja2", "plotly", "rich", "yaml")):
             raise
         names = " ".join(needed).replace("yaml", "pyyaml")
-        raise SystemExit(
-            f"error: the command needs {error.name}, which is not installed: pip install {names}"
-        ) from None
+        needs = f"it needs {error.name}, which is not installed: pip install {names} (the extra run)"
+        print(f"megatron-flux: error: {needs}", file=sys.stderr)
+        raise SystemExit(2) from None
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,13 +9,14 @@
 ``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
 ``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
 ``MEGATRON_FLUX_TUNE``           what the tuner measures: short or full; read when a shape is new
+``MEGATRON_FLUX_TUNE_SECONDS``   how long it measures a call; default 30, 0 never measures
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
 Of those from ``CUDA_DEVICE_MAX_CONNECTIONS`` to ``MEGATRON_FLUX_TIMEOUT_S``, a value set after CUDA's start does not
 count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
 or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
-this is read in later calls. A bad value is a UserError.
+this is read in later calls. A bad value is a UserError: :func:`check` finds it before anything starts.
 """
 
 from __future__ import annotations
@@ -95,6 +96,26 @@ def grad_wire() -> str | None:
 def tunes_fully() -> bool:
     """Whether the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
     return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "full"
+
+
+def tune_seconds() -> float:
+    """Seconds after which the tuner begins no further candidate of a call; 0 never measures."""
+    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS") or "30"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise UserError(
+            f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, 0 (never measure) or more, not {given!r}"
+        )
+    return seconds
+
+
+def check() -> None:
+    """Read every variable once, so that a bad value is refused before anything starts. Raises UserError."""
+    for read in (sm_margin, timeout_s, link, wire, grad_wire, tunes_fully, tune_seconds):
+        read()
 
 
 def _one_of(allowed: tuple[str, ...], name: str) -> str | None:

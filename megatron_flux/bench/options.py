@@ -14,6 +14,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.options import Options, option
+from megatron_flux.patch.patcher import check
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import GradWireOptions, LinkOptions, Wire
 from megatron_flux.train.presets import PRESETS
@@ -201,9 +202,14 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
     if changes and not base.startswith("flux"):
         raise UserError(f"--variants {name}: only flux has settings; leave :{words[0]} out")
     try:
-        return TypeAdapter(FluxConfig).validate_python({**settings, **changes})
+        config = TypeAdapter(FluxConfig).validate_python({**settings, **changes})
     except ValidationError as error:
         raise UserError(f"--variants {name}: {error.errors()[0]['msg']}") from None
+    try:
+        check(config)
+    except UserError as error:
+        raise UserError(f"--variants {name}: {error}" if changes else str(error)) from None
+    return config
 
 
 def layer_run(options: LayerOptions, tp: int) -> LayerRun:

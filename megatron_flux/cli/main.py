@@ -53,7 +53,7 @@ COMMANDS = {
         "bench", "layer", "Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."
     ),
     "tune": Command("bench", "tune", "Measure which backend is fastest for each layer; training reads the plans."),
-    "report": Command("report", "report", "Write a page about run folders; compare one with earlier results."),
+    "report": Command("report", "report", "Write one HTML page about run folders, several side by side."),
     "watch": Command("report", "watch", "Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."),
     "doctor": Command(
         "doctor", "doctor", "Say what this machine has and whether flux can run (exit code 1: it cannot)."
@@ -111,6 +111,10 @@ def run(words: Sequence[str]) -> None:
     command = COMMANDS[name]
     function, model, launches = command.load()
     options, dry_run = command_line.read(model, rest, prog=f"{PROGRAM} {name}", about=command.about, launches=launches)
+    if launches or name == "doctor":
+        from megatron_flux import settings
+
+        settings.check()
     function(options, **({"dry_run": dry_run} if launches else {}))
     sys.stdout.flush()
 

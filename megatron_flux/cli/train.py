@@ -26,10 +26,11 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
     """Return the run that ``options`` mean on this machine, checked.
 
     Raises:
-        UserError: versions, sizes or data with which it could not run.
+        UserError: versions, packages, sizes or data with which it could not run.
     """
     import torch
 
+    from megatron_flux.errors import require
     from megatron_flux.patch.megatron_core import checked_versions
     from megatron_flux.run import folder, launcher, rank
     from megatron_flux.train import config, data
@@ -41,6 +42,11 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
     world_size = launcher.world_size(options.nproc, gpus=gpus, otherwise=2)
     out = options.out or folder.default_folder(command, options.preset)
     run = config.resolve(options, world_size=world_size, device=device, out=out)
+    # Asked here, where the training runs: a job may be written on a machine without them.
+    if run.tensorboard_dir is not None:
+        require("tensorboard", "--tensorboard-dir")
+    if run.wandb != "disabled":
+        require("wandb", f"--wandb {run.wandb}")
     data.find_sources(run.data)
     return run
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_flux import settings
 from megatron_flux.comm import links
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
@@ -75,12 +76,13 @@ def patch(config: FluxConfig | None = None) -> None:
     ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
-        UserError: a backend, a link or a wire that does not exist, or a budget that is no number of bytes.
+        UserError: a backend, a link or a wire format that does not exist, a budget that is no number of bytes, or a bad
+            value of one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global _linears
     if config is not None or _linears is None:
-        _check(config or FluxConfig())
+        check(config or FluxConfig())
     if _linears is not None:
         if config is not None and config != _linears.config:
             _linears.config = config
@@ -220,7 +222,9 @@ def report(model: Model | None = None) -> dict[str, Any]:
     }
 
 
-def _check(config: FluxConfig) -> None:
+def check(config: FluxConfig) -> None:
+    """Raise UserError for what :func:`patch` would refuse in ``config`` and the environment."""
+    settings.check()
     check_backends(config.backends)
     if config.link is not None and config.link not in LINKS:
         raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")

@@ -59,6 +59,9 @@ def tracked(folder: Path) -> int | None:
 
 def chosen(folder: Path, step: int | None) -> Path:
     """Return the checkpoint to resume from: that of ``step``, or of the tracker. Raises UserError if it is missing."""
+    if not folder.is_dir() or not iterations(folder):
+        lacks = "no checkpoint in it" if folder.is_dir() else "no such folder"
+        raise UserError(f"--load {folder}: {lacks}; give the folder that --save wrote to")
     instead = f"it has {_listed(folder)}: choose one with --ckpt-step, or give the folder that --save wrote to"
     if step is None and (step := tracked(folder)) is None:
         raise UserError(f"--load {folder} has no {TRACKER}; {instead}")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
-from megatron_flux.errors import UserError, require
+from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
@@ -153,8 +153,6 @@ def resolve(
         raise UserError(f"min_lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr_decay_steps {decay} must be more than lr_warmup_steps {options.lr_warmup_steps}")
-    if options.tensorboard_dir is not None:
-        require("tensorboard", "--tensorboard-dir")
     if options.eval_iters is not None and options.eval_interval is None:
         raise UserError(f"eval_iters {options.eval_iters} without --eval-interval: nothing would be evaluated; add it")
     if options.nvtx and device != "cuda":
@@ -247,7 +245,7 @@ def _check_transformer_engine(options: TrainOptions | CompareOptions, device: st
     """Check what its layers, FP8 recipes and CUDA graphs need."""
     te, fp8, graphs = "transformer_engine", f"--fp8-recipe {options.fp8}", "cuda_graph_impl transformer_engine"
     if options.fp8 is not None and options.transformer_impl != te:
-        raise UserError(f"{fp8} is of TransformerEngine's layers; give --transformer-impl transformer_engine")
+        raise UserError(f"{fp8} needs TransformerEngine's layers; give --transformer-impl transformer_engine")
     asked = []
     if options.transformer_impl == te:
         asked.append(("--transformer-impl transformer_engine", "use --transformer-impl local"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,7 +109,28 @@ def test_an_option_that_does_not_fit(refused: Refused) -> None:
     assert "--lr -1: input should be greater than 0" in refused("train", "--lr", "-1")
 
 
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [("wandb", "--wandb=online"), ("wandb", "--wandb=auto"), ("tensorboard", "--tensorboard-dir=t")],
+)
+def test_a_package_that_is_missing(
+    package: str, option: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    needs = option.removesuffix("=t").replace("=", " ")
+    assert f"{needs} needs {package}, which is not installed: pip install {package}" in refused("train", option)
+
+
+def test_a_bad_value_of_the_environment(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
+    assert "MEGATRON_FLUX_TUNE must be one of short, full, not 'long'" in refused("train")
+
+
 def test_a_checkpoint_that_cannot_be_resumed(refused: Refused, tmp_path: Path) -> None:
-    assert "latest_checkpointed_iteration.txt" in refused("train", "--load", tmp_path / "absent")
+    for folder, said in ((tmp_path / "absent", "no such folder"), (tmp_path, "no checkpoint in it")):
+        line = refused("train", "--load", folder)
+        assert f"--load {folder}: {said}; give the folder that --save wrote to" in line
+    (tmp_path / "iter_0000007").mkdir()
+    assert "has no latest_checkpointed_iteration.txt; it has iteration(s) 7" in refused("train", "--load", tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("seven")
     assert "iteration number" in refused("train", "--load", tmp_path)

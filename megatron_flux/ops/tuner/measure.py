@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement, links, transports
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backend import Plan as CallPlan
@@ -34,7 +34,7 @@ from megatron_flux.ops.tuner import keys
 from megatron_flux.ops.tuner.cache import Entry, Plan, log_once
 from megatron_flux.ops.tuner.keys import LONG_M, words_of
 from megatron_flux.ops.tuner.ways import CALLS, Way, beside_wgrad, in_graphs
-from megatron_flux.settings import sm_margin, tunes_fully
+from megatron_flux.settings import sm_margin, tune_seconds, tunes_fully
 
 logger = logging.getLogger("megatron_flux")
 
@@ -97,7 +97,7 @@ _Candidates = dict[str, _Candidate]
 def measure(call: OperatorCall, backends: Backends) -> Entry:
     """Return the fastest way to make ``call``, with the times; where nothing may be measured, what is safe."""
     about = f"tuning {words_of(call)}"
-    limit = agreement.first_rank(call.group, about, seconds)  # all measure, or none does
+    limit = agreement.first_rank(call.group, about, tune_seconds)  # all measure, or none does
     if limit <= 0:
         return _unmeasured(call, about)
     clock, listed = _Clock(call, limit), "full"
@@ -226,15 +226,6 @@ def finalists(ms: Mapping[str, float]) -> list[str]:
     """Return the candidates to measure by themselves, best first, from milliseconds by candidate in bursts."""
     best, *others = ranked(ms)
     return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
-
-
-def seconds() -> float:
-    """Return how long one call may be measured."""
-    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS", "30")
-    try:
-        return float(given)
-    except ValueError:
-        raise UserError(f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, not {given!r}; 0 is never") from None
 
 
 def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:

@@ -235,6 +235,7 @@ def test_modes_of_layers() -> None:
         ({"variants": ["te", "fast"]}, "'fast'.*unsynchronised"),
         ({"variants": ["flux_te:speed=9"]}, "no setting 'speed'; use one of: backend, "),
         ({"variants": ["flux_te:gather_ahead=often"]}, "flux_te:gather_ahead=often: Input should be a valid boolean"),
+        ({"variants": ["flux_te:backend=warp"]}, "flux_te:backend=warp: unknown backend 'warp'; use one of: auto, "),
         ({"variants": ["te:backend=fused"]}, "only flux has settings"),
         ({"backend": "warp"}, "unknown backend 'warp'"),
         ({"seq_length": 4097}, "4097 tokens a sequence"),

@@ -65,6 +65,16 @@ def test_bad_values(name: str, value: str, read: object, monkeypatch: pytest.Mon
         read()  # type: ignore[operator]
 
 
+def test_the_tuners_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("soon", "-1", "nan"):
+        monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", given)
+        with pytest.raises(UserError, match=rf"^MEGATRON_FLUX_TUNE_SECONDS must be .*0 \(never measure\).*'{given}'$"):
+            settings.check()
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
+    assert settings.tune_seconds() == 0
+    settings.check()
+
+
 def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)

@@ -227,6 +227,42 @@ FAULTS: tuple[Fault, ...] = (
         '"async_op": False',
         ("tests/distributed/test_tune_ahead.py::test_the_first_step_finds_every_answer",),
     ),
+    # Norm outputs that adapters read.
+    _fault(
+        "the gradient of a gathered norm output is dropped",
+        "megatron_flux/layers/linears.py",
+        "addend, d_norm_output = rows(d_norm_output), None",
+        "addend, d_norm_output = None, None",
+        ("tests/distributed/test_norm_output.py::test_gradients_are_those_of_tp_1",),
+    ),
+    _fault(
+        "what a caller owns lies in memory that later calls write to",
+        f"{OPS}/fused.py",
+        "                own.copy_(self._gathered[half])\n",
+        "                own = self._gathered[half]\n",
+        ("tests/distributed/test_norm_output.py::test_other_backends",),
+    ),
+    _fault(
+        "a fused kernel leaves the addend out",
+        f"{KERNELS}/plain.py",
+        "acc += tl.load(addend + at,",
+        "acc += 0 * tl.load(addend + at,",
+        ("tests/distributed/test_addend.py::test_sums_of_both",),
+    ),
+    _fault(
+        "an adapter's dx is summed although nobody asked for it",
+        "megatron_flux/patch/linears.py",
+        'reduce_dgrad=kwargs["allreduce_dgrad"]',
+        "reduce_dgrad=True",
+        ("tests/distributed/test_adapters.py::test_megatron_bridge",),
+    ),
+    _fault(
+        "a frozen layer saves its input",
+        "megatron_flux/layers/precision.py",
+        "x if weight.requires_grad else None, weight)",
+        "x, weight)",
+        ("tests/distributed/test_frozen.py::test_no_input_is_saved",),
+    ),
     # Epochs, flags and workspaces.
     _fault(
         "plain kernels compare epochs without wrapping",

@@ -52,13 +52,13 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     once = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def call(ctx: Any, dy: torch.Tensor) -> Any:
+    def call(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run = once if torch.is_grad_enabled() else backward
-        dtype = ctx.linear.autocast
-        if (autocast_of(dy) if any_autocast() else None) == dtype:
-            return run(ctx, dy)
-        with torch.autocast(dy.device.type, dtype=dtype, enabled=dtype is not None):
-            return run(ctx, dy)
+        dtype, like = ctx.linear.autocast, ctx.linear.parameter
+        if (autocast_of(like) if any_autocast() else None) == dtype:
+            return run(ctx, *gradients)
+        with torch.autocast(like.device.type, dtype=dtype, enabled=dtype is not None):
+            return run(ctx, *gradients)
 
     return call
 

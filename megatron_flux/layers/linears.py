@@ -16,6 +16,20 @@ function, which saves the host the second one's bookkeeping. The norm is compute
 backward: the norm's input and statistics, and its output (the shard; nothing gathered). The caller supplies the norm's
 arithmetic (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels of the stock one.
 
+Such a layer can return the norm's output too (``returned``), for adapters that read it:
+
+==============  =========================  ============================================================================
+``"local"``     the norm's own output      its gradient is added to the rank's ``dx`` behind the sum over ranks
+``"gathered"``  what the GEMM multiplies,  its gradient on a rank is a part of a sum over ranks, as dgrad's product is:
+                with all ranks' rows       both are added, and scattered once (the addend of gemm_reduce_scatter)
+==============  =========================  ============================================================================
+
+    * The gathered output belongs to the caller (``own_gathered`` of the operators): memory of the group is reused two
+      calls later, and what adapters save must stay. The layer itself does not keep it: wgrad gathers the saved shard.
+    * In FP8 bytes are gathered for the GEMM, and the numbers before them for the caller, by a gather that begins first
+      and runs beside the GEMM.
+    * Without sequence parallelism the norm's output is whole on every rank, and so is its gradient: ``"local"``.
+
 The precision supplies the operands (:mod:`layers.precision`). In FP8
     * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
       bf16;
@@ -47,7 +61,7 @@ from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows
 from megatron_flux.layers.precision import EXACT, LinearState, Norm, Precision
-from megatron_flux.layers.prefetch import ColumnState
+from megatron_flux.layers.prefetch import ColumnState, Returned
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -67,9 +81,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
     ===========  =====================================================  ==========================  ==================
 
     Saved: the shard ``x_sBK`` (the norm's output if there is one), and the norm's input and statistics of its rows.
+    Without ``reduce_dgrad`` the sum of ``dx`` over ranks is somebody else's: then nothing is communicated.
 
-    To return the norm's output, return what ``operands`` gives, and add its gradient to ``dx`` before the norm's
-    backward. To delay wgrad, delay the one call of ``wgrad`` with its arguments.
+    To delay wgrad, delay the one call of ``wgrad`` with its arguments.
     """
 
     @staticmethod
@@ -81,21 +95,34 @@ class _ColumnParallelLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         linear: ColumnState,
-    ) -> torch.Tensor:
+    ) -> Any:
         precision = linear.precision
         local_x, multiplied, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         prefetch.register(ctx, linear)
         group, backend, wire = linear.group, linear.backends.forward, linear.wires.activations
-        return _column(
-            precision, local_x, multiplied, bias, x.shape, group, backend, wire, linear.sequence_parallel, linear.kept
-        )
+        result = _column(
+            precision, local_x, multiplied, bias, x.shape, group, backend, wire, linear.sequence_parallel, linear.kept,
+            linear.returned,
+        )  # fmt: skip
+        if linear.returned is not None:
+            ctx.set_materialize_grads(False)  # an output that nobody read costs nothing
+            ctx.y_shape = result[0].shape
+        return result
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, d_norm_output: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         linear: ColumnState = ctx.linear
+        if dy is None:
+            assert d_norm_output is not None  # noqa: S101 - autograd calls with one of them
+            dy = d_norm_output.new_zeros(ctx.y_shape)
+        addend = None
+        if linear.gathers_norm_output and d_norm_output is not None:
+            addend, d_norm_output = rows(d_norm_output), None
         precision: Precision = linear.precision
         backend, how = linear.backends.dgrad, precision.dgrad_options
         saved = linear.saved_tensors(ctx)
@@ -110,12 +137,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 if not precision.serves_wgrad:
                     linear.settle()
                 pending = ops.gemm_reduce_scatter(
-                    local_dy, weight, linear.group, async_op=True, backend=backend, wire=linear.wires.gradients, **how
-                )
+                    local_dy, weight, linear.group, addend=addend, async_op=True, backend=backend,
+                    wire=linear.wires.gradients, **how,
+                )  # fmt: skip
             whole_x = linear.gathered(saved)  # waits for an early gather even where it is not needed
+        elif need_dgrad and not linear.reduce_dgrad:
+            pending = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dgrad:  # without wgrad nothing runs beside it
             pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=need_dw, backend=backend, **how)
-        local_dy = weight = None  # backward's memory peaks in wgrad: free what it does not read
+        local_dy = weight = addend = None  # backward's memory peaks in wgrad: free what it does not read
         if need_dw:
             whole_x = precision.column_operand(saved, whole_x)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
@@ -125,7 +155,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
             dx = pending.wait() if isinstance(pending, Pending) else pending
             if linear.norm is not None:
                 norm_x, *others = saved[:4]
-                dx, norm_dw, norm_db = linear.norm.backward(dx.view(norm_x.shape), norm_x, *others)
+                dx = dx.view(norm_x.shape)
+                if d_norm_output is not None:
+                    dx = dx.add_(rows(d_norm_output))
+                dx, norm_dw, norm_db = linear.norm.backward(dx, norm_x, *others)
             dx = _shaped(dx, ctx.shape) if need_dx else None
         if precision.updates_scales:
             precision.end_backward()
@@ -144,22 +177,37 @@ def _column(
     wire: str,
     sequence_parallel: bool,
     kept: keep.Kept | None = None,
-) -> torch.Tensor:
-    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``kept``."""
+    returned: Returned | None = None,
+) -> Any:
+    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``kept``. With ``returned`` the result
+    is a pair of ``y`` and the norm's output.
+    """
+    norm_output = None if returned is None else precision.norm_output(local_x)
     if not sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
-        return y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
+        y = y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
+        return y if returned is None else (y, norm_output)
+    gathers_output, pending = returned == "gathered", None
+    own = gathers_output and precision.gathered_dtype is None  # the GEMM's operand is the norm's output
     try:
+        if norm_output is not None and gathers_output and not own:
+            pending = ops.all_gather(norm_output, group, own_gathered=True, backend=backend, wire=wire)
         y = ops.all_gather_gemm(
-            local_x, weight, group, bias=bias, epilogue_bias=precision.epilogue_bias, return_gathered=kept is not None,
-            backend=backend, wire=wire, **precision.forward_options,
+            local_x, weight, group, bias=bias, epilogue_bias=precision.epilogue_bias,
+            return_gathered=own or kept is not None, own_gathered=own, backend=backend, wire=wire,
+            **precision.forward_options,
         )  # fmt: skip
+        if pending is not None:
+            norm_output = pending.wait()
     except BaseException:
         prefetch.clear()  # the next row-parallel layer belongs to another graph
         raise
-    if kept is not None:
+    if own:
+        y, norm_output = y
+    elif kept is not None:
         y, kept.gathered = y
-    return y if y.dim() == len(shape) else _unsafe_view(y, (shape[0] * group.size(), *shape[1:-1], y.shape[-1]))
+    y = y if y.dim() == len(shape) else _unsafe_view(y, (shape[0] * group.size(), *shape[1:-1], y.shape[-1]))
+    return y if returned is None else (y, norm_output)
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -249,7 +297,9 @@ def column_parallel_linear(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool = True,
+    reduce_dgrad: bool = True,
     norm: tuple[Norm, torch.Tensor, torch.Tensor | None] | None = None,
+    returned: Returned | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     backend: str | Backends = "auto",
@@ -259,8 +309,9 @@ def column_parallel_linear(
     gather_ahead: bool = True,
     keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Return ``all_gather(x) @ weight.T + bias``, or ``all_gather(norm(x)) @ ...``, ``[s, b, n]``; differentiable.
+    With ``returned`` a pair of it and the norm's output, whose gradient is part of that of ``x`` then.
 
     Args:
         x: ``[s/tp, b, k]``, the rank's shard of the sequence.
@@ -268,8 +319,11 @@ def column_parallel_linear(
         bias: ``[n]`` or None.
         group: the tensor-parallel group.
         sequence_parallel: without it ``x`` is ``[s, b, k]``, the same on all ranks, and its gradient the sum over them.
+        reduce_dgrad: without sequence parallelism: sum the gradient of ``x`` over ranks. Otherwise the caller does.
         norm: the norm's arithmetic, its weight ``[k]``, and its bias ``[k]`` or None. The gradients of these two are of
             this rank's rows: with sequence parallelism their owner sums them over the group.
+        returned: ``"local"``: the norm's output ``[s/tp, b, k]``; ``"gathered"``: ``[s, b, k]``, the gradient of which
+            each rank has a part of. None: it is not returned.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
@@ -287,14 +341,17 @@ def column_parallel_linear(
         state_of(group).column = None
         local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
         forward, wire = backends.forward, wires.activations
-        return _column(precision, local_x, multiplied, bias, x.shape, group, forward, wire, sequence_parallel)
+        return _column(
+            precision, local_x, multiplied, bias, x.shape, group, forward, wire, sequence_parallel, None, returned
+        )
     main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, kernels
     )
+    linear.reduce_dgrad, linear.returned = reduce_dgrad, returned
     if sequence_parallel:
-        if precision.serves_wgrad:
+        if precision.serves_wgrad and returned != "gathered":
             dtype = precision.gathered_dtype  # of that size; no elements are read
             like = x if dtype is None else x.new_empty(1, dtype=dtype).expand(x.shape)
             linear.kept = keep.reserve(like, weight, group, backends, wires, keep_gathered, keep_gathered_bytes)

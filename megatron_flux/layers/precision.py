@@ -106,6 +106,13 @@ class Precision:
         saved = normed if weight.requires_grad else None
         return normed, weight, (flat, norm_weight, mean, reciprocal_deviation, saved, weight)
 
+    def norm_output(self, x: Any) -> torch.Tensor:
+        """Return the output of the norm ``[s, b, k]`` that :meth:`operands` has computed; ``x``: its first result.
+
+        It may be a saved tensor: to change it in place is an error in backward.
+        """
+        return x
+
     def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
         """Return ``dy`` and the weight for dgrad, the local ``dy`` for wgrad, and ``db`` if it comes of quantising
         (None: the caller sums it behind wgrad).

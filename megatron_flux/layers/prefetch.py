@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,18 @@ from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.keep import Kept
 from megatron_flux.layers.precision import LinearState, Norm, Saved
 
+Returned = Literal["local", "gathered"]
+
 
 @dataclass(slots=True, weakref_slot=True)
 class ColumnState(LinearState):
     """State of a column-parallel layer's backward, with the gather of its input ``x`` ``[s/tp, b, k]``."""
 
     norm: Norm | None = None
+    reduce_dgrad: bool = True
+    """Without sequence parallelism ``dx`` is summed over ranks here."""
+    returned: Returned | None = None
+    """The norm's output, which forward has returned too."""
     gather_ahead: bool = False
     """A row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None
@@ -63,6 +69,11 @@ class ColumnState(LinearState):
     _begun: int = 0
     kept: Kept | None = None
     """The ``x`` that forward has gathered and kept; nothing is gathered then."""
+
+    @property
+    def gathers_norm_output(self) -> bool:
+        """True if the norm's output was returned gathered: ranks have parts of its gradient."""
+        return self.returned == "gathered" and self.sequence_parallel
 
     def saved_tensors(self, ctx: Any) -> Saved:
         """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the

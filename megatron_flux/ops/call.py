@@ -238,10 +238,13 @@ def check_operands(call: OperatorCall) -> None:
             f"{operator}: bias must be [{call.n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
         )
     if (addend := call.addend) is not None and (
-        addend.shape != (*x.shape[:-1], call.n) or addend.dtype != call.out or addend.device != x.device
+        addend.shape[-1] != call.n
+        or addend.numel() != call.m * call.n
+        or addend.dtype != call.out
+        or addend.device != x.device
     ):
         raise UserError(
-            f"{operator}: addend must be {[*x.shape[:-1], call.n]} {about}, got {list(addend.shape)} {addend.dtype} on "
+            f"{operator}: addend must be [{call.m}, {call.n}] {about}, got {list(addend.shape)} {addend.dtype} on "
             f"{addend.device}"
         )
     if operator == "gemm_reduce_scatter" and x.shape[0] % (tp := call.group.size()):

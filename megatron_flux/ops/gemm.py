@@ -47,7 +47,7 @@ def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
     if call.fp8 is not None:
         return fp8_gemm(call.fp8).add_(matrix(addend))
     y = torch.addmm(matrix(addend), matrix(call.x), call.weight if call.transposed else call.weight.t())
-    return y if call.x.dim() == 2 else _unsafe_view(y, addend.shape)
+    return y if call.x.dim() == 2 else _unsafe_view(y, (*call.x.shape[:-1], y.shape[-1]))
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:

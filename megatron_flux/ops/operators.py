@@ -112,8 +112,8 @@ def gemm_reduce_scatter(
 
         x: ``[m, k]`` or ``[s, ..., k]`` with the first dimension divisible by ``tp``.
         bias: ``[n]``, added once, after the sum (Megatron's row-parallel bias is not sharded). Not with ``async_op``.
-        addend: ``[m, n]`` with the leading dimensions of ``x``, another one on every rank: its sum over ranks is part
-            of the result, and no bytes more travel.
+        addend: ``[m, n]`` or ``[s, ..., n]``, another one on every rank: its sum over ranks is part of the result, and
+            no more bytes travel.
         async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
 

@@ -18,7 +18,12 @@ Every path to stock (:mod:`megatron_flux.patch.reasons`) goes through :meth:`Lin
 could not be told from the feature working.
 
 What stock's ``forward`` over TransformerEngine does besides its work is done here too: it ends the layer's first
-micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add.
+micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add,
+and the norm's output where adapters have asked for it.
+
+Of a norm output that is returned gathered, TransformerEngine drops the gradient: all that lies before an adapter misses
+its part. Flux adds it, so that gradients are those of TP 1, and differ from stock's. That is logged once; such layers
+are counted.
 In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
 ``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
 captures; a stock layer's graph then replaces what earlier micro-batches have added (TransformerEngine pull request
@@ -72,6 +77,10 @@ class LinearPatch(StockReasons):
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """True once a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
+        self.gradient_added: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Layers that have run flux and returned the norm's output gathered, whose gradient stock's would drop."""
+        self.gradient_dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Such layers that have run stock."""
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
 
@@ -98,6 +107,7 @@ class LinearPatch(StockReasons):
                 kwargs["bias"],
                 kwargs["tp_group"],
                 sequence_parallel=kwargs["sequence_parallel"],
+                reduce_dgrad=kwargs["allreduce_dgrad"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
                 backend=backends,
                 wires=self.config.wires,
@@ -135,12 +145,17 @@ class LinearPatch(StockReasons):
         return forward
 
     def te_forward(self, kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of ``forward`` of a layer over TransformerEngine."""
+        """Return the replacement of ``forward`` of a layer over TransformerEngine. As stock's it returns result and
+        bias; with the norm's output ``(result, norm output), None``, or ``result, bias, norm output``.
+        """
 
-        def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             weight = getattr(layer, "weight", None)  # none where parameters are split
             backends = backends_of(layer, self.config.backends)
             reason = CHOSEN if backends == STOCK else self.why_stock_te(kind, layer, x, weight, args, kwargs)
+            returned = self.te.returned(layer) if kind == TE_NORM_COLUMN and not isinstance(self.te, str) else None
+            if returned == "gathered":
+                self._count_gathered_norm(layer, reason is None)
             if reason is not None:
                 self.runs_stock(kind, reason, layer)
                 return stock(layer, x, *args, **kwargs)
@@ -164,6 +179,7 @@ class LinearPatch(StockReasons):
                 options |= self._gather_options(layer) | {"epilogue_bias": True}
             if kind == TE_NORM_COLUMN:
                 options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
+                options["returned"] = returned
             if getattr(layer, "fp8", False) and not fp8:
                 layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
             if fp8:
@@ -174,6 +190,8 @@ class LinearPatch(StockReasons):
                 y = y + bias  # not sharded: added once, after the sum
             if first:
                 layer.is_first_microbatch = False
+            if returned is not None and layer.te_return_bias:
+                return y[0], layer.bias, y[1]
             return y, layer.bias if layer.te_return_bias else None
 
         return forward
@@ -213,6 +231,19 @@ class LinearPatch(StockReasons):
         self.fallbacks[kind, reason] += 1
         self._stock[layer] = reason
         prefetch.clear()
+
+    def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
+        """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
+        counted = self.gradient_added if runs_flux else self.gradient_dropped
+        if not self.te.loses_gradient or layer in counted:
+            return
+        if not counted:
+            about = "flux adds it: gradients are those of TP 1, and not stock's" if runs_flux else "so do layers here"
+            logger.warning(
+                "megatron_flux: TransformerEngine %s drops the gradient of a gathered norm output "
+                "(return_layernorm_output_gathered); %s (first seen: %s)", self.te.installed, about, layer,
+            )  # fmt: skip
+        counted.add(layer)
 
     def what_ran(self, layer: torch.nn.Module) -> str:
         """Return ``flux``, ``stock: `` with the last reason, both (by call), or ``not called``."""

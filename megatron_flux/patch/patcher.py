@@ -200,6 +200,8 @@ def report(model: Model | None = None) -> dict[str, Any]:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
         ``fallbacks``: stock calls by ``"kind: reason"``, and operator calls that had to take a slower backend;
         ``calls``: operator calls by ``"operator/backend"``; ``bytes_received``: from peers, by the operators;
+        ``norm_gradients``: layers that return their norm's output gathered, whose gradient stock's TransformerEngine
+        drops: ``added`` by flux, or ``dropped`` because they ran stock;
         ``kept_gathered``: gathered ``inputs`` that column-parallel layers keep now, their ``bytes`` and
         ``peak_bytes``, how many were kept in ``total``, and for how many there was ``no_room``; ``cuda_graphs``:
         whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs are replayed, it
@@ -216,6 +218,10 @@ def report(model: Model | None = None) -> dict[str, Any]:
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
+        "norm_gradients": {
+            "added": 0 if now is None else len(now.gradient_added),
+            "dropped": 0 if now is None else len(now.gradient_dropped),
+        },
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
         **({} if model is None else {"layers": {name: ran(layer) for name, layer in linears_of(model, LINEARS)}}),

@@ -5,7 +5,8 @@ in every call: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert
 recognised runs stock.
 
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
-since, or with ``disable_grad_reduce``, its dgrad is summed elsewhere or not at all: a call with a graph runs stock.
+since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all: as stock, flux sums only
+where ``allreduce_dgrad`` says so.
 """
 
 from __future__ import annotations
@@ -79,8 +80,6 @@ class StockReasons:
             return f"_forward_impl was called without {', '.join(sorted(missing))}"
         if kwargs["sequence_parallel"] and kwargs["allreduce_dgrad"]:
             return "allreduce_dgrad together with sequence parallelism"  # stock refuses it
-        if not (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]) and torch.is_grad_enabled():
-            return "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return _FROZEN

@@ -206,7 +206,8 @@ class TransformerEngineFp8:
     ) -> torch.Tensor:
         """Run ``linear`` of :mod:`megatron_flux.layers` in FP8; ``operands`` beside ``x``, the weight first."""
         with getattr(layer, "prepare_forward_ctx", layer.prepare_forward)(x) as x:
-            call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options)
+            returns_norm = options.get("returned") is not None
+            call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options, returns_norm=returns_norm)
             return linear(x, *operands, precision=call, **options)
 
 
@@ -220,9 +221,15 @@ class Fp8Call(Precision):
     gathered_dtype, epilogue_bias = torch.float8_e4m3fn, True  # the bias is added before the result is rounded
 
     def __init__(
-        self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, has_norm: bool
+        self,
+        te: TransformerEngineFp8,
+        layer: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        has_norm: bool,
+        returns_norm: bool = False,
     ) -> None:
-        """Ask the layer for its quantizers."""
+        """Ask the layer for its quantizers. ``returns_norm``: the norm's output is wanted as it was before them."""
         self._te, self._api, api = te, te.api, te.api
         self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
         self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
@@ -244,6 +251,8 @@ class Fp8Call(Precision):
         self._grad, self._need_wgrad = grad, grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
         self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
+        self._returns_norm = returns_norm
+        self._norm_output: torch.Tensor | None = None
         names = ("bias", "layer_norm_weight", "layer_norm_bias")
         trained = (x, weight, *(getattr(layer, name, None) for name in names))
         # The end of backward updates the scales of all layers: that of the first layer of an autocast does.
@@ -302,7 +311,11 @@ class Fp8Call(Precision):
         if norm is None:
             quantized = quantizer(flat)
         else:
-            quantized, mean, deviation = norm.forward(flat, norm_weight, norm_bias, quantizer)
+            quantized, mean, deviation = norm.forward(
+                flat, norm_weight, norm_bias, None if self._returns_norm else quantizer
+            )
+            if self._returns_norm:
+                self._norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
             statistics = flat, norm_weight, mean, deviation
         operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
         if not self._grad:
@@ -312,6 +325,12 @@ class Fp8Call(Precision):
         saved_weight, self._weight_form = self._api.prepare_for_saving(self._quantized_weight)
         self._quantized_weight = None
         return operand, multiplied, (*statistics, *saved, *saved_weight)
+
+    def norm_output(self, x: Any) -> torch.Tensor:
+        """See the protocol."""
+        found, self._norm_output = self._norm_output, None
+        assert found is not None  # noqa: S101 - of a call that returns it
+        return found
 
     def _local(self, x: Any) -> Rows | Fp8Operand:
         """Return the local quantised ``x`` for wgrad: rows if other ranks have some, else transposed."""

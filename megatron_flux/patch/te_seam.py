@@ -6,8 +6,9 @@ Used of it
       ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8, of which :mod:`megatron_flux.patch.te_fp8` has all else,
       and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
-      userbuffers, delayed wgrad, a returned norm output, FSDP and quantized weights, and torch's symmetric all-reduce,
-      which are attributes of a module; weights that are distributed once more (2.19), which say so.
+      userbuffers, delayed wgrad, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of
+      a module; weights that are distributed once more (2.19), which say so;
+    * that a ``LayerNormLinear`` returns the norm's output as well, also gathered, where its attributes say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
 beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a symbol,
@@ -34,7 +35,7 @@ from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
-from megatron_flux.layers import Norm
+from megatron_flux.layers import Norm, Returned
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import TransformerEngineFp8
@@ -43,6 +44,9 @@ logger = logging.getLogger("megatron_flux")
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
+LOSES_GRADIENT = SpecifierSet(">=2.4,<=2.20.2")
+"""Releases whose ``LayerNormLinear`` drops the gradient of a norm output that it has returned gathered: backward adds
+it ``if ctx.return_layernorm_output and not ctx.return_layernorm_output_gathered``, and nowhere else."""
 
 REIMPLEMENTED = (
     "transformer_engine.pytorch.module.linear",
@@ -123,7 +127,9 @@ class TransformerEngine:
 
     def __init__(self, installed: str) -> None:
         """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
-        self.installed = installed
+        self.installed, release = installed, release_of(installed)
+        # A newer one is used with the code of 2.20.2 alone.
+        self.loses_gradient = release is not None and (release in LOSES_GRADIENT or release >= Version(_BEYOND))
         kernels = "transformer_engine_torch"
         self.norms = {
             "LayerNorm": (_symbol(f"{kernels}:layernorm_fwd"), _symbol(f"{kernels}:layernorm_bwd")),
@@ -174,8 +180,6 @@ class TransformerEngine:
             return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
-        if getattr(layer, "return_layernorm_output", False):
-            return "return_layernorm_output"
         if self._offloading():
             return "activation offloading to the CPU"
         if self._exporting():
@@ -187,6 +191,16 @@ class TransformerEngine:
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why it must run a call under its FP8 autocast itself, or None."""
         return self.fp8 if isinstance(self.fp8, str) else self.fp8.why_stock(layer, x, weight, backends)
+
+    @staticmethod
+    def returned(layer: Any) -> Returned | None:
+        """Return which output of its norm a ``LayerNormLinear`` also returns. Without sequence parallelism there is
+        only the local one, which is whole.
+        """
+        if not getattr(layer, "return_layernorm_output", False):
+            return None
+        gathered = getattr(layer, "return_layernorm_output_gathered", False)
+        return "gathered" if gathered and layer.sequence_parallel else "local"
 
     def norm(self, layer: Any) -> Norm:
         """Return the norm of a ``LayerNormLinear``, for use in the current grad mode."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_flux.config import ALL_EXACT, STOCK, Backends, FluxConfig
 from megatron_flux.kernels.wire_format import EXACT
+from megatron_flux.layers import Returned
 from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.ops.backends.registry import resolve
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -33,7 +34,7 @@ from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.ops.tuner import keys
 from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
 from megatron_flux.patch.megatron_core import inference_layers, te_layer_classes, te_layers
-from megatron_flux.patch.reasons import TE_KINDS, TE_ROW, backends_of
+from megatron_flux.patch.reasons import TE_KINDS, TE_NORM_COLUMN, TE_ROW, backends_of
 
 logger = logging.getLogger("megatron_flux")
 
@@ -48,6 +49,7 @@ class _Linear(NamedTuple):
     bias: torch.Tensor | None  # that the GEMM adds
     like: torch.Tensor  # of the operands' dtype and device; in FP8 of the results'
     fp8: tuple[Fp8Kind, Fp8Kind] | None = None  # forward and dgrad
+    returned: Returned | None = None  # the norm's output
 
     @property
     def trained(self) -> bool:
@@ -122,10 +124,11 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
         gathers = linear.row == dgrad
         if linear.layer.sequence_parallel:
             operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
-            # What dgrad gathers serves wgrad, but in blocks.
+            # What dgrad gathers serves wgrad, but in blocks; what forward gathers may be the norm's returned output.
             returns = gathers and dgrad and linear.trained and not (gemm is not None and gemm.blocks)
+            returns |= not dgrad and linear.returned == "gathered" and gemm is None
             yield _Wanted(backend, operator, rows, *sizes[dgrad], dgrad, wire, return_gathered=returns, fp8=gemm)
-        elif not gathers:
+        elif not gathers and not (dgrad and getattr(linear.layer, "allreduce_dgrad", True) is False):
             beside = dgrad and linear.trained
             yield _Wanted(backend, "gemm_all_reduce", m, *sizes[dgrad], dgrad, EXACT, beside_wgrad=beside, fp8=gemm)
     # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
@@ -255,4 +258,5 @@ def _over_te(layer: Any, kind: str, linears: LinearPatch, micro: _Micro) -> _Lin
         return None
     bias = layer.bias if not row and layer.apply_bias else None
     fp8 = linears.te.fp8.gemms(like.dtype) if linears.runs_fp8() else None
-    return _Linear(layer, row, weight, tuple(weight.shape), bias, like, fp8)
+    returned = linears.te.returned(layer) if kind == TE_NORM_COLUMN else None
+    return _Linear(layer, row, weight, tuple(weight.shape), bias, like, fp8, returned)

@@ -68,13 +68,10 @@ def width_of(kind: str) -> int:
     return IN if kind == "column" else IN // dist.get_world_size()
 
 
-NOT_SUMMED = "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer"
-
-
 def rank_toggled(kind: str) -> None:
     """Megatron switches sequence parallelism of built layers off for inference, and on again.
 
-    A column layer's dgrad is then summed before it, by stock: what is left of the layer has nothing to be fused.
+    A column layer's dgrad is then summed before it: what is left of the layer communicates nothing.
     """
     with megatron(tp=dist.get_world_size()):
         layer = make(kind, model_config())
@@ -90,14 +87,12 @@ def rank_toggled(kind: str) -> None:
                     require_close(f"with sequence parallelism {state}", ours, expected, 0)
         calls = {f"{name}/reference": 2 for name in ("all_gather_gemm", "gemm_reduce_scatter")}
         more = {"all_gather/reference": 2} if kind == "column" else {"gemm_all_reduce/reference": 1}
-        assert seen.fallbacks == ({f"column: {NOT_SUMMED}": 1} if kind == "column" else {})
+        assert seen.fallbacks == {}
         assert (seen.active_layers, seen.calls) == (1, calls | more)
         layer.sequence_parallel = False
         with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
             require_close("y without gradients", layer(x)[0], stock[False][0], 0)
         assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
-        if kind == "column":
-            stock_either_way(kind, layer, width_of(kind), NOT_SUMMED)
 
 
 def rank_unknown_keyword(value: Any) -> None:
@@ -163,8 +158,6 @@ STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
     "expert row": ("row", EXPERT, lambda: make("row", model_config(**WHOLE), is_expert=True)),
     "set on a column": ("column", EXPERT, lambda: expert_on_a_built_layer("column")),
     "set on a row": ("row", EXPERT, lambda: expert_on_a_built_layer("row")),
-    # As LoRA's adapters ask for: dgrad stays the rank's own.
-    "no dgrad sum": ("column", NOT_SUMMED, lambda: make("column", model_config(**WHOLE), disable_grad_reduce=True)),
     "whole input": (
         "row",
         "input_is_parallel=False",

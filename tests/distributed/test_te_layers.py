@@ -352,10 +352,9 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "quantization of single modules (te_quant_params)": _set(te_quant_params=object()),
     "activation offloading to the CPU (fine_grained_activation_offloading)": _offloading,
     "ONNX export": _exporting,
-    "return_layernorm_output": _set(return_layernorm_output=True),
     "trainable bias on a frozen weight": _frozen,
 }
-ONLY = {"torch's symmetric all-reduce": "row", "return_layernorm_output": "norm column"}
+ONLY = {"torch's symmetric all-reduce": "row"}
 
 
 def rank_reason(kind: str, reason: str) -> None:

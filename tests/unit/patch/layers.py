@@ -90,6 +90,7 @@ class Te:
     """A TransformerEngine that has its own reason, or none."""
 
     reason: str | None = None
+    loses_gradient, installed = True, "2.11.0"
 
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool) -> str | None:
         assert not fp8
@@ -98,6 +99,9 @@ class Te:
 
     def norm(self, layer: Any) -> str:
         return "norm"
+
+    def returned(self, layer: Any) -> str | None:
+        return getattr(layer, "returned", None)
 
 
 class Traced:

@@ -64,7 +64,6 @@ COLUMN: dict[str, dict[str, Any]] = {
     "unsupported keyword wgrad_deferral_limit=3": {"wgrad_deferral_limit": 3},
     "_forward_impl was called without allreduce_dgrad": {"allreduce_dgrad": REMOVED},
     "allreduce_dgrad together with sequence parallelism": {"allreduce_dgrad": True},
-    "neither sequence parallelism nor allreduce_dgrad: dgrad is not summed in this layer": {"sequence_parallel": False},
 }
 ROW: dict[str, Callable[[], Any]] = {
     "tp = 1": lambda: Layer(tp_group=group_of(1)),

@@ -143,7 +143,6 @@ def _distributed() -> torch.nn.Parameter:
         ({"weight": torch.ones(2, 2)}, "weight of type Tensor"),
         ({"weight": _distributed()}, "distributed weight (is_distributed_weight)"),
         ({"fsdp_group": object()}, "TransformerEngine's FSDP"),
-        ({"return_layernorm_output": True}, "return_layernorm_output"),
         (
             {"symmetric_ar_type": "two_shot", "parallel_mode": "row", "sequence_parallel": False},
             "torch's symmetric all-reduce (symmetric_ar_type=two_shot)",
@@ -152,6 +151,35 @@ def _distributed() -> torch.nn.Parameter:
 )
 def test_reasons_of_a_module(installed: SimpleNamespace, changes: dict[str, Any], reason: str) -> None:
     assert why_stock(te_seam.load(), linear(**changes)) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"return_layernorm_output_gathered": True}, None),
+        ({"return_layernorm_output": True}, "local"),
+        ({"return_layernorm_output": True, "return_layernorm_output_gathered": True}, "gathered"),
+        (
+            {"return_layernorm_output": True, "return_layernorm_output_gathered": True, "sequence_parallel": False},
+            "local",
+        ),
+    ],
+)
+def test_which_output_of_the_norm_is_returned(
+    installed: SimpleNamespace, changes: dict[str, Any], expected: str | None
+) -> None:
+    layer = linear(**{"sequence_parallel": True, **changes})
+    assert te_seam.load().returned(layer) == expected
+    assert why_stock(te_seam.load(), layer) is None
+
+
+def test_a_build_of_a_release_drops_what_the_release_drops(
+    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, drops in (("2.11.0", True), ("2.11.0a0+gabc.nv26.01", True), ("2.20.2", True), ("2.20.3", False)):
+        monkeypatch.setattr(te_seam, "version", lambda name, version=version: version)
+        assert te_seam.load().loses_gradient is drops
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs.
+
+No gather for wgrad, no gathered ``dy`` handed out, no input saved for backward or kept, ``main_grad`` untouched; also
+recomputed, without sequence parallelism, and with primary weights in FP8.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_flux import ops
+from megatron_flux.layers import keep
+from tests.distributed import te_stand_in
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import Case
+from tests.distributed.te_fp8_cases import (
+    FP8,
+    KINDS,
+    RECIPES,
+    Training,
+    both,
+    built,
+    by_te_checkpoint,
+    fp8_case,
+    input_of,
+    recipe_of,
+    train,
+    why_not,
+)
+from tests.distributed.te_fp8_cases import autocast as fp8_autocast
+
+pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+
+EVERY = (None, *RECIPES)
+"""Recipes; None is bf16."""
+
+
+def frozen(case: Case, primary: str | None = None) -> Any:
+    layer = built(case, primary)
+    layer.weight.requires_grad_(False)
+    if (bias := getattr(layer, "bias", None)) is not None:
+        bias.requires_grad_(False)
+    return layer
+
+
+def rank_frozen(kind: str, recipe: str | None, whole: bool, recompute: bool, primary: bool) -> dict[str, int]:
+    """Calls, by operator and backend, of two steps of two micro-batches; checks all else."""
+    case = fp8_case(kind, options={"sequence_parallel": not whole})
+    asked: list[bool] = []
+
+    def run() -> Training:
+        layer = frozen(case, recipe if primary else None)
+        training = train(case, layer, (recipe,) * 2, by_te_checkpoint(layer) if recompute else None)
+        assert (training.found.pop("weight0") == 7).all()  # as it was built
+        assert not training.found.pop("weight1").any()  # as the first step's end left it
+        return training
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("return_gathered", False))
+        return gather_gemm(*args, **kwargs)
+
+    gather_gemm, before = ops.all_gather_gemm, keep.report()["total"]
+    with mock.patch.object(ops, "all_gather_gemm", gather):
+        stock, ours, seen = both(run, FP8)
+    ours.require_same(stock, f"{kind}, {recipe}")
+    assert not any(asked)
+    assert keep.report()["total"] == before
+    assert seen.fallbacks == {}
+    return seen.calls
+
+
+HOW = {
+    "": (False, False, False),
+    "recompute": (False, True, False),
+    "no sequence parallelism": (True, False, False),
+    "primary weights": (False, False, True),
+}
+CASES = [
+    *((kind, recipe, "") for kind, recipe in product(KINDS, EVERY)),
+    *((KINDS[i % 3], recipe, "recompute") for i, recipe in enumerate(EVERY)),
+    *((KINDS[(i + 1) % 3], recipe, "no sequence parallelism") for i, recipe in enumerate(EVERY)),
+    *((KINDS[(i + 2) % 3], recipe, "primary weights") for i, recipe in enumerate(RECIPES)),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "how"), CASES)
+def test_stocks_dx_and_no_gather_for_wgrad(te_world2: WorkerPool, kind: str, recipe: str | None, how: str) -> None:
+    whole, recompute, primary = HOW[how]
+    column = kind != "row"
+    for calls in te_world2.run(rank_frozen, kind, recipe, whole, recompute, primary):
+        forward, backward = 4 * (1 + recompute), 4
+        if whole:
+            assert calls == {"gemm_all_reduce/reference": backward if column else forward}
+        else:
+            gathers, sums = (forward, backward) if column else (backward, forward)
+            assert calls == {"all_gather_gemm/reference": gathers, "gemm_reduce_scatter/reference": sums}
+
+
+def rank_saved(kind: str, recipe: str | None) -> list[int]:
+    """How many tensors as large as the input are saved for backward, by stock and by ours."""
+    case = fp8_case(kind)
+
+    def saved() -> int:
+        layer, x = frozen(case), input_of(case, 7).requires_grad_()
+        known = {layer.weight.untyped_storage().data_ptr()}
+        memory: dict[int, int] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if type(t) is torch.Tensor and t.numel() == x.numel():
+                memory[t.untyped_storage().data_ptr()] = 1
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), fp8_autocast(recipe and recipe_of(recipe)):
+            y, _ = layer(x)
+        y.sum().backward()
+        return len(memory.keys() - known)
+
+    return list(both(saved, FP8)[:2])
+
+
+@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, EVERY))
+def test_no_input_is_saved(te_world2: WorkerPool, kind: str, recipe: str | None) -> None:
+    """But the norm's, which its own backward reads."""
+    for stock, ours in te_world2.run(rank_saved, kind, recipe):
+        assert ours == (kind == "norm column") <= stock
+
+
+def rank_nothing_to_do(kind: str, recipe: str | None) -> None:
+    """The first layer of a model that is frozen up to there: no gradient, and no graph."""
+    case = fp8_case(kind)
+
+    def forward() -> bool:
+        layer = frozen(case)
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+        with fp8_autocast(recipe and recipe_of(recipe)):
+            return bool(layer(input_of(case, 7))[0].requires_grad)
+
+    assert both(forward, FP8)[:2] == (False, False)
+
+
+@pytest.mark.parametrize(("kind", "recipe"), zip(KINDS, RECIPES, strict=True))
+def test_an_input_without_gradient(te_world2: WorkerPool, kind: str, recipe: str | None) -> None:
+    te_world2.run(rank_nothing_to_do, kind, recipe)

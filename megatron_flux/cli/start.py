@@ -48,14 +48,8 @@ def described(
 
 def description(run: BaseModel, options: Options, more: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a benchmark: ``run`` as it will be, the options that were given, and ``more``."""
-    return {
-        "config": run.model_dump(mode="json"),
-        "options": options.as_given(),
-        **more,
-        "versions": environment.versions(),
-        "command": folder.command_line(),
-        "started": folder.started(),
-    }
+    versions = {"versions": environment.versions()}
+    return folder.described(run.model_dump(mode="json"), options.as_given(), {**more, **versions})
 
 
 def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapping[str, Any], dry_run: bool) -> None:

@@ -157,9 +157,10 @@ def has_stopped(out: Path) -> bool:
     return bool(strict_json.read_json_object(out / ENDED)["state"] == "stopped")
 
 
-def started() -> str:
-    """Return the time now, as ``config.json`` has it."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+def described(config: dict[str, Any], options: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``config.json`` holds: the run as it is, the options as given, how it was started, and ``more``."""
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"config": config, "options": options, **more, "command": command_line(), "started": started}
 
 
 def command_line() -> str:

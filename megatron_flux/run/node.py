@@ -152,17 +152,11 @@ class _Silence:
 
     def note(self, ranks: Mapping[str, str], *, failed: bool) -> None:
         """Note the ``ranks``; if the run has not ``failed``, here or by another node's note, they may be saving."""
-        notes = self._notes()
-        if self._folder and ranks and (failed or notes):
+        count = len(stop.notes())
+        if self._folder and ranks and (failed or count):
             said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
             with contextlib.suppress(OSError), (Path(self._folder) / f"{node_name()}.silent").open("a") as file:
-                file.write("".join(f"{launcher.SILENT} {notes} {line}\n" for line in said))
-
-    def _notes(self) -> int:
-        try:
-            return len(os.listdir(self._folder)) if self._folder else 0
-        except OSError:  # it is made with the first note
-            return 0
+                file.write("".join(f"{launcher.SILENT} {count} {line}\n" for line in said))
 
     def _look(self) -> None:
         while True:
@@ -173,7 +167,7 @@ class _Silence:
 def _take_place(folder: Path) -> int:
     """Begin this node's note, which other nodes see; returns how many there were before."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = len(os.listdir(folder))
+    before = len(stop.notes())
     (folder / node_name()).touch()
     return before
 

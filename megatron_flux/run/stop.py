@@ -24,7 +24,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -41,6 +40,14 @@ FAILURES = "MEGATRON_FLUX_FAILURES"
 _STOP, _ENDING = signal.SIGUSR1, (signal.SIGTERM, signal.SIGINT)
 _INTERVAL = 0.2
 """Seconds between two looks at this node's processes and the notes of all nodes."""
+
+
+def notes() -> set[str]:
+    """Return the names of the notes in the folder that :data:`FAILURES` names, if any."""
+    try:
+        return set(os.listdir(os.environ.get(FAILURES, "")))
+    except OSError:  # it is made with the first note
+        return set()
 
 
 class Peers:
@@ -60,20 +67,13 @@ class Peers:
                     self._siblings.append(psutil.Process(pid))
                 except psutil.NoSuchProcess:
                     self._gone = True
-        self._failures = Path(os.environ[FAILURES]) if os.environ.get(FAILURES) else None
-        self._notes_before = self._notes()
+        self._notes_before = notes()
 
     def failed(self) -> bool:
         """Return True if a rank of this launcher, or the launcher, has exited, or a launcher has noted a failure."""
         if self._gone or os.getppid() != self._launcher:
             return True
-        return not all(map(lives, self._siblings)) or self._notes() != self._notes_before
-
-    def _notes(self) -> set[str]:
-        try:
-            return set(os.listdir(self._failures)) if self._failures is not None else set()
-        except OSError:  # it is made with the first note
-            return set()
+        return not all(map(lives, self._siblings)) or notes() != self._notes_before
 
 
 class SignalListener:

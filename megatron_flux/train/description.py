@@ -45,14 +45,8 @@ def load_wandb_names(config: RunConfig) -> WandbNames:
 
 def description(config: RunConfig) -> dict[str, Any]:
     """Return what ``config.json`` holds."""
-    return {
-        "config": without_secrets(config.model_dump(mode="json")),
-        **run_info(config),
-        "options": config.options,
-        "command": folder.command_line(),
-        "started": folder.started(),
-        "wandb": _wandb_names(config)._asdict(),
-    }
+    whole = without_secrets(config.model_dump(mode="json"))
+    return folder.described(whole, config.options, {**run_info(config), "wandb": _wandb_names(config)._asdict()})
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import time
 from collections import Counter
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_flux import gpus
 from megatron_flux.metrics.schema import SCHEMA_VERSION
 from megatron_flux.telemetry import counts, environment
+from megatron_flux.train.description import run_info
 from megatron_flux.train.measurements import StepMeasurements, StepResult, known
 from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import Trainer
@@ -74,26 +73,23 @@ class Records:
     def about(self, hosts: list[str], wandb_id: str | None) -> dict[str, Any]:
         """Return ``flux/run`` of the first record; ``hosts``: each rank's."""
         config, nodes = self._config, {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        info = run_info(config)
         return {
             "arm": self._name,
             "resumed_from": self._begin or None,
             "wandb_id": wandb_id,
-            "job": environment.job(),
+            **{name: info[name] for name in ("job", "link", "wire", "grad_wire", "versions")},
             "nodes": list(nodes),
             "node_of_rank": [nodes[host] for host in hosts],
-            "ranks": dist.get_world_size(),
+            "ranks": config.world_size,
             "tp": config.tp,
             "dp": config.dp,
-            "link": environment.link(config.link)["kind"],
-            "wire": config.wire,
-            "grad_wire": config.grad_wire,
             "device": environment.device_name(),
             "peak_tflops": self._peak_tflops,
             "peak_source": self.peak_source,
             "gpu_source": self._measurements.gpu_source,
             "operator_source": self._measurements.operator_source,
             "sample_interval": config.sample_interval,
-            "versions": environment.versions(),
             "environment": environment.switches(),
         }
 

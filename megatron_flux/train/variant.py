@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 import megatron_flux
 from megatron_flux.comm import timeouts
 from megatron_flux.comm.agreement import of_all_ranks
+from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
@@ -75,8 +76,7 @@ class Variant:
             self._mirror = self._exits.enter_context(self._open_mirror())
             self._writers = [recorder, self._mirror]
             self._writers.append(self._exits.enter_context(TensorBoardMirror(board and board / self.name, begin)))
-            about = self._records.about(hosts, self._mirror.id)
-            self._first = {"flux/run": about}
+            self._first = {"flux/run": (about := self._records.about(hosts, self._mirror.id))}
             if about["peak_tflops"] is None:
                 logger.info(about["peak_source"])
         return self
@@ -175,8 +175,9 @@ class Variant:
 
     def _note_failure(self, error: Exception) -> None:
         """Write what ended this rank beside the record, with its latest whole iteration: no record follows."""
+        rank = dist.get_rank()
         note = {
-            "rank": (rank := dist.get_rank()),
+            "rank": rank,
             "host": socket.gethostname(),
             "iteration": self.trainer.iteration,
             "timestamp": time.time(),
@@ -184,8 +185,6 @@ class Variant:
             "error": f"{type(error).__name__}: {error}",
         }
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.folder / f"failure-rank{rank:05d}.json"
-            strict_json.write_atomically(file, strict_json.dumps(note) + os.linesep)
-        except OSError as failed:
-            logger.error("what ended rank %d could not be noted in %s: %s", rank, self.folder, failed)
+            strict_json.write_text(self.folder / f"failure-rank{rank:05d}.json", strict_json.dumps(note) + "\n")
+        except UserError as failed:
+            logger.error("what ended rank %d could not be noted: %s", rank, failed)

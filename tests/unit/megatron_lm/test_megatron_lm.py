@@ -13,15 +13,9 @@ import pytest
 
 import megatron_flux.megatron_lm
 from megatron_flux import FluxConfig, UserError
-from megatron_flux.megatron_lm import (
-    MegatronArgumentsError,
-    add_arguments,
-    hooks,
-    start,
-    training_log,
-    validate,
-)
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, hooks, start, training_log, validate
 from megatron_flux.megatron_lm.start import config_from
+from megatron_flux.metrics.schema import COUNTED
 
 PATCHES = Path(__file__).parents[3] / "patches" / "megatron-lm"
 
@@ -51,10 +45,7 @@ def test_arguments_become_the_config() -> None:
     assert config_from(parsed("--flux", "--no-flux-keep-gathered")) == FluxConfig(keep_gathered=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "on"),
-    [("1", True), ("ON", True), ("", False), ("no", False)],
-)
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("ON", True), ("", False), ("no", False)])
 def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
     monkeypatch.setenv("MEGATRON_FLUX", value)
     assert parsed().flux is on
@@ -77,17 +68,7 @@ def test_another_value_of_the_variable_is_an_error(
 
 
 def arguments(**changes: Any) -> types.SimpleNamespace:
-    good = {
-        "flux": True,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "tp_comm_overlap": False,
-        "fp8": None,
-        "fp4": None,
-        "use_megatron_fsdp": False,
-        "cuda_graph_impl": "none",
-    }
-    return types.SimpleNamespace(**{**good, **changes})
+    return types.SimpleNamespace(**{"flux": True, "tensor_model_parallel_size": 2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -162,12 +143,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
 
 
 @pytest.mark.parametrize(
-    ("changes", "patched", "asked"),
-    [
-        ({}, True, True),
-        ({"flux": False}, True, False),
-        ({}, False, False),
-    ],
+    ("changes", "patched", "asked"), [({}, True, True), ({"flux": False}, True, False), ({}, False, False)]
 )
 def test_a_model_that_is_set_up_is_tuned_ahead(
     changes: dict[str, Any], patched: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
@@ -199,39 +175,23 @@ def seen(
 
 
 def test_a_row_is_what_happened_since_the_last_one() -> None:
-    counts = training_log._Log()
-    first = counts.row(1, seen({"all_gather_gemm/reference": 3, "gemm_reduce_scatter/fused": 2}, 100))
+    log, names = training_log._Log(), [f"flux/{name}_calls" for name in COUNTED]
+    first = log.row(1, seen({"all_gather_gemm/reference": 3, "gemm_reduce_scatter/fused": 2}, 100))
+    assert [first.pop(name) for name in names] == [3, 2, 0]
     assert first == {
         "flux/active_layers": 4,
-        "flux/all_gather_gemm_calls": 3,
-        "flux/gemm_reduce_scatter_calls": 2,
-        "flux/gemm_all_reduce_calls": 0,
         "flux/bytes_received": 100,
         "flux/fallback_calls": 0,
         "flux/inputs_kept": 5,
         "flux/inputs_gathered_again": 100,
         "flux/kept_bytes": 7,
     }
-    calls = {
-        "all_gather_gemm/reference": 5,
-        "all_gather_gemm/fused": 4,
-        "gemm_reduce_scatter/fused": 2,
-        "gemm_all_reduce/tuned": 1,
-        "all_gather/x": 9,
-    }
-    second = counts.row(2, seen(calls, 150, {"column: tp = 1": 6, "row: tp = 1": 1}))
-    assert second == {
-        "flux/active_layers": 4,
-        "flux/all_gather_gemm_calls": 6,
-        "flux/gemm_reduce_scatter_calls": 0,
-        "flux/gemm_all_reduce_calls": 1,
-        "flux/bytes_received": 50,
-        "flux/fallback_calls": 7,
-        "flux/inputs_kept": 16,
-        "flux/inputs_gathered_again": 50,
-        "flux/kept_bytes": 7,
-    }
-    assert counts.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
+    calls = {"all_gather_gemm/reference": 5, "all_gather_gemm/fused": 4, "gemm_reduce_scatter/fused": 2}
+    calls |= {"gemm_all_reduce/tuned": 1, "all_gather/x": 9}
+    second = log.row(2, seen(calls, 150, {"column: tp = 1": 6, "row: tp = 1": 1}))
+    assert [second[name] for name in names] == [6, 0, 1]
+    assert [second[f"flux/{name}"] for name in ("bytes_received", "fallback_calls", "kept_bytes")] == [50, 7, 7]
+    assert log.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
 
 
 class Writer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +14,12 @@ from megatron_flux.train.memory import OwnMemory, Peak
 WEIGHTS, ADAM, ACTIVATIONS, SHARED, WORKSPACE = 100, 60, 40, 7, 5
 
 
-@dataclass
 class Counting:
     """torch's allocator and the workspaces of a process, as numbers."""
 
-    held: int = 3  # by nobody who trains
-    most: int = 0
-    cached: int = 0
-    workspace: int = 0
+    def __init__(self) -> None:
+        self.held = self.most = 3  # by nobody who trains
+        self.cached = self.workspace = 0
 
     def take(self, count: int) -> None:
         self.held += count
@@ -30,12 +27,8 @@ class Counting:
 
     def share(self) -> None:
         """What a library keeps for whoever comes next."""
-        if not self.cached:
-            self.cached = SHARED
-            self.take(SHARED)
-
-    def reset_peak(self) -> None:
-        self.most = self.held
+        self.take(SHARED - self.cached)
+        self.cached = SHARED
 
     def forget_shared(self) -> None:
         self.held -= self.cached
@@ -46,9 +39,8 @@ class Training:
     """Weights when it is built, optimizer state at its first step, activations in every one."""
 
     def __init__(self, process: Counting, *, flux: bool) -> None:
-        self.process, self.flux = process, flux
-        self.own = OwnMemory(torch.device("cuda"))
-        self.stepped = False
+        self.process, self.begins_with = process, WORKSPACE if flux else 0
+        self.own, self.adam = OwnMemory(torch.device("cuda")), ADAM
         with self.own.active():
             process.take(WEIGHTS)
 
@@ -59,12 +51,10 @@ class Training:
                 self.own.reset_peak()
                 self.process.share()
                 self.process.take(ACTIVATIONS)
-                if self.flux and not self.stepped:
-                    self.process.workspace += WORKSPACE
+                self.process.workspace += self.begins_with
                 self.process.take(-ACTIVATIONS)
-                if not self.stepped:
-                    self.process.take(ADAM)
-                self.stepped = True
+                self.process.take(self.adam)
+                self.begins_with = self.adam = 0
                 peaks.append(self.own.peak())
         return peaks
 
@@ -75,7 +65,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Counting:
     monkeypatch.setattr(memory, "workspace_bytes", lambda: counting.workspace)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: counting.held)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: counting.most)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counting.reset_peak())
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: vars(counting).update(most=counting.held))
     monkeypatch.setattr(memory, "forget_dummy_gradients", counting.forget_shared)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return counting

@@ -72,30 +72,20 @@ STRAGGLER, NODES = 77, [f"gpu-node-{number:03d}.cluster.example" for number in r
 
 
 def cluster_variants(ranks: int = 128) -> dict[str, list[Record]]:
-    """Ranks of 16 nodes of which one, :data:`STRAGGLER`, is 5 % behind as of the second third; every 2nd step sampled.
-
-    A sampled step takes 2 % longer, as one that is measured may.
-    """
-    variants = interleaved(6, {"baseline": [1.2] * 6, "flux": [1.1] * 6}, per_block=8)
+    """Samples of 16 nodes' ranks, of which one, :data:`STRAGGLER`, is 5 % behind as of the second third."""
+    variants: dict[str, list[Record]] = {"baseline": [], "flux": []}
     for variant, records in variants.items():
-        for index, item in enumerate(records):
-            if (n := item["iteration"]) % 2:
-                continue
-            step = 1020 * item["iteration-time"]
+        flux = variant == "flux"
+        for n in range(1, 25):
             # Of stock nothing is seen but steps of nearly the same length: ranks wait for each other.
-            least = 0.9 if variant == "flux" else 1.0
-            own = [step * (least + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
-            if n > len(records) // 3 and ranks > STRAGGLER and variant == "flux":
-                own[STRAGGLER] = 0.945 * step
-            kept = {key: item[key] for key in ("block", "warmup")} | {"iteration-time": step / 1000}
-            made = sampled_record(n, flux=variant == "flux", ranks=ranks, **kept)
-            taken = [step - time if variant == "flux" else 0.0 for time in own]
-            steps = [time + operators for time, operators in zip(own, taken, strict=True)]
-            made["flux/ranks"] |= {"step_ms": steps, "operators_ms": taken}
+            own = [1000 * ((0.9 if flux else 1.0) + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
+            if n > 8 and flux:
+                own[STRAGGLER] = 945.0
+            operators = [1000 - time if flux else 0.0 for time in own]
+            steps = [time + waited for time, waited in zip(own, operators, strict=True)]
+            made = sampled_record(n, flux=flux, ranks=ranks)
+            made["flux/ranks"] |= {"step_ms": steps, "operators_ms": operators}
             made |= {"flux/slowest_rank": own.index(max(own)), "flux/rank_spread_ms": max(own) - min(own)}
-            if n == 2:
-                made["flux/run"] |= {"nodes": NODES, "node_of_rank": [rank * 16 // ranks for rank in range(ranks)]}
-            else:
-                del made["flux/run"]
-            records[index] = made
+            made["flux/run"] |= {"nodes": NODES, "node_of_rank": [rank * 16 // ranks for rank in range(ranks)]}
+            records.append(made)
     return variants

@@ -60,22 +60,25 @@ def test_offline_files_read_back_and_hold_no_secret(tmp_path: Path, monkeypatch:
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for secret in (API_KEY, "hunter-1", "hunter-2", "value-of-a-variable", "value-of-an-argument"):
         assert [path for path, content in files.items() if secret.encode() in content] == [], secret
-    runs = {}
-    for path in files:
-        if path.suffix == ".wandb":
-            summary = json.loads(inspect(path, "--summary"))
-            runs[summary["name"]] = (path, summary)
-    assert sorted(runs) == ["name-baseline", "name-flux"]
-    path, summary = runs["name-flux"]
-    assert summary["project"] == "project-x"
-    assert summary["state"] == "finished"
-    assert summary["config"] == {"preset": "tiny", "tokenizer": "bytes", "nested": {"tp": 2}}
-    assert summary["summary"]["lm loss"] == pytest.approx(4.5)
-    assert summary["summary"]["flux/fallbacks/fp8"] == 5
-    assert summary["tags"] == ["tiny", "night"]
+    assert json.loads(inspect(only(tmp_path / "baseline"), "--summary"))["name"] == "name-baseline"
+    path = only(tmp_path / "flux")
+    shown = json.loads(inspect(path, "--summary"))
+    assert (shown["name"], shown["state"], shown["tags"]) == ("name-flux", "finished", ["tiny", "night"])
+    assert shown["config"] == {"preset": "tiny", "tokenizer": "bytes", "nested": {"tp": 2}}
+    assert shown["summary"]["lm loss"] == pytest.approx(4.5)
+    assert shown["summary"]["flux/fallbacks/fp8"] == 5
     (run,) = (item["run"] for item in items(path, "run"))
     assert (run["run_group"], run["job_type"], run["project"]) == ("group-x", "flux", "project-x")
-    assert [item["history"]["step"]["num"] for item in items(path, "history")] == [1, 2, 3, 4, 5]
+    assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def only(folder: Path) -> Path:
+    (file,) = folder.rglob("offline-run-*/*.wandb")
+    return file
+
+
+def steps(path: Path) -> list[int]:
+    return [item["history"]["step"]["num"] for item in items(path, "history")]
 
 
 def items(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -103,8 +106,7 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert ids == [ids[0]] * 3
     assert ids[0] != another.id
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    steps = [[item["history"]["step"]["num"] for item in items(file, "history")] for file in files]
-    assert steps == [[1, 2, 3, 4], [], [5]], "an iteration that is sent twice is shown twice"
+    assert [*map(steps, files)] == [[1, 2, 3, 4], [], [5]], "an iteration that is sent twice is shown twice"
     last = json.loads(inspect(files[-1], "--summary"))
     assert last["summary"]["flux/e_overlap/all_gather_gemm"] == pytest.approx(0.8)
     assert last["summary"]["flux/rank/1/step_ms"] == 100
@@ -113,11 +115,6 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     # The rest is configuration.
     assert last["config"]["run"]["nodes"] == ["node1"]
     assert last["config"]["choices"]
-
-
-def only(folder: Path) -> Path:
-    (file,) = folder.rglob("offline-run-*/*.wandb")
-    return file
 
 
 @pytest.mark.parametrize("given", [None, "ours"])
@@ -165,7 +162,7 @@ def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     assert list(OLDEST.glob(f"wandb-{oldest}.0.dist-info")), f"{OLDEST} is not wandb {oldest}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT)))}
     mirrored(tmp_path, environment, project="p", group="g", job_type="flux", name="n", tags=["t"])
-    assert [item["history"]["step"]["num"] for item in items(only(tmp_path), "history")] == [1, 2, 3]
+    assert steps(only(tmp_path)) == [1, 2, 3]
     assert json.loads(inspect(only(tmp_path), "--summary"))["summary"]["lm loss"] == pytest.approx(4.7)
 
 

@@ -14,6 +14,7 @@ a file that may still be written, and lists the lines that it skips.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -80,15 +81,13 @@ def _supersede(path: Path, last_kept: int) -> int:
     """Move all lines but records up to ``last_kept`` to another file; return the last iteration that stays, or 0."""
     kept, moved, last = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        try:
-            iteration = parse_record(line, after=last)["iteration"] if line.endswith(b"\n") else None
-        except ValueError:
-            iteration = None
-        if iteration is not None and iteration <= last_kept:
-            kept.append(line)
-            last = iteration
-        else:
-            moved.append(line)
+        with contextlib.suppress(ValueError):
+            iteration = parse_record(line, after=last)["iteration"]
+            if iteration <= last_kept and line.endswith(b"\n"):
+                kept.append(line)
+                last = iteration
+                continue
+        moved.append(line)
     if moved:
         candidates = (path.with_name(f"{path.name}.superseded-{number}") for number in itertools.count(1))
         superseded = next(name for name in candidates if not name.exists())

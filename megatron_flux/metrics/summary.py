@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,10 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
     """
 
     def blocks(records: Sequence[Record]) -> list[list[float]]:
-        by_block: dict[int, list[float]] = {}
+        by_block: defaultdict[int, list[float]] = defaultdict(list)
         for record in records:
-            times = by_block.setdefault(record["block"], [])
-            if counts(record):
-                times.append(record["iteration-time"])
-        return [by_block[block] for block in sorted(by_block)]
+            by_block[record["block"]] += [record["iteration-time"]] if counts(record) else []
+        return [times for _, times in sorted(by_block.items())]
 
     # Blocks of warm-up only are paired before they are dropped, else all later pairs would shift against each other.
     return [(b, f) for b, f in zip(blocks(baseline), blocks(flux), strict=False) if b and f]
@@ -156,11 +154,8 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
     """
     variants = {"baseline": _variant(baseline), "flux": _variant(flux)}
     base_ms, flux_ms = (variants[variant]["step_time_ms"]["median"] for variant in VARIANTS)
-    pairs = paired_blocks(baseline, flux)
+    pairs, fallbacks = paired_blocks(baseline, flux), fallbacks_of(flux)
     loss_differences = relative_differences(baseline, flux, "lm loss")
-    # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
-    active = min((record["flux/active_layers"] for record in timed(flux) or flux), default=None)
-    fallbacks = fallbacks_of(flux)
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
     device = info.get("device")
@@ -175,7 +170,8 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
         "compared_iterations": len(loss_differences),
         "max_relative_loss_difference": largest(loss_differences),
         "max_relative_grad_norm_difference": largest(relative_differences(baseline, flux, "grad-norm")),
-        "flux_active_layers": active,
+        # Warm-up may start before the patch has seen a call; without timed steps the warm-up is all there is.
+        "flux_active_layers": min((record["flux/active_layers"] for record in timed(flux) or flux), default=None),
         "flux_fallbacks": fallbacks,
         "without_gpu": on_cpus,
         "baseline_is_stock": not patched,
@@ -192,9 +188,8 @@ _STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
 
 def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:
     """Return the backends of the sampled calls, and of those that were counted."""
-    calls = (call for record in flux for call in record.get("flux/calls") or [])
-    counted = {"reference"} if _STOCK_OPERATORS in fallbacks else set()
-    return {str(call["backend"]) for call in calls if call.get("backend")} | counted
+    calls = [call.get("backend") for record in flux for call in record.get("flux/calls") or []]
+    return {str(backend) for backend in calls if backend} | ({"reference"} if _STOCK_OPERATORS in fallbacks else set())
 
 
 def without_gpu(backends: Iterable[str], link: str | None) -> str:
@@ -256,21 +251,16 @@ def _notes(baseline: Sequence[Record], flux: Sequence[Record]) -> list[str]:
     """Return one sentence for each thing a reader has to know before believing the figures."""
     notes = []
     for name, records in (("baseline", baseline), ("flux", flux)):
-        if not records:
-            notes.append(f"There are no records of {name}.")
-        elif not timed(records):
-            notes.append(f"There are warm-up steps only of {name}: nothing was timed.")
+        if not timed(records):
+            has = f"are warm-up steps only of {name}: nothing was timed" if records else f"are no records of {name}"
+            notes.append(f"There {has}.")
         if diverged := _not_finite(records):
-            notes.append(
-                f"The {name} loss is not finite in {len(diverged)} of {len(records)} iterations, "
-                f"first at iteration {diverged[0]}."
-            )
+            where = f"{len(diverged)} of {len(records)} iterations, first at iteration {diverged[0]}"
+            notes.append(f"The {name} loss is not finite in {where}.")
     both = {record["iteration"] for record in baseline} & {record["iteration"] for record in flux}
     if baseline and flux and not len(both) == len(baseline) == len(flux):
-        notes.append(
-            f"The baseline has {len(baseline)} iterations and flux {len(flux)}; the curves are compared over the "
-            f"{len(both)} that both have."
-        )
+        lengths = f"The baseline has {len(baseline)} iterations and flux {len(flux)}"
+        notes.append(f"{lengths}; the curves are compared over the {len(both)} that both have.")
     return notes
 
 

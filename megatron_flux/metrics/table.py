@@ -38,14 +38,9 @@ def number(value: float | None, form: str = ".3f", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def milliseconds(value: float) -> str:
+def short(value: float) -> str:
     """Format with three significant digits or more, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 100 else f"{value:.1f}"
-
-
-def rate(value: float) -> str:
-    """Format with thousands separators; small numbers with three significant digits."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def memory(value: float) -> str:
@@ -110,8 +105,8 @@ HEAD = ("", "baseline", "flux", "difference")
 
 # A loss differs in its last digits or not at all: per cent would always say 0.
 _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
-    ("tokens/s", "tokens_per_second", rate, True),
-    ("TFLOP/s per GPU", "tflops_per_gpu", rate, True),
+    ("tokens/s", "tokens_per_second", short, True),
+    ("TFLOP/s per GPU", "tflops_per_gpu", short, True),
     ("MFU", "mfu", lambda value: percent(value, 1), False),
     ("peak memory", "peak_memory_bytes", memory, True),
     ("peak memory, allocated", "allocated_peak_bytes", memory, False),
@@ -132,10 +127,10 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     variants = baseline, flux = summary["arms"]["baseline"], summary["arms"]["flux"]
     times = [variant["step_time_ms"] for variant in variants]
     medians = [time["median"] for time in times]
-    spreads = [f"{shown(t['p10'], milliseconds)}…{shown(t['p90'], milliseconds)}" if t["n"] else UNKNOWN for t in times]
+    spreads = [f"{shown(t['p10'], short)}…{shown(t['p90'], short)}" if t["n"] else UNKNOWN for t in times]
     change_of = (lambda *_: "") if summary.get("without_gpu") else percent_change
     return [
-        ("step time, median (ms)", *(shown(ms, milliseconds) for ms in medians), change_of(*medians)),
+        ("step time, median (ms)", *(shown(ms, short) for ms in medians), change_of(*medians)),
         ("step time, p10…p90 (ms)", *spreads, ""),
         ("timed steps", *(str(time["n"]) for time in times), ""),
         *(

@@ -73,14 +73,11 @@ def _logged_in() -> Any:
             return wandb
     except requests.RequestException as error:
         # The exception's text repeats the address and, with a proxy, its credentials.
-        raise UserError(
-            f"report --wandb needs {url}, which cannot be reached from here ({type(error).__name__}); "
-            "run it where there is a network"
-        ) from None
+        why = f"which cannot be reached from here ({type(error).__name__}); run it where there is a network"
+        raise UserError(f"report --wandb needs {url}, {why}") from None
     except Exception as error:
-        raise UserError(
-            f"report --wandb could not log in to {url}: {one_line(error)}; run `wandb login --relogin`"
-        ) from None
+        why = f"{one_line(error)}; run `wandb login --relogin`"
+        raise UserError(f"report --wandb could not log in to {url}: {why}") from None
     raise UserError(f"report --wandb needs a login to {url}, and there is none; run `wandb login`")
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, timed
-from megatron_flux.metrics.table import HEAD, findings, grid, milliseconds, rows
+from megatron_flux.metrics.table import HEAD, findings, grid, rows, short
 
 RECENT = 20
 """Steps whose median is the recent step time."""
@@ -72,8 +72,6 @@ def _wait(watched: Watched, seconds: float) -> None:
             raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
         time.sleep(0.5)
         watched.poll()
-    if watched.settings and not {"steps", "preset"} & set(watched.settings):
-        raise UserError(f"{path} is a benchmark, which has no steps; name a training's folder")
 
 
 class Watched(RunFiles):
@@ -82,7 +80,7 @@ class Watched(RunFiles):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.end: tuple[str, str] | None = None
-        """How the run ended, in words and their colour; None while it runs, as far as its files say."""
+        """How the run ended, in words and their colour; None while it runs."""
         self._summary: tuple[float, int, dict[str, Any]] = -math.inf, -1, {}
 
     def poll(self) -> None:
@@ -152,7 +150,7 @@ def _progress(watched: Watched) -> str:
     for variant, done in watched.last.items():
         pace = median_of(watched.records[variant][-RECENT:], "iteration-time")
         of_all = f" of {total} ({100 * done / total:.0f} %)" if total else ""
-        parts.append(f"{variant} {done}{of_all}" + (f", {milliseconds(1000 * pace)} ms a step" if pace else ""))
+        parts.append(f"{variant} {done}{of_all}" + (f", {short(1000 * pace)} ms a step" if pace else ""))
         left += max(0, total - done) * pace if total and pace else math.nan
     if watched.end is None and math.isfinite(left):
         parts.append(f"{duration(left)} left")

@@ -36,7 +36,7 @@ from megatron_flux.metrics.recorder import parse_record, read_records
 from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, write_summary
-from megatron_flux.metrics.table import UNKNOWN, milliseconds, relative
+from megatron_flux.metrics.table import UNKNOWN, relative, short
 from megatron_flux.metrics.watch import RECENT, activity, ended
 from megatron_flux.run.folder import CONFIG, ENDED
 from megatron_flux.run.node import PREFIX
@@ -287,9 +287,7 @@ def table(collected: dict[str, Any]) -> str:
     lines = [f"# {collected['name']}, job {collected['job']}", "", f"| {header} |"]
     lines.append(f"| {' | '.join('---' for _ in header.split(' | '))} |")
     for one in collected["repetitions"]:
-        times = [
-            UNKNOWN if ms is None else milliseconds(ms) for ms in (one["step_time_ms"][variant] for variant in VARIANTS)
-        ]
+        times = [UNKNOWN if ms is None else short(ms) for ms in (one["step_time_ms"][variant] for variant in VARIANTS)]
         speedup = UNKNOWN if one["speedup"] is None else f"{one['speedup']:.3f}"
         interval = UNKNOWN if one["speedup_ci95"] is None else "…".join(f"{end:.3f}" for end in one["speedup_ci95"])
         cells = [one["index"], one["state"], str(one["starts"]), *times, speedup, interval]

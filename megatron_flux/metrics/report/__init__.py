@@ -16,7 +16,7 @@ from megatron_flux.metrics.report import page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table
 from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differences, differing, load_all, with_pairs
 from megatron_flux.metrics.summary import VARIANTS
-from megatron_flux.metrics.table import counted, memory, milliseconds, relative, shown
+from megatron_flux.metrics.table import counted, memory, relative, short, shown
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
@@ -63,7 +63,7 @@ def _row(run: Run) -> tuple[str, ...]:
     return (
         run.name,
         run.verdict,
-        *(shown(variants[variant]["step_time_ms"]["median"], milliseconds) for variant in VARIANTS),
+        *(shown(variants[variant]["step_time_ms"]["median"], short) for variant in VARIANTS),
         relative(run.summary["max_relative_loss_difference"]),
         shown(variants["flux"]["peak_memory_bytes"] or variants["baseline"]["peak_memory_bytes"], memory),
     )

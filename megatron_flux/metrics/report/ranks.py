@@ -17,7 +17,7 @@ import numpy as np
 from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Part, Table
 from megatron_flux.metrics.summary import Record, median, median_of, sampled
-from megatron_flux.metrics.table import milliseconds, percent, shown
+from megatron_flux.metrics.table import percent, short, shown
 
 MOST_LISTED = 16
 """Of more ranks the slowest are listed."""
@@ -83,7 +83,7 @@ class Ranks:
         text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.variant}"
         if not self.behind:
             return text
-        behind = f"{milliseconds(self.behind_ms or 0.0)} ms ({percent(self.behind, 1)} of its own time)"
+        behind = f"{short(self.behind_ms or 0.0)} ms ({percent(self.behind, 1)} of its own time)"
         return f"{text}, {behind} behind the fastest that it compares with"
 
 

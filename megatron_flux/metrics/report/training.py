@@ -14,7 +14,7 @@ from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_par
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import VALIDATION, Record, median, sampled
-from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, milliseconds, percent, shown
+from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8")
 
@@ -157,7 +157,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part] |
         (
             shape,
             *(str(alike[-1].get(name, UNKNOWN)) for name in ("backend", "calls")),
-            *(shown(median(call.get(name) for call in alike), milliseconds) for name in times),
+            *(shown(median(call.get(name) for call in alike), short) for name in times),
             shown(median(call.get("e_overlap") for call in alike), percent),
         )
         for shape, alike in sorted(of_shape.items())

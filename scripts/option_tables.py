@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megatron_flux.cli.main import COMMANDS
+from megatron_flux.cli.main import COMMANDS, taken_by
 from megatron_flux.options import group_of, is_argument, is_file_only, names
 
 FILE = Path(__file__).parents[1] / "docs" / "commands.md"
@@ -31,7 +31,7 @@ TABLES = (
 
 def table(commands: tuple[str, ...]) -> str:
     """One row for each option, by group; an option of some of the commands says whose it is."""
-    models = {command: COMMANDS[command].load()[1] for command in commands}
+    models = {command: taken_by(COMMANDS[command])[0] for command in commands}
     rows: dict[str, dict[str, list[str]]] = {}
     for command, model in models.items():
         for name, field in model.model_fields.items():

@@ -8,29 +8,31 @@ from typing import Any
 
 import torch
 
+from megatron_flux.bench import layer as layers
+from megatron_flux.bench import ops as operators
+from megatron_flux.bench import tables
+from megatron_flux.bench import tune as tuning
 from megatron_flux.bench.options import LayerOptions, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
+from megatron_flux.bench.variants import blocks_of
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
+from megatron_flux.ops.tuner.cache import cache_path, load
+from megatron_flux.patch.megatron_core import checked_versions
 from megatron_flux.run import folder, launcher, rank
 
 
 def ops(options: OpsOptions, dry_run: bool) -> None:
-    """Measure the operators on the layers of large models: GEMM, NCCL, both in sequence, async-TP and every backend."""
-    from megatron_flux.bench import ops as module
-
+    """Measure the operators: GEMM, NCCL, both in sequence, async-TP, every backend."""
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     wire = Wires.of(options.wire, None).activations
     run = OpsRun(**{**options.model_dump(), "tp": _tp(options.tp), "wire": wire, "out": options.out or Path()})
-    start.benchmark(module, f"{len(run.cases())} calls on {run.tp} GPUs", run, options, _calls(run), dry_run)
+    start.benchmark(operators, f"{len(run.cases())} calls on {run.tp} GPUs", run, options, _calls(run), dry_run)
 
 
 def tune(options: TuneOptions, dry_run: bool) -> None:
-    """Measure which backend is fastest for each layer of large models, and store the plans for training."""
-    from megatron_flux.bench import tune as module
-    from megatron_flux.ops.tuner.cache import cache_path, load
-
+    """Measure which backend is fastest for each layer; training reads the plans."""
     cache = options.cache or cache_path()
     if options.show:
         if dry_run or options.force:
@@ -49,7 +51,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     if start.described(dry_run, lambda: start.description(run, options, _calls(run)), None):
         return
     left = f"plans made so far are in {cache}"
-    start.on_ranks("tune", about, module, run.model_dump_json(), run.tp, left=left)
+    start.on_ranks("tune", about, tuning, run.model_dump_json(), run.tp, left=left)
 
 
 def _ready_for_gpus(command: str, otherwise: str) -> None:
@@ -74,9 +76,6 @@ def _tp(given: int | None) -> int:
 
 
 def _show(cache: Path, *, asked: bool) -> None:
-    from megatron_flux.bench import tables
-    from megatron_flux.ops.tuner.cache import load
-
     if asked and not cache.exists():
         raise UserError(f"cache {cache} does not exist; give a file that `megatron-flux tune` has written")
     plans = load(cache)
@@ -90,11 +89,7 @@ def _calls(run: OpsRun | TuneRun) -> dict[str, Any]:
 
 
 def layer(options: LayerOptions, dry_run: bool) -> None:
-    """Time transformer layers in training, prefill or decode: stock, userbuffers, flux, and without communication."""
-    from megatron_flux.bench import layer as module
-    from megatron_flux.bench.variants import blocks_of
-    from megatron_flux.patch.megatron_core import checked_versions
-
+    """Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."""
     rank.quiet_megatron()
     checked_versions()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -106,4 +101,4 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     memory = {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads}
     if not dry_run:
         rank.set_environment()
-    start.benchmark(module, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)
+    start.benchmark(layers, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
+from rich.console import Console
+
 from megatron_flux.options import Options, option
+from megatron_flux.telemetry import environment
 
 
 class DoctorOptions(Options):
@@ -15,17 +18,13 @@ class DoctorOptions(Options):
 
 
 def doctor(options: DoctorOptions) -> None:
-    """Print what this machine has; exit code 1 if flux cannot run."""
-    from rich.console import Console
-
-    from megatron_flux.telemetry.environment import examine, show
-
-    found = examine()
+    """Say what this machine has and whether flux can run (exit code 1: it cannot)."""
+    found = environment.examine()
     if options.json_:
         print(json.dumps(found, indent=2))
     else:
         # rich would fold a pipe at 80 columns.
         width = None if sys.stdout.isatty() else 160
-        show(found, Console(highlight=False, emoji=False, markup=False, width=width))
+        environment.show(found, Console(highlight=False, emoji=False, markup=False, width=width))
     if not found["ok"]:
         raise SystemExit(1)

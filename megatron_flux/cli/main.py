@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
 
-from megatron_flux.cli import command_line
+from megatron_flux import settings
+from megatron_flux.cli import bench, command_line, doctor, quant, report, slurm, train
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.options import Options
 from megatron_flux.patch import unused
@@ -27,57 +27,32 @@ PROGRAM = "megatron-flux"
 _ABOUT = "Fused communication-GEMM tensor parallelism for Megatron."
 
 
-class Command(NamedTuple):
-    """A command: a function of ``module``, whose first parameter is a model of options, and its line in ``--help``."""
-
-    module: str
-    function: str
-    about: str
-
-    def load(self) -> tuple[Any, type[Options], bool]:
-        """Return the function, its options, and whether it starts a run, so that it has ``dry_run`` as well."""
-        function = getattr(importlib.import_module(f"megatron_flux.cli.{self.module}"), self.function)
-        first, *rest = inspect.signature(function).parameters
-        return function, get_type_hints(function)[first], "dry_run" in rest
-
-
-COMMANDS = {
-    "train": Command("train", "train", "Pretrain a GPT with megatron-core, patched (or stock with --no-flux)."),
-    "compare": Command(
-        "train", "compare", "Train stock and patched from one seed, interleaved; show both side by side."
-    ),
-    "bench ops": Command(
-        "bench", "ops", "Measure the operators: GEMM, NCCL, both in sequence, async-TP, every backend."
-    ),
-    "bench layer": Command(
-        "bench", "layer", "Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."
-    ),
-    "tune": Command("bench", "tune", "Measure which backend is fastest for each layer; training reads the plans."),
-    "report": Command("report", "report", "Write one HTML page about run folders, several side by side."),
-    "watch": Command("report", "watch", "Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."),
-    "doctor": Command(
-        "doctor", "doctor", "Say what this machine has and whether flux can run (exit code 1: it cannot)."
-    ),
-    "slurm render": Command(
-        "slurm", "render", "Write a job's script for sbatch, after checking that the job would run."
-    ),
-    "slurm check": Command(
-        "slurm", "check", "Check a job's layout without GPUs: a layer of each stage, the weights' memory."
-    ),
-    "slurm submit": Command("slurm", "submit_job", "Submit a job, and one after it that collects its results."),
-    "slurm try": Command(
-        "slurm", "attempt", "Prove a cluster: two nodes, two layers, ten steps, 15 minutes; a verdict."
-    ),
-    "slurm status": Command(
-        "slurm", "show_status", "Say what state jobs are in, how far they are, and why they ended."
-    ),
-    "slurm logs": Command("slurm", "logs", "Print what a rank or a node has written in a job's newest start."),
-    "slurm resume": Command("slurm", "resume", "Submit a job that ended again: it goes on from its last checkpoint."),
-    "slurm collect": Command("slurm", "collect", "Write the reports of a job's repetitions, side by side."),
-    "quant fold": Command(
-        "quant", "fold", "Fold the activation order of a GPTQ checkpoint's MLPs for tensor parallelism."
-    ),
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train.train,
+    "compare": train.compare,
+    "bench ops": bench.ops,
+    "bench layer": bench.layer,
+    "tune": bench.tune,
+    "report": report.report,
+    "watch": report.watch,
+    "doctor": doctor.doctor,
+    "slurm render": slurm.render,
+    "slurm check": slurm.check,
+    "slurm submit": slurm.submit_job,
+    "slurm try": slurm.attempt,
+    "slurm status": slurm.show_status,
+    "slurm logs": slurm.logs,
+    "slurm resume": slurm.resume,
+    "slurm collect": slurm.collect,
+    "quant fold": quant.fold,
 }
+"""Functions of a model of options; one that starts a run takes ``dry_run`` as well. --help shows their docstrings."""
+
+
+def taken_by(function: Callable[..., None]) -> tuple[type[Options], bool]:
+    """Return the command's options, and whether it starts a run."""
+    first, *rest = inspect.signature(function).parameters
+    return get_type_hints(function)[first], "dry_run" in rest
 
 
 def find(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -95,7 +70,7 @@ def find(words: Sequence[str]) -> tuple[str, list[str]]:
         raise SystemExit
     group = f"{words[0]} " if words and any(command.startswith(f"{words[0]} ") for command in COMMANDS) else ""
     rest = words[1:] if group else words
-    listed = {name: command.about for name, command in COMMANDS.items() if name.startswith(group)}
+    listed = {name: function.__doc__ for name, function in COMMANDS.items() if name.startswith(group)}
     if not rest or rest[0] in ("-h", "--help"):
         print(f"usage: {PROGRAM} {group}COMMAND [options]\n\n{_ABOUT}\n")
         print("\n".join(f"  {name:<14} {about}" for name, about in listed.items()))
@@ -108,12 +83,11 @@ def find(words: Sequence[str]) -> tuple[str, list[str]]:
 def run(words: Sequence[str]) -> None:
     """Run the command that ``words`` name."""
     name, rest = find(words)
-    command = COMMANDS[name]
-    function, model, launches = command.load()
-    options, dry_run = command_line.read(model, rest, prog=f"{PROGRAM} {name}", about=command.about, launches=launches)
+    function = COMMANDS[name]
+    model, launches = taken_by(function)
+    about = str(function.__doc__)
+    options, dry_run = command_line.read(model, rest, prog=f"{PROGRAM} {name}", about=about, launches=launches)
     if launches or name == "doctor":
-        from megatron_flux import settings
-
         settings.check()
     function(options, **({"dry_run": dry_run} if launches else {}))
     sys.stdout.flush()

@@ -28,7 +28,7 @@ class FoldOptions(Options):
 
 
 def fold(options: FoldOptions) -> None:
-    """Put columns of every MLP's first linears into the order of the second one's rows (TP-aware dequantization)."""
+    """Fold the activation order of a GPTQ checkpoint's MLPs for tensor parallelism."""
     require("safetensors", "quant fold")
     from megatron_flux.quant import checkpoint as module
 

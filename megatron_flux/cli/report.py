@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megatron_flux.metrics import wandb_report
+from megatron_flux.metrics import watch as watching
+from megatron_flux.metrics.report import write_report
 from megatron_flux.options import Options, argument, option
+from megatron_flux.run import folder
 
 
 class ReportOptions(Options):
@@ -29,21 +33,14 @@ class WatchOptions(Options):
 
 
 def report(options: ReportOptions) -> None:
-    """Write report.html, which needs no network, about one or several run folders."""
-    from megatron_flux.metrics.report import write_report
-    from megatron_flux.run import folder
-
+    """Write one HTML page about run folders, several side by side."""
     runs = options.runs
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
     print(f"wrote {write_report(runs, out)}", file=sys.stderr, flush=True)
     if options.wandb:
-        from megatron_flux.metrics import wandb_report
-
         print("\n".join(wandb_report.save(runs)))
 
 
 def watch(options: WatchOptions) -> None:
-    """Show a run in the terminal."""
-    from megatron_flux.metrics import watch as watching
-
+    """Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."""
     watching.watch(options.run, once=options.once, wait=options.wait)

@@ -109,7 +109,7 @@ class CollectOptions(Options):
 
 
 def attempt(options: TryOptions) -> None:
-    """Submit a trial job, wait for it and print the verdict."""
+    """Prove a cluster: two nodes, two layers, ten steps, 15 minutes; a verdict."""
     given = options.model_dump(exclude_none=True, exclude={"runs"})
     own = {"time": trial.TIME, **trial.job(Profile.load(options.profile)), **given}
     _, script, collecting = scripts(JobOptions(**own))
@@ -120,7 +120,7 @@ def attempt(options: TryOptions) -> None:
 
 
 def render(options: RenderOptions) -> None:
-    """Write a job's script, after checking that the job would run."""
+    """Write a job's script for sbatch, after checking that the job would run."""
     _, script, collecting = scripts(options)
     text = collecting if options.collector else script
     if options.out is None:
@@ -155,7 +155,7 @@ def submit_job(options: SubmitOptions) -> None:
 
 
 def show_status(options: StatusOptions) -> None:
-    """Print the states of jobs."""
+    """Say what state jobs are in, how far they are, and why they ended."""
     found = options.folders or status.all_jobs(options.runs)
     if not found:
         raise UserError(f"no folders of jobs in {options.runs}; give a folder, or --runs")
@@ -164,14 +164,14 @@ def show_status(options: StatusOptions) -> None:
 
 
 def logs(options: LogsOptions) -> None:
-    """Print lines of a rank or a node."""
+    """Print what a rank or a node has written in a job's newest start."""
     if options.rank is None and options.node is None:
         raise UserError("give --rank or --node")
     print("\n".join(status.logs(options.folder, rank=options.rank, node=options.node)))
 
 
 def resume(options: ResumeOptions) -> None:
-    """Submit a job that has ended once more, in its folder."""
+    """Submit a job that ended again: it goes on from its last checkpoint."""
     changes = options.model_dump(exclude={"folder", "from_start", "dry_run"})
     what = submit.resumption(options.folder, changes, from_start=options.from_start)
     begins = ", ".join(f"rep-{index} {begins}" for index, begins in what.begins.items())
@@ -185,14 +185,14 @@ def resume(options: ResumeOptions) -> None:
 
 
 def collect(options: CollectOptions) -> None:
-    """Write the reports of jobs' repetitions."""
+    """Write the reports of a job's repetitions, side by side."""
     for root in options.folders:
         print(status.table(status.collect(root)))
         print(f"written: {root / 'collected.json'}, {root / 'collected.md'}")
 
 
 def check(options: CheckOptions) -> None:
-    """Check a job's layout without GPUs."""
+    """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
     rank.quiet_megatron()
     found = layout.check(resolved(options))
     print(json.dumps(found, indent=2) if options.json_ else "\n".join(layout.lines(found)))

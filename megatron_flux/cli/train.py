@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def train(options: TrainOptions, dry_run: bool) -> None:
-    """Pretrain a GPT."""
+    """Pretrain a GPT with megatron-core, patched (or stock with --no-flux)."""
     _run("train", options, dry_run)
 
 
 def compare(options: CompareOptions, dry_run: bool) -> None:
-    """Train stock and patched from one seed."""
+    """Train stock and patched from one seed, interleaved; show both side by side."""
     _run("compare", options, dry_run)
 
 

@@ -63,13 +63,10 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -
     checkpoint(folder, 3, tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"holds checkpoints of the run in .*elsewhere \(iteration 3\); .*--load"):
         checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
-
-
-def test_megatrons_own_checkpoints_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / checkpoint_folder.TRACKER).write_text("release")
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / checkpoint_folder.TRACKER).write_text("release")
     with pytest.raises(UserError, match="holds checkpoints of another run"):
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "megatron"))
 
 
 def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:

@@ -243,23 +243,22 @@ def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
 
 def _check_transformer_engine(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
     """Check what its layers, FP8 recipes and CUDA graphs need."""
-    te, fp8, graphs = "transformer_engine", f"--fp8-recipe {options.fp8}", "cuda_graph_impl transformer_engine"
+    te = "transformer_engine"
     if options.fp8 is not None and options.transformer_impl != te:
-        raise UserError(f"{fp8} needs TransformerEngine's layers; give --transformer-impl transformer_engine")
-    asked = []
-    if options.transformer_impl == te:
-        asked.append(("--transformer-impl transformer_engine", "use --transformer-impl local"))
-    if options.cuda_graph_impl == te:
-        asked.append((graphs, "use cuda_graph_impl local"))
-    for given, instead in asked:
-        if device != "cuda":
+        needs = "needs TransformerEngine's layers; give --transformer-impl transformer_engine"
+        raise UserError(f"--fp8-recipe {options.fp8} {needs}")
+    for asked, given, instead, needs_bf16 in (
+        (options.transformer_impl == te, f"--transformer-impl {te}", "use --transformer-impl local", False),
+        (options.fp8 is not None, f"--fp8-recipe {options.fp8}", "leave it out", True),
+        (options.cuda_graph_impl == te, f"cuda_graph_impl {te}", "use cuda_graph_impl local", True),
+    ):
+        if asked and device != "cuda":
             raise UserError(f"{given} needs GPUs, this run is on {device}; {instead}")
-        if importlib.util.find_spec("transformer_engine") is None:
+        if asked and importlib.util.find_spec(te) is None:
             needs = f"TransformerEngine ({shown(SUPPORTED_TE)}), which is not installed; install it by its own guide"
             raise UserError(f"{given} needs {needs}, or {instead}")
-    for given, asks in ((fp8, options.fp8 is not None), (graphs, options.cuda_graph_impl == te)):
-        if asks and precision != "bf16":
-            raise UserError(f"{given} needs bf16, this run is {precision}; leave precision out")
+        if asked and needs_bf16 and precision != "bf16":
+            raise UserError(f"{given} needs bf16, this run is {precision}; {instead}, or leave precision out")
     if options.fp8 is not None and torch.cuda.is_available():  # else this is where jobs are written
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 

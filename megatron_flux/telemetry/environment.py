@@ -189,7 +189,7 @@ def examine() -> dict[str, Any]:
 
 def _auto(gpus: int, kind: str) -> str:
     """Describe the backend ``auto`` here, with the reason if that is none of flux's own."""
-    by_chunks = kind == "host" or (kind == "p2p" and links.asked() == "p2p")
+    by_chunks = links.by_chunks(Link(kind, ""))
     if gpus == 0:
         return without_gpu(["tuned" if by_chunks else "reference"], kind)
     if gpus == 1:

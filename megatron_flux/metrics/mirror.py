@@ -49,22 +49,18 @@ class Mirror:
     def _log(self, record: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def close(self, *, failed: bool = False) -> None:
-        """End the mirror; harmless if it has ended or never began."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            with self._guarded():
-                self._finish(opened, failed)
-
-    def _finish(self, opened: Any, failed: bool) -> None:
-        raise NotImplementedError
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """End the mirror, as failed when an exception passes."""
-        self.close(failed=kind is not None)
+        opened, self._open = self._open, None
+        if opened is not None:
+            with self._guarded():
+                self._finish(opened, failed=kind is not None)
+
+    def _finish(self, opened: Any, *, failed: bool) -> None:
+        raise NotImplementedError
 
 
 def known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,5 +27,5 @@ class TensorBoardMirror(Mirror):
             if isinstance(value, int | float):
                 self._open.add_scalar(name, value, record["iteration"], record.get("timestamp"))
 
-    def _finish(self, opened: Any, failed: bool) -> None:
+    def _finish(self, opened: Any, *, failed: bool) -> None:
         opened.close()

@@ -29,7 +29,8 @@ from typing import Any
 
 from megatron_flux.errors import UserError, require
 from megatron_flux.metrics.mirror import Mirror, baseline_exposed_ms, curves, known
-from megatron_flux.metrics.recorder import RecordTail, read_records
+from megatron_flux.metrics.recorder import RecordTail
+from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import median, timed
 
@@ -147,7 +148,7 @@ class WandbMirror(Mirror):
             with self._guarded():
                 self._open.summary.update(known(values))
 
-    def _finish(self, opened: Any, failed: bool) -> None:
+    def _finish(self, opened: Any, *, failed: bool) -> None:
         opened.finish(exit_code=int(failed))
 
 
@@ -164,10 +165,8 @@ def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
 def _earlier_id(folder: Path) -> str | None:
     """Return the id of the run that was mirrored from this folder before."""
     file = folder / ID_FILE
-    if not file.exists():
-        return None
     try:
-        return str(read_json_object(file)["id"])
+        return str(read_json_object(file)["id"]) if file.exists() else None
     except (UserError, KeyError) as error:
         logger.warning("%s cannot be read (%s): wandb gets a new run", file, error)
         return None
@@ -191,7 +190,9 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     differences = "max_relative_loss_difference", "max_relative_grad_norm_difference"
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}
     found["speedup_low"], found["speedup_high"] = summary["speedup_ci95"] or (None, None)
-    flux = timed(read_records(folder / "flux" / "metrics.jsonl"))
+    files = RunFiles(folder)
+    files.poll()
+    flux = timed(files.records["flux"])
     exposed = {
         "baseline": [baseline_exposed_ms(record) for record in flux],
         "flux": [record.get("flux/exposed_communication_ms") or {} for record in flux],
@@ -200,10 +201,7 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
         for operator in dict.fromkeys(operator for sample in samples for operator in sample):
             middle = median(sample.get(operator) for sample in samples)
             found[f"{variant}_exposed_communication_ms/{operator}"] = middle
-        try:
-            breakdown = read_json_object(folder / variant / "breakdown.json")
-            parts = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
-        except UserError:  # missing or damaged
-            parts = {}
-        found[f"{variant}_exposed_communication_traced_ms"] = parts.get("communication_exposed")
+        breakdown = files.read(f"{variant}/breakdown.json")
+        traced = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
+        found[f"{variant}_exposed_communication_traced_ms"] = traced.get("communication_exposed")
     return {f"compare/{name}": value for name, value in found.items()}

@@ -103,8 +103,7 @@ def _subtitle(run: Run) -> str:
     device, layout, preset = run.summary.get("device"), run.summary.get("layout"), run.settings.get("preset")
     variants = {"baseline": "stock Megatron (baseline)", "flux": "patched Megatron (flux)"}
     words = [variants.get(run.trained_variant or "", "stock Megatron (baseline) against the patched one (flux)")]
-    if preset not in (None, run.name):
-        words.append(str(preset))
+    words += [str(preset)] if preset else []
     if isinstance(device, dict):
         words.append(f"{device.get('count', '?')} {CROSS} {device.get('name', '?')}")
     if isinstance(layout, dict):

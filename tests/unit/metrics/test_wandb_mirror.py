@@ -265,12 +265,10 @@ def test_a_failed_training_is_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: bool
 ) -> None:
     fake = FakeWandb(monkeypatch)
-    with contextlib.suppress(KeyError):
-        with mirror("offline", tmp_path) as opened:
-            opened.write(record(1))
-            if failed:
-                raise KeyError("training")
-        opened.close()
+    with contextlib.suppress(KeyError), mirror("offline", tmp_path) as opened:
+        opened.write(record(1))
+        if failed:
+            raise KeyError("training")
     assert fake.run.finished == [int(failed)]
     assert ["cannot finish" in said for said in warnings(caplog)] == [True]
 

@@ -3,7 +3,8 @@
 Of a column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens: all_gather_gemm to ``[m, n]`` in
 forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; of a row-parallel one the other
 way round. Without sequence parallelism it is one gemm_all_reduce of each: in dgrad to ``[m, k]``, beside wgrad unless
-the weight is frozen, or in forward to ``[m, n]``. What wgrad gathers is measured only where the link goes by chunks.
+the weight is frozen, or in forward to ``[m, n]``. What wgrad gathers is measured only where the link goes by chunks, as
+is what an FP8 layer gathers of its norm's output to return it.
 Whether a layer runs flux is asked of the patch, as at call time.
 
 A layer over TransformerEngine is asked inside of the FP8 autocast that megatron-core has around it, if any: what the
@@ -135,6 +136,8 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
     # blocks.
     gathers = not linear.row or (linear.fp8 is not None and linear.fp8[1].blocks)
     gathers = gathers and training and linear.trained and linear.layer.sequence_parallel
+    if linear.returned == "gathered" and linear.fp8 is not None and keys.by_chunks(linear.like, group):
+        yield _Wanted(backends.forward, "all_gather", m // group.size(), k, 0, False, wires.activations)
     if gathers and keys.by_chunks(linear.like, group):
         width = n if linear.row else k
         if linear.fp8 is not None:

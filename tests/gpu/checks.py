@@ -181,6 +181,51 @@ def bias(group):
     return "6 calls each of three shapes"
 
 
+def addend(group):
+    """Sums over ranks of products and addends: as near to fp32 as torch's own, with every kind of kernel, and another
+    addend in every call of the same kind.
+    """
+    b, hopper = backend(), torch.cuda.get_device_capability() == (9, 0)
+    chosen = [None, KernelConfig(), KernelConfig(stages=3, split=False)]
+    if hopper:
+        chosen += [KernelConfig(ws=True, stages=3, band=5), KernelConfig(ws=True, bm=256, bn=128, stages=3)]
+        chosen += [KernelConfig(ws=True, teams=2, stages=3)]
+    try:
+        for plan in chosen:
+            b.config = plan
+            for mp, n, k, transposed in ((256, 1024, 512, True), (256, 520, 1032, False), (100, 520, 264, True)):
+                _, x, w = operands(group, mp, n, k, torch.bfloat16, transposed)
+                wt = w if transposed else w.t()
+                product = x.float() @ wt.float()
+                for call in range(5):
+                    added = torch.randn(len(x), n, device="cuda").mul(10.0 ** (1 - call)).bfloat16()
+                    poison(group)
+                    y = ops.gemm_reduce_scatter(x, w, group, addend=added, transposed=transposed, backend=NAME)
+                    want = scatter_sum(product + added.float(), group)
+                    mine, theirs = error(y, want), error(scatter_sum(torch.addmm(added, x, wt), group), want)
+                    assert mine <= 2 * theirs + 1e-6, f"call {call} of {mp} x {n} x {k}: {mine}, torch {theirs}"
+                    poison(group)
+                    y = ops.gemm_reduce_scatter(x, w, group, transposed=transposed, backend=NAME)
+                    mine = error(y, scatter_sum(product, group))
+                    assert mine <= 1e-2, f"an addend of the call before is left: {mine}"
+    finally:
+        b.config = None
+    return f"{len(chosen)} plans, 5 calls each of three shapes"
+
+
+def own_gathered(group):
+    """Gathered inputs that belong to the caller stay while later calls write to both halves of the slabs."""
+    kept = []
+    for _ in range(6):
+        x, _, w = operands(group, 256, 512, 1024, torch.bfloat16, False)
+        pending = ops.all_gather(x, group, backend=NAME, own_gathered=True)
+        _, gathered = ops.all_gather_gemm(x, w, group, return_gathered=True, own_gathered=True, backend=NAME)
+        kept += [(found, gather(x, group)) for found in (pending.wait(), gathered)]
+    poison(group)
+    assert all(torch.equal(found, want) for found, want in kept), "a gathered input has changed"
+    return f"{len(kept)} gathered inputs"
+
+
 def elsewhere(group):
     """Operands of one rank begin two bytes behind an address that TMA takes: all ranks must still run one kernel."""
 
@@ -850,6 +895,8 @@ CHECKS: dict[str, Check] = {
     "shapes": shapes,
     "plans": plans,
     "bias": bias,
+    "addend": addend,
+    "own_gathered": own_gathered,
     "elsewhere": elsewhere,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,
@@ -869,7 +916,7 @@ CHECKS: dict[str, Check] = {
 
 
 NOT_EMULATED = (
-    "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
+    "addend", "own_gathered", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
     "nccl_beside", "nccl_beside_graphs", "mismatch",
 )  # fmt: skip
 

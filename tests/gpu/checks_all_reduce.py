@@ -99,6 +99,25 @@ def compare(group, config, m, n, k, dtype=torch.bfloat16, transposed=False, inte
     return f"m={m} n={n} k={k} {off:.1e} (torch {torchs:.1e})"
 
 
+def adapters(group):
+    """Ranks of 8 to 64, as results and as what is multiplied over; also by the rule."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tp, count = group.size(), 0
+    for rank in (8, 16, 32, 64):
+        for m, n, k, transposed in (
+            (2048, rank, 4096, False), (2048, rank, 2560, True), (300, rank, 4096, True), (2048, 4096, rank, False)
+        ):  # fmt: skip
+            for config in ALL.values():
+                if config.fits(m, n, tp, 2):
+                    compare(group, config, m, n, k, torch.bfloat16, transposed)
+                    count += 1
+    for rank in (8, 64):
+        x, w = make(True, torch.bfloat16, 2048, 4096), make(True, torch.bfloat16, rank, 4096)
+        y = ops.gemm_all_reduce(x, w, group, backend="fused")
+        assert torch.equal(y, summed(x.float() @ w.float().t(), group).bfloat16()), f"rank {rank}, by rule"
+    return f"{count} calls"
+
+
 def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     tp, count = group.size(), 0
@@ -342,7 +361,8 @@ def tuned(group):
 
 
 CHECKS: dict[str, Callable] = {
-    check.__name__: check for check in (shapes, special, late, many, graphs, streams, others_between, prepared, tuned)
+    check.__name__: check
+    for check in (shapes, adapters, special, late, many, graphs, streams, others_between, prepared, tuned)
 }
 
 

@@ -117,6 +117,25 @@ def compare_exactly(group, mp, n, k, way, name=NAME) -> None:
     assert torch.equal(z, want.bfloat16()), f"{way}: {(z != want.bfloat16()).sum()} sums of integers are wrong"
 
 
+def addend(group):
+    """Sums over ranks of products and addends, rounded once or, by torch, twice."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for way in WAYS:
+        for mp, n, k in ((256, 1024, 512), (128, 768, 1008), (100, 528, 272)):
+            pair = operands(group, mp * group.size(), n, k, way, E5M2)
+            product = pair.x.dequantized() @ pair.weight.dequantized().t()
+            for _ in range(4):
+                added = product.std() * torch.randn(len(product), n, device="cuda").bfloat16()
+                want = scatter_sum(product + added.float(), group)
+                found = []
+                for name in (NAME, "reference"):
+                    poison(group)
+                    options = {"split_accumulator": pair.split, "addend": added, "backend": name}
+                    found.append(error(ops.gemm_reduce_scatter(pair.x, pair.weight, group, **options), want))
+                assert found[0] <= 2 * found[1] + 1e-6, f"{way} {mp} x {n} x {k}: {found[0]}, torch {found[1]}"
+    return "4 calls each of three shapes, scaled in every way"
+
+
 def exact(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     for way in WAYS:
@@ -375,8 +394,8 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, local_shard, shapes, plans, bias, elsewhere, repeated, poisoned_shard, streams, graphs, tuned, chunked,
-        random_shapes,
+        exact, local_shard, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams, graphs,
+        tuned, chunked, random_shapes,
     )
 }  # fmt: skip
 

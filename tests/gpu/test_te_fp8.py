@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from tests.distributed import te_fp8_cases as cases
 from tests.distributed.megatron_world import flux
+from tests.distributed.norm_output_cases import Lora, rank_lora
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import NORMS, Sizes, gradient_of, input_of
 from tests.distributed.te_fp8_cases import FP8, GPU_SIZES, KINDS, RECIPES, fp8_case
@@ -133,3 +135,13 @@ def test_peak_memory_is_not_above_stocks(nccl2: WorkerPool, kind: str, recipe: s
     for stock, ours in nccl2.run(_rank_peak, kind, recipe):
         allowed = 1.1 if recipe == "blockwise" else 1.02  # in blocks 57 and 61 MiB were seen, the latter in a row's
         assert 0 < ours <= allowed * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("returned", ["gathered", "local"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norm_outputs(nccl2: WorkerPool, recipe: str, returned: str, backend: str) -> None:
+    """Of adapters: the GEMM's operand is gathered as bytes, the adapter's in bf16 beside it."""
+    lora = Lora(rank=16, sizes=Sizes(256, 2, 1024, 1536), recipe=recipe, returned=returned)
+    for case in (lora, replace(lora, frozen=False, bias=True), replace(lora, recompute=True)):
+        nccl2.run(rank_lora, case, backend)

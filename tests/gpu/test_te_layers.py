@@ -1,13 +1,15 @@
 """megatron-core's layers over TransformerEngine on GPUs, patched against stock: the ranks' checks of tests/distributed.
 
 Covered there and here: forward, dx, the gradients of weight, bias and norm, main_grad over two micro-batches, norms to
-the bit, recompute, state dicts, reasons to run stock, unpatch(), whole models of both families (gated and not), DDP.
+the bit, recompute, state dicts, reasons to run stock, unpatch(), whole models of both families (gated and not), DDP,
+norm outputs that adapters read.
 Only here: fp8 running stock, peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +20,14 @@ from megatron_flux import FluxConfig
 from tests.distributed import test_te_gpt as models
 from tests.distributed import test_te_layers as layers
 from tests.distributed.megatron_world import FAMILIES, flux
+from tests.distributed.norm_output_cases import Lora, rank_lora
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import (
     CLASSES,
     NORMS,
     STRICT,
     Case,
+    Sizes,
     build,
     input_of,
     numbers,
@@ -232,3 +236,22 @@ def test_data_parallel_with_main_grad(nccl2: WorkerPool) -> None:
 
 def test_checkpoint_contents(nccl2: WorkerPool) -> None:
     nccl2.run(models.rank_checkpoint_contents)
+
+
+# Norm outputs that adapters read
+
+LORA = Lora(rank=16, sizes=Sizes(256, 2, 1024, 1536))
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
+@pytest.mark.parametrize("returned", ["gathered", "local"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_norm_outputs(nccl2: WorkerPool, frozen: bool, returned: str, backend: str) -> None:
+    """Gradients are those of TP 1: TransformerEngine itself drops one of a gathered output."""
+    for lora in (LORA, replace(LORA, recompute=True), replace(LORA, bias=True, rms=False, skip_bias_add=True)):
+        nccl2.run(rank_lora, replace(lora, frozen=frozen, returned=returned), backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_norm_outputs_without_sequence_parallelism(nccl2: WorkerPool, backend: str) -> None:
+    nccl2.run(rank_lora, replace(LORA, sequence_parallel=False), backend)

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from megatron_flux.cli import main as cli
-from megatron_flux.errors import UserError
 from tests.unit.metrics.report_runs import RESULTS, full_run
 
 CPU = RESULTS / "report-cpu-tiny"
-
-
-def run(*words: object) -> tuple[int, str]:
-    output, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            cli.run([str(word) for word in words])
-        except SystemExit as end:
-            code = end.code or 0
-    return code, output.getvalue()
 
 
 def title(folder: Path) -> str:
@@ -33,7 +18,7 @@ def title(folder: Path) -> str:
     return found[1]
 
 
-def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
+def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_path: Path) -> None:
     """As a job's script leaves it, with logs and checkpoints beside the run folders."""
     root = tmp_path / "runs" / "gpt3-175b-compare-4711"
     for index in (0, 1, 10):
@@ -41,27 +26,24 @@ def test_a_jobs_folder_stands_for_its_repetitions(tmp_path: Path) -> None:
         (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
     (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
     (root / "collected.json").write_text("{}")
-    assert run("report", root)[0] == 0
+    cli("report", root)
     found = re.findall('<h2 class="chapter">(.*)</h2>', (root / "report.html").read_text())
     assert found == [f"gpt3-175b-compare-4711/rep-{index}" for index in (0, 1, 10)]
     # One repetition alone is a report of its own.
     alone = tmp_path / "runs" / "alone-7"
     shutil.copytree(root / "rep-0", alone / "rep-0")
-    assert run("report", alone, "--out", tmp_path / "out")[0] == 0
+    cli("report", alone, "--out", tmp_path / "out")
     assert title(tmp_path / "out").startswith("flux 1.1")
     (tmp_path / "runs" / "new" / "rep-0" / "logs").mkdir(parents=True)
-    with pytest.raises(UserError, match="new is not a run folder: it has no records of baseline or flux"):
-        run("report", tmp_path / "runs" / "new")
+    said = cli("report", tmp_path / "runs" / "new", code=2)
+    assert "new is not a run folder: it has no records of baseline or flux" in said
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
     for words, said in (
         (["report", tmp_path / "no"], "no is missing; name a run folder"),
         (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
         (["watch", tmp_path / "no", "--wait", "0"], "no is missing; name the run folder of a training job"),
     ):
-        with pytest.raises(UserError) as caught:
-            run(*words)
-        assert said in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert said in cli(*words, code=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,6 +30,11 @@ VARIANTS = ["te", "local", "te_ub", "flux_local", "flux_te", "no_communication"]
 BASES = (*VARIANTS, "unsynchronised")
 
 
+_in_file = partial(option, file_only=True)
+_tp = partial(option, None, long="tensor-model-parallel-size")
+_fp8 = partial(option, None, long="fp8-recipe")
+
+
 class _Calls(LinkOptions):
     """Operator calls and where they run, of ``bench ops`` and ``tune``."""
 
@@ -36,23 +42,15 @@ class _Calls(LinkOptions):
 
     preset: list[str] = option(BY_DEFAULT, f"Models whose linears are called: {', '.join(PRESETS)}.")
     tokens: list[PositiveInt] | None = option(
-        None,
-        "Rows m of the whole group. Default: 1024 to 16384 by powers of two; decode 1 to 512.",
+        None, "Rows m of the whole group. Default: 1024 to 16384 by powers of two; decode 1 to 512."
     )
     linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = option(list(LINEARS), "Linears of a layer.")
     directions: list[Literal["forward", "dgrad", "decode"]] = option(
         ["forward", "dgrad"], "forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs."
     )
-    tp: int | None = option(
-        None,
-        "GPUs, which are the tensor-parallel group. Default: all; 8 in a dry run without GPUs.",
-        long="tensor-model-parallel-size",
-        ge=2,
-    )
-    dtype: Literal["bf16", "fp16"] = option("bf16", "Operands and results.", file_only=True)
-    fp8: list[Recipe] | None = option(
-        None, "FP8 operands by these recipes instead. delayed and current make the same calls.", long="fp8-recipe"
-    )
+    tp: int | None = _tp("GPUs of the group. Default: all; 8 in a dry run without GPUs.", ge=2)
+    dtype: Literal["bf16", "fp16"] = _in_file("bf16", "Operands and results.")
+    fp8: list[Recipe] | None = _fp8("FP8 operands by these recipes instead. delayed and current make the same calls.")
 
     def cases(self) -> list[Case]:
         """List the calls of a run, whose ``tp`` is known.
@@ -84,7 +82,7 @@ class OpsOptions(_Calls):
     group: ClassVar[str] = "Measuring"
 
     rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
-    burst: int = option(6, "Back-to-back calls per round and variant.", ge=1, file_only=True)
+    burst: int = _in_file(6, "Back-to-back calls per round and variant.", ge=1)
     seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
     out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops.")
     overwrite: bool = option(False, "Replace an earlier run in --out.")
@@ -98,8 +96,8 @@ class TuneOptions(_Calls, GradWireOptions):
     seconds: float = option(30.0, "Begin no further candidate of a call after this long.", gt=0)
     force: bool = option(False, "Measure again what has a plan already.")
     show: bool = option(False, "Print the stored plans and end; needs no GPU.")
-    cache: Path | None = option(
-        None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder.", file_only=True
+    cache: Path | None = _in_file(
+        None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder."
     )
 
 
@@ -127,27 +125,21 @@ class LayerOptions(Options):
         None, "Sequences per step, instead of the preset's. Default of decode: 1,8,64,512."
     )
     num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
-    context_length: int = option(2048, "Tokens of each sequence in the cache of a decode step.", ge=1, file_only=True)
+    context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
     frozen: bool = option(False, "Give no parameter a gradient, as in a training of adapters.")
-    fp8: list[Recipe] | None = option(
-        None, "Run TransformerEngine's layers in FP8 by these recipes instead.", long="fp8-recipe"
-    )
-    tp: int | None = option(None, "Processes, one per GPU. Default: all GPUs.", long="tensor-model-parallel-size", ge=1)
+    fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
+    tp: int | None = _tp("Processes, one per GPU. Default: all GPUs.", ge=1)
     link: Literal["nvlink", "p2p", "host", "none"] | None = option(
         None, "Strongest link to use. Default: MEGATRON_FLUX_LINK, else the strongest there is."
     )
     backend: str = option("auto", "Operator backend of the flux variants: auto, or one by name.")
-    cuda_graphs: bool | None = option(None, "Capture steps in CUDA graphs. Default: in decode.", file_only=True)
+    cuda_graphs: bool | None = _in_file(None, "Capture steps in CUDA graphs. Default: in decode.")
     rounds: int = option(9, "Rounds; each times every variant once, in random order.", ge=1)
-    burst: int | None = option(
-        None, "Steps of a variant in a round, back to back. Default: 3; decode 30.", ge=1, file_only=True
-    )
+    burst: int | None = _in_file(None, "Steps of a variant in a round, back to back. Default: 3; decode 30.", ge=1)
     seconds: float | None = option(None, "Start no further round after this long, over all models.", gt=0)
-    trace: bool = option(True, "Record one more step of each variant: breakdown and trace file.", file_only=True)
-    timeout: float = option(
-        600.0, "Seconds after which a collective without its peers is an error.", gt=0, file_only=True
-    )
+    trace: bool = _in_file(True, "Record one more step of each variant: breakdown and trace file.")
+    timeout: float = _in_file(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
     out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-layer.")
     overwrite: bool = option(False, "Replace an earlier run in --out.")
 

@@ -45,7 +45,6 @@ def training(folder: Path, tp: int, pp: int, slow: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("tp", "pp", "slow"),
     [
-        pytest.param(2, 1, (2,), id="tp2-dp2"),
         pytest.param(2, 1, (2, 3), id="tp2-dp2-group"),
         pytest.param(2, 2, (2,), id="tp2-pp2"),
     ],

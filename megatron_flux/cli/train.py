@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from megatron_flux.cli import start
+from megatron_flux.errors import InterruptedRunError, require
+from megatron_flux.metrics.strict_json import read_json_object
+from megatron_flux.metrics.summary import parity
+from megatron_flux.metrics.table import counted
+from megatron_flux.patch.megatron_core import checked_versions
+from megatron_flux.run import folder, launcher, rank
+from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
+from megatron_flux.train.config import RunConfig
 from megatron_flux.train.options import CompareOptions, TrainOptions
-
-if TYPE_CHECKING:
-    from megatron_flux.train.config import RunConfig
 
 
 def train(options: TrainOptions, dry_run: bool) -> None:
@@ -28,13 +35,6 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
     Raises:
         UserError: versions, packages, sizes or data with which it could not run.
     """
-    import torch
-
-    from megatron_flux.errors import require
-    from megatron_flux.patch.megatron_core import checked_versions
-    from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import config, data
-
     rank.quiet_megatron()
     checked_versions()
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,13 +52,6 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
 
 
 def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) -> None:
-    from megatron_flux.errors import InterruptedRunError
-    from megatron_flux.metrics.strict_json import read_json_object
-    from megatron_flux.metrics.summary import parity
-    from megatron_flux.metrics.table import counted
-    from megatron_flux.run import folder, launcher, rank
-    from megatron_flux.train import checkpoint_access, data, description, fp8, worker
-
     run = resolved(command, options)
     saved = checkpoint_access.check_resume(run)
     inherited = {name: saved[name] for name in checkpoint_access.INHERITED if name in saved}
@@ -102,10 +95,15 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
                 go_on = f"saved in {run.save}; the same command with --load {run.save} goes on"
             raise InterruptedRunError(f"stopped by {asked.name}, {go_on}", asked)
     if run.loss_tolerance is not None:
-        summary = run.out / "summary.json"
-        same, line = False, "parity is not known: the run was stopped before its last step"
-        if summary.is_file():
-            same, line = parity(read_json_object(summary), run.loss_tolerance)
-        print(line)
-        if not same:
-            raise SystemExit(1)
+        _check_parity(run, run.loss_tolerance)
+
+
+def _check_parity(run: RunConfig, tolerance: float) -> None:
+    """Print whether the losses of both variants agree; exit code 1 if they do not."""
+    summary = run.out / "summary.json"
+    same, line = False, "parity is not known: the run was stopped before its last step"
+    if summary.is_file():
+        same, line = parity(read_json_object(summary), tolerance)
+    print(line)
+    if not same:
+        raise SystemExit(1)

@@ -20,9 +20,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flux import FluxConfig, patched, report
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.slurm.job import Resolved, least_memory
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.shims import cpu_shims
 
 
 def check(job: Resolved) -> dict[str, Any]:
@@ -88,29 +90,25 @@ def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
     """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
     from megatron.core import parallel_state
 
-    import megatron_flux
-    from megatron_flux.config import FluxConfig
-    from megatron_flux.train.shims import cpu_shims
-
     where = f"rank {rank}, pipeline stage {stage}"
     if (there := parallel_state.get_pipeline_model_parallel_rank()) != stage:
         raise FluxError(f"{where}: megatron-core puts this rank into stage {there}")
     one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
-    before = megatron_flux.report()["calls"]
+    before = report()["calls"]
     try:
         # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
-        with cpu_shims(), megatron_flux.patched(FluxConfig(backend="reference", strict=run.tp > 1)):
+        with cpu_shims(), patched(FluxConfig(backend="reference", strict=run.tp > 1)):
             model, output = _run(one_layer, stage)
-            report = megatron_flux.report()  # layers count as long as they live
+            ran = report()  # layers count as long as they live
             del model
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
         raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
-    calls = {name: count - before.get(name, 0) for name, count in report["calls"].items()}
+    calls = {name: count - before.get(name, 0) for name, count in ran["calls"].items()}
     return {
         "stage": stage,
         "layers": run.shape.num_layers // run.pp,
         "output": tuple(output.shape),
-        "flux_layers": report["active_layers"],
+        "flux_layers": ran["active_layers"],
         "calls": {name: count for name, count in calls.items() if count},
     }
 

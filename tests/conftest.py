@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.left_behind import pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary
@@ -21,6 +22,10 @@ WITHOUT_MEGATRON = ("bench", "comm", "kernels", "layers", "metrics", "ops", "qua
 """Folders of tests/unit that import no megatron-core."""
 LONGER = ("test_checkpoint.py", "test_compiled", "test_report.py", "test_signals.py", "test_wandb_", "test_watch.py")
 """Beginnings of names of files there that compile kernels, start processes or draw pages."""
+
+# On a busy machine a test that takes a millisecond may wait longer than hypothesis allows by default.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 gc.disable()  # until all has been imported, of which nothing is garbage
 

@@ -33,7 +33,7 @@ _HELP = {
     "wgrad": "Backend of the gather for wgrad, if another.",
     "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
     "keep_gathered": "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow.",
-    "keep_gathered_bytes": "How much a process may keep so, as 8GB. Default: a quarter of what one step leaves.",
+    "keep_gathered_bytes": "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves.",
     "fp8": "Run TransformerEngine's layers under FP8 autocast, too, instead of stock.",
     "link": "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
     "wire": "Wire format that the tuner may use over a host link; fp8 and int8 change results.",

@@ -57,7 +57,7 @@ class FluxOptions(GradWireOptions):
         None, "Keep gathered inputs for wgrad, do not gather them again. Default: where the link is slow."
     )
     keep_gathered_bytes: ByteSize | None = _in_file(
-        None, "How much a process may keep so, as 8GB. Default: a quarter of what the first step leaves; CPUs: all."
+        None, "Bytes a process may keep for that, as 8GB. Default: a quarter of what the first step leaves; CPUs: all."
     )
     strict: bool = option(False, "An error where a layer cannot run flux, instead of stock.")
 
@@ -82,7 +82,7 @@ class ModelOptions(Options):
     )
     fp8: Recipe | None = option(
         None,
-        "FP8 recipe of the layers' linears (bf16, --transformer-impl transformer_engine). Has trained at TP 2.",
+        "FP8 recipe of the layers' linears; needs bf16 and --transformer-impl transformer_engine. Tried at TP 2 alone.",
         long="fp8-recipe",
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _in_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 import megatron_flux_autoload
 from megatron_flux import settings
 from megatron_flux.megatron_lm import hooks
+from tests.distributed import te_stand_in
 from tests.megatron_lm.conftest import Run
+
+BRIDGE = Path(sys.prefix) / "bridge-source"
 
 LOADED = """
 import sys
@@ -84,3 +88,14 @@ def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, instal
     loaded = result.out.split()
     assert {"megatron_flux.megatron_lm.hooks", "wrapt"} <= set(loaded)
     assert [name for name in loaded if name.partition(".")[0] in ("megatron", "triton", "wandb")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"needs Megatron-Bridge in {BRIDGE}: scripts/test.sh puts it there")
+def test_megatron_bridge_is_told(run: Run, installed: Path) -> None:
+    script = str(Path(__file__).with_name("bridge.py"))
+    result = run(script, path=(installed, BRIDGE), MEGATRON_FLUX="1")
+    assert result.code == 0, result.err
+    assert result.out.split()[-1] == "False"
+    assert result.err.count("MEGATRON_FLUX=1 has switched nothing on: it works through Megatron-LM's") == 1

@@ -93,14 +93,14 @@ class Agreements:
     def of_all_ranks(self, value: Any, about: str) -> list[Any]:
         """See :func:`of_all_ranks`."""
         self._number += 1
-        prefix, last = f"{self._name}/{self._number}", f"{self._name}/{self._number - 1}/{self._rank}"
-        keys = [f"{prefix}/{rank}" for rank in self._ranks]
+        prefix, last = f"{self._name}/{self._number}/", f"{self._name}/{self._number - 1}/{self._rank}"
+        keys = [f"{prefix}{rank}" for rank in self._ranks]
         try:
-            self._store.set(f"{prefix}/{self._rank}", pickle.dumps(_Message(about, self._process, value)))
+            self._store.set(f"{prefix}{self._rank}", pickle.dumps(_Message(about, self._process, value)))
             self._wait(keys, about)
             # One request for all: the ranks of a large job would wait for each other's at the one server.
             pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            messages: list[_Message] = [pickle.loads(one) for one in pickled]  # noqa: S301 - peers' own
+            messages: list[_Message] = list(map(pickle.loads, pickled))
         except BaseException as error:
             failed = isinstance(error, (RuntimeError, ValueError))
             with contextlib.suppress(RuntimeError, ValueError):
@@ -111,19 +111,22 @@ class Agreements:
             raise
         if self._number > 1:  # everybody has read the last one: all are in this one
             self._store.delete_key(last)
+        together, values = True, []
         for rank, message in zip(self._ranks, messages, strict=True):
+            together &= message.about == about
+            values.append(message.value)
             if rank not in self._peers and message.process[0] == self._process[0] and rank != self._rank:
                 try:
                     self._peers[rank] = psutil.Process(message.process[1])
                 except psutil.NoSuchProcess:
                     self._peers[rank] = None
-        if any(message.about != about for message in messages):
+        if not together:
             places = "; ".join(f"rank {rank}: {message}" for rank, message in zip(self._ranks, messages, strict=True))
             raise OperatorError(
                 f"{self._who}: the ranks of this group are at different points of their first calls, as after an error "
                 f"that one of them alone has caught ({places}); make the same calls on all ranks"
             )
-        return [message.value for message in messages]
+        return values
 
     def _wait(self, keys: list[str], about: str) -> None:
         """Wait for all messages, without holding the store's lock: other threads use it too."""
@@ -157,18 +160,14 @@ class TogetherError(OperatorError):
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.WeakKeyDictionary()
 
 
-def of_group(group: dist.ProcessGroup) -> Agreements:
-    """Return the agreements of ``group``."""
-    if group not in _agreements:
-        _agreements[group] = Agreements(group)
-    return _agreements[group]
-
-
 def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
     """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
     operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
     """
-    return of_group(group).of_all_ranks(value, about)
+    agreements = _agreements.get(group)
+    if agreements is None:
+        agreements = _agreements[group] = Agreements(group)
+    return agreements.of_all_ranks(value, about)
 
 
 def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> list[_Result]:
@@ -182,11 +181,10 @@ def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) 
     except Exception as raised:
         error = raised
     mine = (value, None if error is None else f"{type(error).__name__}: {one_line(error)}")
-    outcomes = of_all_ranks(mine, group, about)
-    if failed := {rank: why for rank, (_, why) in enumerate(outcomes) if why is not None}:
-        causes = "; ".join(f"tp rank {rank}: {why}" for rank, why in failed.items())
+    results, errors = zip(*of_all_ranks(mine, group, about), strict=True)
+    if causes := "; ".join(f"tp rank {rank}: {why}" for rank, why in enumerate(errors) if why is not None):
         raise TogetherError(f"{about} failed ({causes})") from error
-    return [value for value, _ in outcomes]  # type: ignore[misc]
+    return list(results)
 
 
 def first_rank(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> _Result:

@@ -13,7 +13,6 @@ replays of CUDA graphs, groups of several hosts, and hosts without shared memory
 from __future__ import annotations
 
 import ctypes
-import zlib
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ def create(group: dist.ProcessGroup) -> CallTable | None:
 
 
 class CallTable:
-    """See the module; one per group. :meth:`megatron_flux.comm.slab.Slab.step` does what :meth:`enter` does itself."""
+    """See the module; one per group. :meth:`megatron_flux.comm.slab.Slab.claim` does what :meth:`enter` does itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Collective. Raises UserError: the ranks have no host in common, or no shared memory."""
@@ -46,14 +45,9 @@ class CallTable:
         self.own = rows[self._rank]
         self._neighbours = sorted({(self._rank - 1) % tp, (self._rank + 1) % tp} - {self._rank})
         self.beside = [rows[rank] for rank in self._neighbours]
-        self._words: dict[int, str] = {}
+        self.words: dict[int, str] = {}
+        """Calls in words, by their specs: hashes of 32 bits."""
         self.number = self.spec = 0
-
-    def spec_of(self, words: str) -> int:
-        """Return a hash of 32 bits for a call that ``words`` describe."""
-        spec = zlib.crc32(words.encode())
-        self._words[spec] = words
-        return spec
 
     def clear(self) -> None:
         """Count from zero; all ranks do so before a barrier."""
@@ -73,8 +67,8 @@ class CallTable:
     def different(self, row: memoryview) -> OperatorError:
         """Return the error about the neighbour whose ``row`` has another call of the same number."""
         rank = self._neighbours[next(i for i, one in enumerate(self.beside) if one is row)]
-        other = self._words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
-        here = self._words.get(self.spec, "a call")
+        other = self.words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
+        here = self.words.get(self.spec, "a call")
         return OperatorError(
             f"rank {self._ranks[self._rank]} (tp rank {self._rank} of {len(self._ranks)}) makes {here}, and peer rank "
             f"{self._ranks[rank]} (tp rank {rank}) {other}, as the group's call {self.number}: all ranks must make the "

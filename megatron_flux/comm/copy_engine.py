@@ -104,10 +104,13 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
         pieces[1:3] = [(slice(0, small), slice(small, k))] * len(pieces[1:3])
     if edges.late and (tp > 3 or not edges.early):
         pieces[tp - 1] = (slice(0, last), slice(last, k))
-    first = range(1, min(3, tp))
-    sends = [(step, piece) for piece in range(2) for step in first if piece < len(pieces[step])]
-    sends += [(step, piece) for step in range(3, tp) for piece in range(len(pieces[step]))]
-    return [(step, piece, pieces[step][piece]) for step, piece in sends]
+    sends = []
+    for steps in (range(1, min(3, tp)), *zip(range(3, tp))):  # of the first two shards first pieces go ahead
+        for piece in range(2):
+            for step in steps:
+                if piece < len(pieces[step]):
+                    sends.append((step, piece, pieces[step][piece]))
+    return sends
 
 
 def pushes_of(

@@ -17,14 +17,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.agreement import of_all_ranks
-from megatron_flux.comm.cache import Cache
 from megatron_flux.comm.call_table import CallTable
 from megatron_flux.comm.slab import FLAG_WORDS, MIB, Slab, size_class
 from megatron_flux.errors import UserError
@@ -33,6 +32,28 @@ ALL_REDUCE = "all_reduce"
 """Purpose of slabs whose payload doubles as its own ready flag (:mod:`kernels.all_reduce`)."""
 NOT_READY = -0x8000
 """Sentinel in every 16 bits of such a slab that wait for a number: -0.0, which is never sent."""
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+MOST_ENTRIES = 512
+
+
+class Cache(dict[_Key, _Value]):
+    """Drop the oldest of more than :data:`MOST_ENTRIES` entries, as a training needs whose shapes never come again.
+
+    Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
+    ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
+    agreed on may be kept here, as long as they are made by calls that all ranks make. A caller that still uses an entry
+    holds it.
+    """
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        """Keep ``value`` under ``key``."""
+        if len(self) >= MOST_ENTRIES and key not in self:
+            oldest, *_ = self  # not by an iterator: another thread may add an entry
+            self.pop(oldest, None)
+        super().__setitem__(key, value)
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,7 @@ class GroupState:
         (:mod:`megatron_flux.layers.prefetch`)."""
         self.kept: Any = None  # budget of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
-        """Results of :func:`megatron_flux.ops.backends.registry.select` and :mod:`megatron_flux.layers.keep`."""
+        """Results of :mod:`megatron_flux.layers.keep`."""
         self.plans: Cache[Hashable, Any] = Cache()
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""

@@ -57,7 +57,7 @@ import torch.distributed as dist
 from megatron_flux import settings
 from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
-from megatron_flux.comm.cache import Cache
+from megatron_flux.comm.group_state import Cache
 from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
 from megatron_flux.comm.host_schedule import DOWN, LANES, UP, Layout, Program, Step, default_layout
 from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from megatron_flux import cuda_memory_ops as memory_ops
 from megatron_flux import nvml
-from megatron_flux.comm.agreement import TogetherError, of_all_ranks, together
+from megatron_flux.comm.agreement import TogetherError, together
 from megatron_flux.errors import OperatorError, SharedMemoryError, UserError, one_line
 
 _Result = TypeVar("_Result")
@@ -185,13 +185,12 @@ class Regions:
 
 
 def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:
-    """Return a region of ``nbytes`` (a multiple of a page) for each rank. Raises UserError for several hosts."""
+    """Return a region of ``nbytes`` (a multiple of a page) for each rank."""
     if _dropped and device.type == "cuda":
         torch.cuda.synchronize(device)
         while _dropped:
             for mapping in _dropped.pop():
                 mapping.unpin()
-    _check_room(group, nbytes)
     return Regions(_map_files(group, nbytes, functools.partial(_allocate, nbytes, device), pin=device.type == "cuda"))
 
 
@@ -202,13 +201,13 @@ def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
 
 
 def _map_files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool) -> list[Mapping]:
-    """Map every rank's file, which ``allocate`` makes there."""
+    """Map every rank's file, which ``allocate`` makes there. Raises UserError for several hosts."""
     names: list[str] = []
     mappings: list[Mapping] = []
 
-    def make_own() -> str:
+    def make_own() -> tuple[str, str]:
         names.append(allocate())
-        return names[0]
+        return socket.gethostname(), names[0]
 
     def map_all() -> None:
         for name in names[len(mappings) :]:
@@ -218,11 +217,17 @@ def _map_files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str
                 mapping.pin()
 
     def advice(_: bool) -> str:
-        return _more_shared_memory(group, nbytes)
+        needed, total = -(-nbytes * group.size() // _MIB), host_room()[0]
+        return (
+            f"{group.size()} ranks need {needed} MiB, and {FOLDER} has {total // _MIB} in all; give the container more "
+            f"shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
+        )
 
     about = f"sharing {-(-nbytes // _MIB)} MiB of {FOLDER}"
     try:
-        names[:] = obtain(group, about, make_own, advice)
+        hosts, names[:] = zip(*obtain(group, about, make_own, advice), strict=True)
+        if len(set(hosts)) > 1:
+            raise UserError("shared host memory needs all ranks of a group on one host")
         obtain(group, f"{about} (mapping)", map_all, advice)
     except BaseException:
         for mapping in mappings:
@@ -241,25 +246,6 @@ def host_room() -> tuple[int, int]:
         return 0, 0
     disk = os.statvfs(FOLDER)
     return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-
-
-def _check_room(group: dist.ProcessGroup, nbytes: int) -> None:
-    """Raise UserError unless all ranks are on one host with memory enough, before any is taken."""
-    answers = of_all_ranks((socket.gethostname(), *host_room()), group, "room in host memory")
-    if len({host for host, *_ in answers}) > 1:
-        raise UserError("a link through host memory needs all ranks of a group on one host")
-    total, free = min(total for _, total, _ in answers), min(free for *_, free in answers)
-    if free < nbytes * group.size():
-        raise SharedMemoryError(
-            f"the link through host memory needs {-(-nbytes * group.size() // _MIB)} MiB of shared memory for "
-            f"{group.size()} ranks, and {FOLDER} has {free // _MIB} MiB left of {total // _MIB}: "
-            f"{_more_shared_memory(group, nbytes)}"
-        )
-
-
-def _more_shared_memory(group: dist.ProcessGroup, nbytes: int) -> str:
-    needed = -(-nbytes * group.size() // _MIB)
-    return f"give the container more shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
 
 
 def _allocate(nbytes: int, device: torch.device) -> str:

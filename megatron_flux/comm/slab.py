@@ -104,13 +104,6 @@ class CopyStream(NamedTuple):
     after: torch.cuda.Event
 
 
-class Slot(NamedTuple):
-    """One call's share of a slab."""
-
-    half: int
-    synchronise: bool  # all ranks must begin the call together
-
-
 @dataclass
 class Slab:
     """See the module. Tensors in ``data`` and ``flags`` are indexed by rank and alias that rank's memory."""
@@ -147,60 +140,45 @@ class Slab:
         """Look the device up once."""
         self._index = self.data_table.get_device()
 
-    def claim(self) -> int:
-        """Claim a slot and return its half: check earlier time-outs, order streams, and enqueue the barrier if the call
-        must be synchronised. Raises OperatorError: an earlier call on this slab timed out or poisoned it.
-        """
-        if self.captured:
-            slot = self.claim_captured(self.current_capture())
-            if slot.synchronise:
-                _synchronise(self)
-            return slot.half
-        self.check()
-        self._follow()
-        return self._next_half()
+    def claim(self, spec: int = 0) -> tuple[int, int]:
+        """Claim a slot for a call, ``spec`` in the table; return its half and the current stream's handle (CPUs: -1).
 
-    def claim_captured(self, capture: int | None) -> Slot:
-        """Claim a slot of a captured slab, without the barrier; ``capture``: :meth:`current_capture`."""
-        self.check()
-        synchronise = capture is None or capture != self.capture
-        if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
-            if self.capture is None:
-                self._outside = self._stream, self._raw
-            self._stream, self._raw = self._outside if capture is None else (None, -1)
-            self.capture = capture
-        self.in_graphs |= capture is not None
-        self._follow()
-        if synchronise:
-            self.calls = 0
-        return Slot(self._next_half(), synchronise)
-
-    def claim_eager(self) -> tuple[int, int]:
-        """Claim a slot for an eager call on a GPU: :meth:`claim` in the fewest Python calls. Returns the half and the
-        handle of the current stream.
+        Puts streams in order, and enqueues the barrier if the call must be synchronised. Raises OperatorError: an
+        earlier call on this slab timed out or poisoned it, or a neighbour makes another call.
         """
-        self.check()
-        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
+        synchronise = self.captured and self._enter_capture()
+        raw = -1 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._raw:
             self._follow()
         half = self.calls & 1
         self.calls += 1
         if (table := self.table) is not None:  # CallTable.enter, without the time of a call
             number = table.number = (table.number + 1) & 0xFFFFFFFF
-            slot, word = number & LAST, number << 32 | table.spec
+            table.spec = spec
+            slot, word = number & LAST, number << 32 | spec
             table.own[slot] = word
             for row in table.beside:
                 seen = row[slot]
                 if seen != word and seen >> 32 == number:
                     raise table.different(row)
+        if synchronise:
+            _synchronise(self)
         return half, raw
 
-    def _next_half(self) -> int:
-        half = self.calls & 1
-        self.calls += 1
-        if self.table is not None:
-            self.table.enter()
-        return half
+    def _enter_capture(self) -> bool:
+        """Note which capture the coming call is part of; return True if it must be synchronised."""
+        capture = self.current_capture()
+        if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
+            if self.capture is None:
+                self._outside = self._stream, self._raw
+            self._stream, self._raw = self._outside if capture is None else (None, -1)
+        elif capture is not None:
+            return False
+        self.capture, self.calls = capture, 0
+        self.in_graphs |= capture is not None
+        return True
 
     def end(self) -> None:
         """End a call on the current stream: put it behind all that the slab's streams were given before."""
@@ -251,9 +229,10 @@ class Slab:
         """Return a half of ``rank``, uint8 ``[half_bytes]``."""
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
 
-    def gather_buffer(self, half: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the gather buffer of this rank, ``shape`` from the beginning of the half."""
-        return self.half(half, self.rank).view(dtype)[: math.prod(shape)].view(shape)
+    def gather_buffers(self, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return this rank's gather buffers by half: ``shape``, from the beginning of the half."""
+        halves = self.data[self.rank].view(dtype).view(2, -1)[:, : math.prod(shape)]
+        return [halves[0].view(shape), halves[1].view(shape)]
 
     def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
         """Return fp32 ``[tp, *shape]`` of every rank: all shards' scales, behind a gather buffer of ``nbytes``."""

@@ -19,7 +19,6 @@ from megatron_flux.kernels import all_reduce as all_reduce_kernels
 from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.device import sm_count, uses_tma
 from megatron_flux.ops.kernel_config import KernelConfig, cdiv
 
 DTYPES = {  # Triton's and Gluon's
@@ -27,6 +26,7 @@ DTYPES = {  # Triton's and Gluon's
     torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
 }  # fmt: skip
 INTEGERS = {2: torch.int16, 4: torch.int32}
+descriptor = TensorDescriptor.from_tensor
 
 _Value = TypeVar("_Value")
 
@@ -60,12 +60,12 @@ class SlabCall:
 
     def constants(self) -> dict[str, Any]:
         """The constants that all kernels of :class:`KernelConfig` have."""
-        call, config = self.call, self.config
+        call, config, dtype = self.call, self.config, DTYPES[self.out.dtype]
         tile = {"BM": config.bm, "BN": config.bn, "BK": config.bk}
         fp8 = call.fp8
         scales = None if fp8 is None else "blocks" if fp8.blocks else "tensor"
         return {
-            "TP": self.work.tp, **tile, "CTAS": self.sms, "TRANSPOSED": call.transposed, "DTYPE": DTYPES[call.out],
+            "TP": self.work.tp, **tile, "CTAS": self.sms, "TRANSPOSED": call.transposed, "DTYPE": dtype,
             "SCALES": scales, "PROMOTE": fp8 is not None and fp8.promoted,
         }  # fmt: skip
 
@@ -74,10 +74,10 @@ class SlabCall:
         """Destinations of a gemm_reduce_scatter's tiles; 1: every tile is for all ranks."""
         return 1 if self.call.operator == "gemm_all_reduce" else self.work.tp
 
-    def weight_box(self) -> tuple[int, int]:
+    def weight_box(self) -> list[int]:
         """Rows and columns of the weight that a tile multiplies at a time."""
         bn, bk = self.config.bn, self.config.bk
-        return (bk, bn) if self.call.transposed else (bn, bk)
+        return [bk, bn] if self.call.transposed else [bn, bk]
 
     def workspaces(self) -> list[torch.Tensor]:
         """Partial sums of a gemm_reduce_scatter on every rank: both halves, ``[rows, bn]``."""
@@ -113,13 +113,13 @@ def all_gather_gemm(at: SlabCall) -> Launch:
     _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
     if at.scales is not None:
         _copy_by_sms(at.scales[rank], scales.x)
-    tma, mask_rows = uses_tma(x, n, k), mp % config.bm != 0
+    tma, mask_rows = call.uses_tma, mp % config.bm != 0
     a, b, c = gathered, weight, out
     if tma:
-        a = at.get_or_create(f"a {at.half}", lambda: descriptor(gathered, config.bm, config.bk))
-        b = descriptor(weight, *at.weight_box())
+        a = descriptor(gathered, [config.bm, config.bk])
+        b = descriptor(weight, at.weight_box())
         if not mask_rows:
-            c = descriptor(out, config.bm, config.bn // 2 if config.split else config.bn)
+            c = descriptor(out, [config.bm, config.bn // 2 if config.split else config.bn])
     arguments = (
         a, b, c, x if bias is None else bias, scales.x if at.scales is None else at.scales, scales.weight,
         work.flags[rank], *work.arguments(at.half), m, n, k, mp, *scales.strides, rank,
@@ -133,11 +133,11 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     call, work, config, out = at.call, at.work, at.config, at.out
     x, weight, scales, spaces, rank, tp = call.x, call.weight, Scales(call), at.workspaces(), work.rank, work.tp
     (m, k), (mp, n) = x.shape, out.shape
-    tma, width = uses_tma(x, n, k), config.bn // 2 if config.split else config.bn
+    tma, width = call.uses_tma, config.bn // 2 if config.split else config.bn
     a, b, sinks, addend = x, weight, [out] * 8, out if call.addend is None else call.addend
     if tma:
-        a, b = descriptor(x, config.bm, config.bk), descriptor(weight, *at.weight_box())
-        by_rank = at.get_or_create("sinks", lambda: [descriptor(space, config.bm, width) for space in spaces])
+        a, b = descriptor(x, [config.bm, config.bk]), descriptor(weight, at.weight_box())
+        by_rank = at.get_or_create("sinks", lambda: [descriptor(space, [config.bm, width]) for space in spaces])
         sinks = [by_rank[(rank + 1 + step % tp) % tp] for step in range(8)]
     arguments = (
         a, b, *sinks, scales.x, scales.weight, addend,
@@ -166,11 +166,11 @@ def gemm_one_shot(at: SlabCall) -> Launch:
     """A gemm_all_reduce whose kernel multiplies itself."""
     call, out, config = at.call, at.out, at.config
     x, weight, (m, n), k = call.x, call.weight, out.shape, call.k
-    ctas, tma = min(at.sms, config.own_tiles(m, n)), uses_tma(x, n, k)
+    ctas, tma = min(at.sms, config.own_tiles(m, n)), call.uses_tma
     a, b = x, weight
     if tma:
-        a = descriptor(x, config.bm, config.bk)
-        b = descriptor(weight, *at.weight_box())
+        a = descriptor(x, [config.bm, config.bk])
+        b = descriptor(weight, at.weight_box())
     arguments = (a, b, out, *_slots(at), config.stride(m, n, at.work.tp), m, n, k, at.work.rank)
     constants = {
         "BM": config.bm, "BN": config.bn, "BK": config.bk, "ROWS": config.rows_at_a_time, "CTAS": ctas,
@@ -216,11 +216,3 @@ def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
     """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
     torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
-
-
-def descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """A descriptor of a matrix for blocks of ``rows`` x ``cols``."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
-
-
-__all__ = ["Launch", "SlabCall", "all_gather_gemm", "gemm_one_shot", "gemm_reduce_scatter", "shots", "sm_count"]

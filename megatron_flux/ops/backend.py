@@ -48,7 +48,7 @@ class BackendPlan(Plan):
         """``options``: what only this backend's methods take."""
         self._method = getattr(backend, call.operator)
         self._options, self._flat = options, not backend.takes_leading_dimensions
-        self._shape, self._gathered = call.result_shape, call.gathered_shape
+        self._shape, self._gathered, self.nbytes = call.result_shape, call.gathered_shape, call.bytes_received
 
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
@@ -125,10 +125,6 @@ class Backend:
     def all_gather(self, call: OperatorCall) -> Pending:
         """Return ``[m, k]``; without ``return_gathered`` it may lack the local shard, and then says so."""
         raise NotImplementedError
-
-    def bytes_received(self, call: OperatorCall) -> int:
-        """Return the bytes that a rank receives for ``call``."""
-        return call.bytes_received
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. Collective."""

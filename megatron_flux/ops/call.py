@@ -12,6 +12,7 @@ begin: operands that a kernel cannot address where they lie are copied (:meth:`O
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from megatron_flux.comm import call_table
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import GroupState, state_of
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import cuda_graphs
+from megatron_flux.ops.device import has_tma
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair
 from megatron_flux.settings import WIRES
 
@@ -99,34 +101,50 @@ class OperatorCall(NamedTuple):
         return 0 if self.weight is None else self.weight.shape[1 if self.transposed else 0]
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """``m``, ``n`` and ``k``."""
+        x, weight = self.x, self.weight
+        k = x.shape[-1]
+        m = math.prod(x.shape[:-1]) * (self.group.size() if self.operator in GATHERING else 1)
+        return m, 0 if weight is None else weight.shape[1 if self.transposed else 0], k
+
+    @property
     def out(self) -> torch.dtype:
         """Dtype of the result of a GEMM."""
         return self.x.dtype if self.fp8 is None else self.fp8.out
 
     @property
+    def uses_tma(self) -> bool:
+        """TMA can address the operands, once they are aligned: Hopper, rows of whole 16 bytes."""
+        (rows, columns), size = self.weight.shape, self.x.element_size()
+        return has_tma(self.x.device) and rows * size % ALIGNMENT == 0 and columns * size % ALIGNMENT == 0
+
+    @property
     def spec(self) -> CallSpec:
-        """The key of the call."""
+        """The key of the call, by name."""
+        return CallSpec._make(self.key)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The fields of :attr:`spec`: equal to it, and made in less time."""
         operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias, addend, _ = self
         inside, device = bias is not None, x.get_device()
         if not inside:
             bias = late_bias
         captured = cuda_graphs.requested > 0 or (device >= 0 and torch.cuda.is_current_stream_capturing())
-        return new_call(
-            CallSpec,
-            (
-                operator, x.shape, x.dtype, device,
-                None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
-                transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
-                async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
-                None if addend is None else (addend.shape, addend.dtype, addend.get_device()), captured,
-            ),
+        return (
+            operator, x.shape, x.dtype, device,
+            None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
+            transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
+            async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
+            None if addend is None else (addend.shape, addend.dtype, addend.get_device()), captured,
         )  # fmt: skip
 
     @property
     def exchanged(self) -> tuple[object, ...]:
         """The part in which ranks must not differ: the rest changes nothing that they send each other."""
         fp8 = None if self.fp8 is None else self.fp8.kind
-        return (self.operator, self.m, self.n, self.k, self.x.dtype, fp8, self.transposed)
+        return (self.operator, *self.sizes, self.x.dtype, fp8, self.transposed)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -142,12 +160,12 @@ class OperatorCall(NamedTuple):
     @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the result (of an all_gather: of the gathered x), with the leading dimensions of x."""
-        rows, *others = self.x.shape[:-1]
+        rows, *others, columns = self.x.shape
         if self.operator in GATHERING:
             rows *= self.group.size()
         elif self.operator == "gemm_reduce_scatter":
             rows //= self.group.size()
-        return (rows, *others, self.k if self.weight is None else self.n)
+        return (rows, *others, columns if self.weight is None else self.weight.shape[1 if self.transposed else 0])
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
@@ -162,7 +180,8 @@ class OperatorCall(NamedTuple):
             scales = self.sent_scales
             return peers * (self.x.numel() * self.x.element_size() + (0 if scales is None else 4 * scales.numel()))
         ways = 1 if self.operator == "gemm_reduce_scatter" else 2
-        return ways * peers * self.m * self.n * self.out.itemsize // tp
+        m, n, _ = self.sizes
+        return ways * peers * m * n * self.out.itemsize // tp
 
     def addressable(self) -> OperatorCall:
         """The call itself, or with copies of the operands that TMA cannot address where they lie."""
@@ -180,8 +199,8 @@ class OperatorCall(NamedTuple):
 
     def matrix(self) -> OperatorCall:
         """The call with ``x`` as a contiguous ``[m, k]``, not copied where it is one already."""
-        x = matrix(self.x)
-        return self if x is self.x else self._replace(x=x)
+        x = self.x
+        return self if x.dim() == 2 and x.is_contiguous() else self._replace(x=matrix(x))
 
     def aligned(self) -> OperatorCall:
         """The call with operands that are contiguous and begin at multiples of :data:`ALIGNMENT`, copied if need be."""
@@ -228,23 +247,19 @@ def check_operands(call: OperatorCall) -> None:
             )
         return
     if call.fp8 is None:
-        _check_exact(call, weight)
-        about = f"{call.x.dtype} on {x.device}"
+        _check_exact(operator, x, weight, call.transposed)
+        about, out = f"{x.dtype} on {x.device}", x.dtype
     else:
         _check_fp8(call, call.fp8)
-        about = f"{call.fp8.out} on {x.device}"
-    if bias is not None and (bias.shape != (call.n,) or bias.dtype != call.out or bias.device != x.device):
-        raise UserError(
-            f"{operator}: bias must be [{call.n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}"
-        )
+        about, out = f"{call.fp8.out} on {x.device}", call.fp8.out
+    n = weight.shape[1 if call.transposed else 0]
+    if bias is not None and (bias.shape != (n,) or bias.dtype != out or bias.device != x.device):
+        raise UserError(f"{operator}: bias must be [{n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}")
     if (addend := call.addend) is not None and (
-        addend.shape[-1] != call.n
-        or addend.numel() != call.m * call.n
-        or addend.dtype != call.out
-        or addend.device != x.device
+        addend.shape[-1] != n or addend.numel() != call.m * n or addend.dtype != out or addend.device != x.device
     ):
         raise UserError(
-            f"{operator}: addend must be [{call.m}, {call.n}] {about}, got {list(addend.shape)} {addend.dtype} on "
+            f"{operator}: addend must be [{call.m}, {n}] {about}, got {list(addend.shape)} {addend.dtype} on "
             f"{addend.device}"
         )
     if operator == "gemm_reduce_scatter" and x.shape[0] % (tp := call.group.size()):
@@ -254,20 +269,19 @@ def check_operands(call: OperatorCall) -> None:
         )
 
 
-def _check_exact(call: OperatorCall, weight: torch.Tensor) -> None:
-    operator, x = call.operator, call.x
+def _check_exact(operator: str, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> None:
     if x.dim() < 2 or weight.dim() != 2:
         raise UserError(
             f"{operator}: x must have at least 2 dimensions and weight exactly 2, got x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
-    if call.k == 0:
+    if x.shape[-1] == 0:
         raise UserError(f"{operator}: x {tuple(x.shape)} has no columns, so k is 0; it must be at least 1")
-    k, form = (weight.shape[0], "[k, n]") if call.transposed else (weight.shape[1], "[n, k]")
-    if call.k != k:
+    k, form = (weight.shape[0], "[k, n]") if transposed else (weight.shape[1], "[n, k]")
+    if x.shape[-1] != k:
         raise UserError(
             f"{operator}: the last dimension of x {tuple(x.shape)} must be k = {k} of weight {tuple(weight.shape)} "
-            f"{form}; is transposed={call.transposed} meant?"
+            f"{form}; is transposed={transposed} meant?"
         )
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         raise UserError(
@@ -294,16 +308,6 @@ def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
         raise UserError(f"{operator}: out_dtype must be one of {[str(d) for d in _FP8_RESULTS]}, got {pair.out}")
 
 
-def without_rows(call: OperatorCall) -> bool:
-    """Return True if no rank has rows. Collective the first time that this rank has none. Raises UserError: only some
-    have none.
-    """
-    if call.m:
-        return False
-    compare_calls(call)
-    return True
-
-
 def compare_calls(call: OperatorCall) -> int:
     """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
 
@@ -313,22 +317,21 @@ def compare_calls(call: OperatorCall) -> int:
     exchanged, state = call.exchanged, state_of(call.group)
     number = state.compared.get(exchanged)
     if number is None:
-        number = state.compared[exchanged] = _agree(call, exchanged, state)
+        operator, m, n, k, dtype, _, transposed = exchanged
+        dtype = dtype if call.fp8 is None else call.fp8.kind.words()
+        words = f"{operator} m={m} n={n} k={k} dtype={dtype} transposed={transposed}"
+        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
+        calls = of_all_ranks(words, call.group, "comparing calls")
+        if len(set(calls)) > 1:
+            lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
+            raise UserError(f"the ranks of the group make different calls: {lines}")
+        if not state.compared:
+            state.table = call_table.create(call.group)
+        number = zlib.crc32(words.encode())
+        if state.table is not None:
+            state.table.words[number] = words
+        state.compared[exchanged] = number
     if state.table is not None:
         state.table.spec = number
     return number
-
-
-def _agree(call: OperatorCall, exchanged: tuple[object, ...], state: GroupState) -> int:
-    operator, m, n, k, dtype, _, transposed = exchanged
-    dtype = dtype if call.fp8 is None else call.fp8.kind.words()
-    words = f"{operator} m={m} n={n} k={k} dtype={dtype} transposed={transposed}"
-    if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
-    calls = of_all_ranks(words, call.group, "comparing calls")
-    if any(other != calls[0] for other in calls):
-        lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
-        raise UserError(f"the ranks of the group make different calls: {lines}")
-    if not state.compared:
-        state.table = call_table.create(call.group)
-    return 0 if state.table is None else state.table.spec_of(words)

@@ -6,8 +6,8 @@ slab, and again to the next one where that is replaced: views of the slab, the l
 kernel that has been launched there (:class:`~megatron_flux.kernels.launch.Relaunch`). A half that has no such kernel
 yet is launched by Triton; so is every call of the plain kernels, whose host time is not worth it.
 
-In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one takes a slot by
-:meth:`Slab.claim_eager`, and passes raw handles of streams and events to the driver.
+In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one passes raw
+handles of streams and events to the driver.
 
 Contract
     * Protocol and exceptions are those of :mod:`megatron_flux.comm.slab`: results are allocated before a call claims
@@ -28,21 +28,20 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Edges, Push, Side, finish_open, pushes_of, side_of
+from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, state_of
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
-from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
-from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.device import sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
 if TYPE_CHECKING:
-    from megatron_flux.ops.arguments import Launch, SlabCall
+    from megatron_flux.ops.arguments import Launch
 
 
 class FusedPlan(Plan):
@@ -50,14 +49,15 @@ class FusedPlan(Plan):
 
     purpose = "gemm"
     """The group's slab that calls run on."""
+    kernel = ""
+    """The function of :mod:`ops.arguments`, or :mod:`ops.hopper_arguments`, that gives its arguments."""
 
     def __init__(self, call: OperatorCall, nbytes: int, config: Any = None) -> None:
         """Nothing is allocated. ``nbytes``: of a half of the slab. ``config``: how the kernel runs."""
         x = call.x
-        self.config, self.nbytes_of_half = config, nbytes
-        self._shape, self._out = call.result_shape, call.out
-        self._device, self._cuda, self._captured = x.device, x.is_cuda, capturing(x)
-        self._eager, self._sms = self._cuda and not self._captured, sm_count(x.device)
+        self.config, self.nbytes_of_half, self.nbytes = config, nbytes, call.bytes_received
+        self._shape, self._captured = call.result_shape, call.spec.captured
+        self._device, self._cuda, self._sms = x.device, x.is_cuda, sm_count(x.device)
         self._slab: Slab | None = None
         self._number = 0  # of such calls in the group's call table
         self._launches: list[Any] = [None, None]
@@ -93,10 +93,17 @@ class FusedPlan(Plan):
     def _drop_views(self) -> None:
         """Drop what :meth:`_view` has made."""
 
-    def _begin(self, work: Slab) -> tuple[int, int]:
-        """Claim a slot as :meth:`Slab.claim_eager` does, in a capture and on CPUs too."""
-        half = work.claim()
-        return half, torch._C._cuda_getCurrentRawStream(self._device.index) if self._cuda else 0
+    def _first(self, call: OperatorCall, y: torch.Tensor, half: int, *operands: torch.Tensor, **gathered: Any) -> None:
+        """Launch a kernel in a half where it has not been; ``operands``: what it reads instead of x and weight."""
+        from megatron_flux.ops import arguments
+
+        module: Any = arguments
+        if not isinstance(self.config, AllReduceConfig) and self.config.ws:
+            from megatron_flux.ops import hopper_arguments as module
+        assert self._slab is not None  # noqa: S101
+        out = y.view(-1, y.shape[-1])
+        at = arguments.SlabCall(call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed, **gathered)
+        self._launch_by_triton(getattr(module, self.kernel)(at, *operands), self._launches, half)
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
         """The first launch in a half, from which later ones are made; every one of plain kernels and on CPUs."""
@@ -106,52 +113,35 @@ class FusedPlan(Plan):
         if self._cuda and launches[half] is None and launch.operands is not None:
             launches[half] = relaunch(compiled, launch.grid, launch.arguments, launch.operands)
 
-    def _slab_call(self, call: OperatorCall, y: torch.Tensor, half: int) -> SlabCall:
-        """``call`` as the kernels' arguments need it, with matrices."""
-        from megatron_flux.ops.arguments import SlabCall
-
-        assert self._slab is not None  # noqa: S101
-        out = y.view(-1, y.shape[-1])
-        return SlabCall(call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed)
-
-    def _arguments_of(self) -> Any:
-        """The module whose functions give the arguments of kernels of a KernelConfig."""
-        if self.config.ws:
-            from megatron_flux.ops import hopper_arguments
-
-            return hopper_arguments
-        from megatron_flux.ops import arguments
-
-        return arguments
-
 
 class _Gathering(FusedPlan):
     """A plan whose copies go to the peers' slabs."""
 
-    def __init__(self, call: OperatorCall, config: KernelConfig | None, edges: Edges) -> None:
-        """``edges``: what is sent ahead or behind."""
+    def __init__(self, call: OperatorCall, config: KernelConfig | None = None) -> None:
+        """``config``: what :meth:`FusedBackend.plan` has chosen for the GEMM."""
         scales, x = call.sent_scales, call.x
         self._scale_shape = None if scales is None else scales.shape
         nbytes = x.numel() * x.element_size() + (0 if scales is None else scale_bytes(scales.shape))
         super().__init__(call, call.group.size() * nbytes, config)
-        self._edges = edges
+        self._edges = config.edges(call.k) if config is not None and config.ws else WHOLE
         self._pushes: list[Push] = []
         self._gathered: list[torch.Tensor] = []
         """By half: the buffer of this rank, with the leading dimensions of x."""
-        self._scales: list[torch.Tensor] | None = None
         self._side: Side | None = None
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
-        m, k, dtype, shape = call.m, call.k, call.x.dtype, self._scale_shape
-        whole = call.gathered_shape
-        self._gathered = [work.gather_buffer(half, whole, dtype) for half in (0, 1)]
+        (m, _, k), dtype, shape = call.sizes, call.x.dtype, self._scale_shape
+        self._gathered = work.gather_buffers(call.gathered_shape, dtype)
         if shape is not None:
-            self._scales = [work.scale_buffers(half, m * k * dtype.itemsize, shape)[work.rank] for half in (0, 1)]
+            self._view_scales(work, call, [work.scale_buffers(half, m * k * dtype.itemsize, shape) for half in (0, 1)])
         self._pushes = pushes_of(work, m // work.tp, k, dtype, self._edges, shape)
         self._side = side_of(work) if self._cuda else None
 
+    def _view_scales(self, work: Slab, call: OperatorCall, buffers: list[list[torch.Tensor]]) -> None:
+        """Make views of the scales that travel with x; ``buffers``: by half and rank."""
+
     def _drop_views(self) -> None:
-        self._gathered, self._scales, self._pushes, self._side = [], None, [], None
+        self._gathered, self._pushes, self._side = [], [], None
 
     def _push(self, x: torch.Tensor, half: int, stream: int, scales: int = 0) -> None:
         """Enqueue the copies behind what ``stream`` has been given, and ``side.after`` behind them; ``scales``: the
@@ -174,25 +164,23 @@ class AllGatherGemmPlan(_Gathering):
     gathered x. The plain one has it copied in any case, and reads it there.
     """
 
-    def __init__(self, call: OperatorCall, config: KernelConfig) -> None:
-        """``config``: what :meth:`FusedBackend.plan` has chosen."""
-        super().__init__(call, config, config.edges(call.k) if config.ws else WHOLE)
-        self._own_scales: list[torch.Tensor] = []
-        """By half: where the scales of the local shard go for the caller, if a kernel does not put them there."""
-        self._gathered_fp8: list[Fp8Operand] = []
+    kernel = "all_gather_gemm"
+    _scales: Sequence[torch.Tensor | None] = (None, None)
+    """By half: where the scales of this rank's gathered x arrive, if x is in blocks."""
+    _own_scales: Sequence[torch.Tensor] = ()
+    """By half: where the scales of the local shard go for the caller, if a kernel does not put them there."""
+    _gathered_fp8: Sequence[Fp8Operand] = ()
 
-    def _view(self, work: Slab, call: OperatorCall) -> None:
-        super()._view(work, call)
-        if self._scales is not None and call.fp8 is not None:
-            both = zip(self._gathered, self._scales, strict=True)
-            x, tp = call.fp8.x, work.tp
-            self._gathered_fp8 = [Fp8Operand(to.view(torch.uint8), x.dtype, by, x.scaling, tp) for to, by in both]
-            copied = self.config.ws and call.return_gathered
-            self._own_scales = [by[work.rank] for by in self._scales] if copied else []
+    def _view_scales(self, work: Slab, call: OperatorCall, buffers: list[list[torch.Tensor]]) -> None:
+        x, scales = call.fp8.x, [by_rank[work.rank] for by_rank in buffers]  # type: ignore[union-attr]
+        both = zip(self._gathered, scales, strict=True)
+        self._gathered_fp8 = [Fp8Operand(to.view(torch.uint8), x.dtype, by, x.scaling, work.tp) for to, by in both]
+        self._own_scales = [by[work.rank] for by in scales] if self.config.ws and call.return_gathered else ()
+        self._scales = scales
 
     def _drop_views(self) -> None:
         super()._drop_views()
-        self._gathered_fp8, self._own_scales = [], []
+        self._scales, self._gathered_fp8, self._own_scales = (None, None), (), ()
 
     def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
         """See the base class."""
@@ -204,19 +192,18 @@ class AllGatherGemmPlan(_Gathering):
         if fp8 is None:
             y, scales = x.new_empty(self._shape), 0
         else:
-            y = x.new_empty(self._shape, dtype=self._out)
+            y = x.new_empty(self._shape, dtype=fp8.out)
             others = (*others, fp8.x.scale_inv, fp8.weight.scale_inv)
             scales = fp8.x.scale_inv.data_ptr()
         own = x.new_empty(call.gathered_shape) if call.own_gathered else None
         try:
-            if work.table is not None:
-                work.table.spec = self._number
-            half, stream = work.claim_eager() if self._eager else self._begin(work)
+            half, stream = work.claim(self._number)
             self._push(x, half, stream, scales)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, x, *others)
             else:
-                self._first(call, y, half)
+                gathered = self._gathered[half].view(-1, x.shape[-1])
+                self._first(call, y, half, gathered=gathered, scales=self._scales[half])
             if self._own_scales:
                 self._own_scales[half].copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
             if self._side is not None:
@@ -235,18 +222,14 @@ class AllGatherGemmPlan(_Gathering):
         gathered = self._gathered[half].view(torch.uint8)
         return y, Fp8Operand(gathered, fp8.x.dtype, fp8.x.scale_inv, fp8.x.scaling, work.tp)
 
-    def _first(self, call: OperatorCall, y: torch.Tensor, half: int) -> None:
-        at = self._slab_call(call, y, half)
-        at.gathered = matrix(self._gathered[half])
-        at.scales = None if self._scales is None else self._scales[half]
-        self._launch_by_triton(self._arguments_of().all_gather_gemm(at), self._launches, half)
-
 
 class GemmReduceScatterPlan(FusedPlan):
     """gemm_reduce_scatter, and gemm_all_reduce by tiles: then every rank owns all rows.
 
     Always finished: there is nothing left to overlap.
     """
+
+    kernel = "gemm_reduce_scatter"
 
     def __init__(self, call: OperatorCall, config: KernelConfig) -> None:
         """Raises UserError: more tiles than a slab has flags."""
@@ -263,19 +246,16 @@ class GemmReduceScatterPlan(FusedPlan):
         x, weight, fp8, work = call.x, call.weight, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=self._out)
+        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=fp8.out)
         others: tuple[Any, ...] = () if fp8 is None else (fp8.x.scale_inv, fp8.weight.scale_inv)
         if call.addend is not None:
             others = (*others, call.addend)
         try:
-            if work.table is not None:
-                work.table.spec = self._number
-            half, stream = work.claim_eager() if self._eager else self._begin(work)
+            half, stream = work.claim(self._number)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, *others)
             else:
-                at = self._slab_call(call, y, half)
-                self._launch_by_triton(self._arguments_of().gemm_reduce_scatter(at), self._launches, half)
+                self._first(call, y, half)
             if not self._cuda:
                 work.check()
         except BaseException as error:
@@ -291,7 +271,9 @@ class GemmAllReducePlan(FusedPlan):
 
     def __init__(self, call: OperatorCall, config: AllReduceConfig) -> None:
         """``config``: in shots."""
-        super().__init__(call, config.nbytes(call.m, call.n, call.group.size(), call.out.itemsize), config)
+        m, n, _ = call.sizes
+        super().__init__(call, config.nbytes(m, n, call.group.size(), call.out.itemsize), config)
+        self.kernel = "gemm_one_shot" if config.own_gemm else "shots"
 
     def run(self, call: OperatorCall) -> torch.Tensor:
         """See the base class; finished."""
@@ -299,29 +281,21 @@ class GemmAllReducePlan(FusedPlan):
         x, weight, fp8, work = call.x, call.weight, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=self._out)
-        operands: Sequence[Any] = (x, weight) if self.config.own_gemm else (partial(call),)
+        y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=fp8.out)
+        own = self.config.own_gemm
+        operands: Sequence[Any] = (x, weight) if own else (partial(call),)
         try:
-            if work.table is not None:
-                work.table.spec = self._number
-            half, stream = work.claim_eager() if self._eager else self._begin(work)
+            half, stream = work.claim(self._number)
             if launch := self._launches[half]:
                 launch(stream, *operands, y)
             else:
-                self._first(call, operands, y, half)
+                self._first(call, y, half, *(() if own else operands))
             if not self._cuda:
                 work.check()
         except BaseException as error:
             work.poison("gemm_all_reduce", error)
             raise
         return y
-
-    def _first(self, call: OperatorCall, operands: Sequence[Any], y: torch.Tensor, half: int) -> None:
-        from megatron_flux.ops import arguments
-
-        at = self._slab_call(call, y, half)
-        launch = arguments.gemm_one_shot(at) if self.config.own_gemm else arguments.shots(at, *operands)
-        self._launch_by_triton(launch, self._launches, half)
 
 
 class AllGatherPlan(_Gathering):
@@ -333,21 +307,17 @@ class AllGatherPlan(_Gathering):
     """
 
     purpose = "gather"
-
-    def __init__(self, call: OperatorCall) -> None:
-        """Nothing is allocated."""
-        super().__init__(call, None, WHOLE)
-        self._own: list[torch.Tensor] = []
+    _own: Sequence[torch.Tensor] = ()
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
         super()._view(work, call)
         rows = self._gathered[0].shape[0] // work.tp
         own = slice(work.rank * rows, (work.rank + 1) * rows)
-        self._own = [whole[own] for whole in self._gathered] if call.return_gathered else []
+        self._own = [whole[own] for whole in self._gathered] if call.return_gathered else ()
 
     def _drop_views(self) -> None:
         super()._drop_views()
-        self._own = []
+        self._own = ()
 
     def run(self, call: OperatorCall) -> Pending:
         """See the base class."""
@@ -360,9 +330,7 @@ class AllGatherPlan(_Gathering):
         side, launches, device, local_shard = self._side, self._launches, self._device, call.return_gathered
         own = x.new_empty(call.gathered_shape) if call.own_gathered else None
         try:
-            if work.table is not None:
-                work.table.spec = self._number
-            half, begun = work.claim_eager() if self._eager else self._begin(work)
+            half, begun = work.claim(self._number)
             capture, gathered = work.capture, self._gathered[half]
             self._push(x, half, begun)
             if self._own:

@@ -199,7 +199,7 @@ def _run(call: OperatorCall, backend: str) -> Any:
     if torch.is_grad_enabled():  # inside an autograd function that is not so, and costs nothing
         with torch.no_grad():
             return _run(call, backend)
-    plans, key = state_of(call.group).plans, (backend, call.spec)
+    plans, key = state_of(call.group).plans, (backend, call.key)
     plan = plans.get(key)
     if plan is None:
         plan = registry.plan(call, backend)

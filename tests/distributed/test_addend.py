@@ -39,7 +39,7 @@ class Registered:
         from megatron_flux.ops import device
 
         os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(self._tma))
-        device._has_tma.cache_clear()
+        device.has_tma.cache_clear()
         backend = twin()
         backend.config = PLANS[self._plan]
         ops.register_backend(backend)

@@ -141,7 +141,7 @@ def sums_that_are_special() -> None:
         nbytes = config.nbytes(1, 64 * tp, tp, 2)
         work = state_of(group).slab(ALL_REDUCE, nbytes, partial.device, False)
         call = OperatorCall("gemm_all_reduce", partial, None, group)
-        launch = arguments_of(SlabCall(call, out, work, work.claim(), config, 3, {}), partial)
+        launch = arguments_of(SlabCall(call, out, work, work.claim()[0], config, 3, {}), partial)
         by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
         assert out[0, 1].isnan()
         assert out[0, 2] == float("inf")

@@ -269,7 +269,7 @@ def rank_twin(plan: KernelConfig, tma: bool, scaling: str) -> None:
     from megatron_flux.ops.backends.fused import FusedBackend
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    device._has_tma.cache_clear()
+    device.has_tma.cache_clear()
     backend = FusedBackend("twin", twin=True)
     backend.config = plan
     ops.register_backend(backend)

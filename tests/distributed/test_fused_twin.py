@@ -68,7 +68,7 @@ def all_shapes(plan: KernelConfig, tma: bool) -> None:
     backend = twin()
     from megatron_flux.ops import device
 
-    device._has_tma.cache_clear()
+    device.has_tma.cache_clear()
     backend.config = plan
     for mp, n, k, transposed, dtype in (
         (32, 64, 48, False, torch.float16),
@@ -128,15 +128,14 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 def operands_of_one_rank_lie_elsewhere() -> None:
     """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
-    from megatron_flux.ops import arguments
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
     group, stock = dist.group.WORLD, ReferenceBackend()
     backend = twin()
     chosen = []
-    tma = arguments.uses_tma
+    tma = OperatorCall.uses_tma.fget
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "uses_tma", lambda *of: chosen.append(tma(*of)) or chosen[-1])
+        patch.setattr(OperatorCall, "uses_tma", property(lambda call: chosen.append(tma(call)) or chosen[-1]))
         for plan in PLANS.values():
             backend.config = plan
             x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
@@ -255,13 +254,12 @@ def replays_in_any_order() -> None:
 def failed_capture() -> None:
     """A gather that a failed capture left open has never run: nobody may wait for it."""
     from megatron_flux.comm import copy_engine, group_state
-    from megatron_flux.comm.slab import Slab
 
     group_state.drop_slabs()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
-    nothing_waits = mock.patch.object(Slab, "claim", lambda work: work.claim_captured(1).half)
+    nothing_waits = mock.patch("megatron_flux.comm.slab._synchronise")
     with one_capture(1), nothing_waits, mock.patch.object(copy_engine.Push, "by_processor"):
         OperatorCall("all_gather", x, None, group).run(backend)
     for number in (2, None):
@@ -344,7 +342,7 @@ def with_tma(function: Any, tma: bool) -> None:
     from megatron_flux.ops import device
 
     os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    device._has_tma.cache_clear()
+    device.has_tma.cache_clear()
     function()
 
 

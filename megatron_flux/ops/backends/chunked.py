@@ -41,6 +41,7 @@ from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.backend import Backend, BackendPlan, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.device import capability
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import fp8_gemm
 
@@ -81,7 +82,7 @@ class ChunkedBackend(Backend):
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """None, or the first limit these operands meet."""
-        if x.is_cuda and self.wire == wires.FP8 and (found := _capability(x.device)) < FP8_CAPABILITY:
+        if x.is_cuda and self.wire == wires.FP8 and (found := capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
             )
@@ -89,10 +90,12 @@ class ChunkedBackend(Backend):
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
         """See the base class; ``pieces`` of a shard, None: by its size."""
-        return BackendPlan(self, call, pieces=pieces)
+        plan = BackendPlan(self, call, pieces=pieces)
+        plan.nbytes = self.bytes_received(call)
+        return plan
 
     def bytes_received(self, call: OperatorCall) -> int:
-        """See the base class: 8-bit wire formats send fewer."""
+        """Return the bytes that a rank receives for ``call``: 8-bit wire formats send fewer."""
         scatters = call.operator == "gemm_reduce_scatter"
         if self.wire == wires.EXACT or (call.fp8 is not None and not scatters):
             return call.bytes_received
@@ -323,8 +326,3 @@ def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         return "its transport would have to be made while a CUDA graph is captured; run it once before"
     by = transport_of(group, x.device)
     return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

@@ -38,9 +38,9 @@ from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backend import Backend, Plan
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.device import capability, hopper_kernels, sm_count
+from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import FORMATS
 from megatron_flux.ops.fused import (
     AllGatherGemmPlan,
@@ -109,30 +109,20 @@ class FusedBackend(Backend):
         if call.operator == "gemm_all_reduce":
             assert not isinstance(config, KernelConfig), "that of another operator"  # noqa: S101
             how = config or all_reduce_candidates(call)[0]
-            return GemmAllReducePlan(call, how) if how.tiles is None else self._by_tiles(call, how.tiles)
+            if (tiles := how.tiles) is None:
+                return GemmAllReducePlan(call, how)
+            return GemmReduceScatterPlan(call, replace(tiles, ws=tiles.ws and hopper_kernels(call, tiles.bm)))
         assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
-        chosen = self._chosen(call, config)
-        return (
-            AllGatherGemmPlan(call, chosen)
-            if call.operator == "all_gather_gemm"
-            else GemmReduceScatterPlan(call, chosen)
-        )
-
-    def _by_tiles(self, call: OperatorCall, config: KernelConfig) -> Plan:
-        return GemmReduceScatterPlan(call, replace(config, ws=config.ws and hopper_kernels(call, config.bm)))
-
-    def _chosen(self, call: OperatorCall, config: KernelConfig | None) -> KernelConfig:
-        """How a call with a GEMM runs; ``ws`` is set where Hopper's kernels run it."""
-        operator, m, n, k, tp = call.operator, call.m, call.n, call.k, call.group.size()
-        config = config or self.config
-        hopper = hopper_kernels(call, *([] if config is None else [config.bm]))
-        if config is not None:
-            if config.ws and not hopper:
-                config = replace(config, ws=False)
-        else:
-            promoted = None if call.fp8 is None else call.fp8.promoted
-            config = by_rule(operator, m // tp, n, k, tp, sm_count(call.x.device), hopper, promoted)
-        return config if call.fp8 is None else for_fp8(config, promoted=call.fp8.promoted)
+        config, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
+        if config is None:
+            (m, n, k), tp = call.sizes, call.group.size()
+            config = by_rule(call.operator, m // tp, n, k, tp, sm_count(call.x.device), hopper_kernels(call), promoted)
+        elif config.ws and not hopper_kernels(call, config.bm):
+            config = replace(config, ws=False)
+        if promoted is not None:
+            config = for_fp8(config, promoted=promoted)
+        kind = AllGatherGemmPlan if call.operator == "all_gather_gemm" else GemmReduceScatterPlan
+        return kind(call, config)
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see
@@ -141,10 +131,26 @@ class FusedBackend(Backend):
         state_of(group).renew_slabs()
 
 
+def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
+    """Return True if the warp-specialised kernels can run ``call``; nothing else decides it.
+
+    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
+    tiles of ``bm`` rows of a shard; of gemm_reduce_scatter, where ``x`` is in blocks, the scales of every shard begin
+    at a multiple of 16 bytes.
+    """
+    x = call.x
+    if not x.is_cuda or capability(x.device) != (9, 0) or not call.uses_tma:
+        return False
+    if call.operator == "all_gather_gemm":
+        return x.numel() // call.k % bm == 0
+    in_blocks = call.operator == "gemm_reduce_scatter" and call.fp8 is not None and call.fp8.blocks
+    return not in_blocks or call.m // call.group.size() * 4 % ALIGNMENT == 0
+
+
 def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:
     """Return the plans of a gemm_all_reduce that are worth measuring, the choice by rule first."""
     promoted = None if call.fp8 is None else call.fp8.promoted
-    return candidates(call.m, call.n, call.k, call.group.size(), call.out.itemsize, hopper_kernels(call), promoted)
+    return candidates(*call.sizes, call.group.size(), call.out.itemsize, hopper_kernels(call), promoted)
 
 
 def limit(

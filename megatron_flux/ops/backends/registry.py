@@ -8,16 +8,15 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.group_state import all_states
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import LocalPlan, PipelinedBackend, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
-from megatron_flux.ops.call import OperatorCall, check_operands, without_rows
+from megatron_flux.ops.call import OperatorCall, check_operands, compare_calls
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.tuner.measure import Backends
 from megatron_flux.settings import NO_GPU, WIRES
 
@@ -58,52 +57,37 @@ def plan(call: OperatorCall, name: str) -> Plan:
     for by name that cannot take the operands.
     """
     check_operands(call)
-    if call.group.size() == 1 or without_rows(call):
+    if call.group.size() == 1:
+        return LocalPlan(call)
+    if not call.x.numel():
+        compare_calls(call)  # that no rank has rows
         return LocalPlan(call)
     with torch.inference_mode(False), torch.no_grad():  # what is made may outlive inference mode
-        backend, reason = _select(name, call.x, call.weight, call.group)
+        backend, reason = select(name, call.x, call.weight, call.group)
         reasons = [] if reason is None else [reason]
         if call.operator not in backend.operators:
             reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
             backend = _reference
         made = backend.plan(call)
-    made.backend, made.nbytes = backend.name, backend.bytes_received(call)
-    made.degraded = (*reasons, *made.degraded)
+    made.backend, made.degraded = backend.name, (*reasons, *made.degraded)
     return made
 
 
-def select(name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> Backend:
-    """The backend that runs such a call.
-
-    On GPUs a backend is asked for its limits once per name, group, dtype and device of ``x``, contiguity of ``weight``
-    and mode (eager, or for CUDA graphs); settings of the process must be made before. Where ``auto`` has to take a
-    slower backend, that is logged once with the reason; so it is on CPUs, where that is ``reference``. Raises
-    UserError: unknown name, or a backend asked for by name that cannot take these operands.
-    """
-    return _select(name, x, weight, group)[0]
-
-
-def _select(
+def select(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, str | None]:
-    """:func:`select`, and why it is a slower backend than ``auto`` would take: to be counted."""
-    if not x.is_cuda:
-        backend, reasons = resolve(name, x, weight, group)
-        if not reasons or backend is not _reference:
-            return backend, None
-        if NO_GPU not in stats.degraded and group.rank() == 0:
-            logger.warning("megatron_flux: operators run on %s", NO_GPU)
-        return backend, NO_GPU
-    chosen = state_of(group).chosen
-    key = (name, x.dtype, x.device, weight is None or weight.is_contiguous(), capturing(x))
-    if key not in chosen:
-        backend, reasons = resolve(name, x, weight, group)
-        reason = f"{backend.name} instead of {'; '.join(reasons)}" if reasons else None
-        if reasons and group.rank() == 0:
-            logger.warning("megatron_flux: operators run on %s", reason)
-        chosen[key] = backend, reason
-    found: tuple[Backend, str | None] = chosen[key]
-    return found
+    """The backend that runs such a call, and why it is a slower one than ``auto`` would take, if it is.
+
+    The reason is counted in every call, and logged before the first. On CPUs it is said of ``reference`` alone. Raises
+    UserError: unknown name, or a backend asked for by name that cannot take these operands.
+    """
+    backend, reasons = resolve(name, x, weight, group)
+    if not reasons or not (x.is_cuda or backend is _reference):
+        return backend, None
+    reason = f"{backend.name} instead of {'; '.join(reasons)}" if x.is_cuda else NO_GPU
+    if reason not in stats.degraded and group.rank() == 0:
+        logger.warning("megatron_flux: operators run on %s", reason)
+    return backend, reason
 
 
 def resolve(

@@ -59,12 +59,6 @@ class TunedBackend(Backend):
             plan.degraded = ("reference instead of tuned: the call was not measured",)
         return plan
 
-    def bytes_received(self, call: OperatorCall) -> int:
-        """As for the backend that it was decided for."""
-        entry = self.tuner.known(call)
-        chunked = None if entry is None else self.backends.chunked.get(entry.backend)
-        return call.bytes_received if chunked is None else chunked.bytes_received(call)
-
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. Collective."""
         tuned_by_chunks = {"gemm_all_reduce": False, "all_gather": True}.get(call.operator)

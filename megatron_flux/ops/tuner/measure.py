@@ -23,10 +23,11 @@ from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
-from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates
+from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates, hopper_kernels
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.device import sm_count
 from megatron_flux.ops.gemm import gemm_only
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import Shape
@@ -233,8 +234,6 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
     tp = call.group.size()
     if call.operator == "gemm_all_reduce":
         return "full", [*all_reduce_candidates(call)]
-    from megatron_flux.ops.device import hopper_kernels, sm_count
-
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
     found = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
     near: list[KernelConfig] = []
@@ -252,8 +251,6 @@ def _gpu(call: OperatorCall) -> str:
     """The GPU's name where shipped plans hold: warp-specialised kernels over NVLink; else an empty one."""
     if not call.x.is_cuda:
         return ""
-    from megatron_flux.ops.device import hopper_kernels
-
     known = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
     return torch.cuda.get_device_name(call.x.device) if known else ""
 

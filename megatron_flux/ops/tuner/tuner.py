@@ -57,10 +57,6 @@ class Tuner:
         found = [state.tuned[self] for state in all_states() if self in state.tuned]
         return [item for decisions in found for item in decisions.entries.items()]
 
-    def known(self, call: OperatorCall) -> Entry | None:
-        """Return what was decided in this process for ``call``, None if nothing was. Not collective."""
-        return self.decisions(call.group).entries.get(key_of(call, captured=call.spec.captured))
-
     def choose(self, call: OperatorCall) -> Entry:
         """Return what runs ``call``; collective where that is new. Plans are cached by others: this takes time."""
         return self._decide(call, exact_m=False)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_flux.comm import slab as slabs
 from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.slab import CopyStream, Slab
 from megatron_flux.comm.timeouts import poison_on_error
@@ -32,6 +33,16 @@ def slab(alarm: watch.Alarm, *, captured: bool) -> Slab:
     return Slab(2, 1, 0, captured, [], [], empty, empty, empty, empty, alarm)
 
 
+def claim(work: Slab, capture: int | None) -> bool:
+    """Claim a slot as in that capture, and return True if the call is synchronised."""
+    with (
+        mock.patch.object(Slab, "current_capture", return_value=capture),
+        mock.patch.object(slabs, "_synchronise") as synchronise,
+    ):
+        work.claim()
+    return synchronise.called
+
+
 def test_every_further_call_is_told_which_one_was_broken_off(
     alarm: watch.Alarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,14 +54,11 @@ def test_every_further_call_is_told_which_one_was_broken_off(
     work.claim()
     with pytest.raises(ValueError, match="two"), poison_on_error(work, "all_gather_gemm"):
         raise ValueError("one\ntwo")
-    for begin in (work.claim, lambda: work.claim_captured(None)):
-        with pytest.raises(OperatorError) as caught:
-            begin()
-        said = str(caught.value)
-        assert said.startswith(
-            "rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;"
-        )
-        assert "\n" not in said
+    with pytest.raises(OperatorError) as caught:
+        work.claim()
+    said = str(caught.value)
+    assert said.startswith("rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;")
+    assert "\n" not in said
     assert logged == [said]
     work.poison("gemm_reduce_scatter", RuntimeError())  # the first is what matters
     assert alarm.message() == said
@@ -76,19 +84,19 @@ def test_a_graph_of_half_a_call_is_spoilt_and_the_slab_stays_good(
     replayed: list[tuple[bool, str]] = []
     monkeypatch.setattr(torch, "_assert_async", lambda holds, said: replayed.append((bool(holds), said)))
     work = slab(alarm, captured=True)
-    work.claim_captured(7)
+    claim(work, 7)
     work.poison("all_gather", RuntimeError())
     said = "a call of all_gather was broken off by RuntimeError while this CUDA graph was captured"
     assert replayed == [(False, said)]
-    assert work.claim_captured(None).synchronise
+    assert claim(work, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # before its turn
     work.poison("all_gather", RuntimeError())
     assert len(replayed) == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    work.claim_captured(None)
+    claim(work, None)
     work.poison("all_gather", RuntimeError("in a warm-up"))
     with pytest.raises(OperatorError, match="in a warm-up"):
-        work.claim_captured(8)
+        claim(work, 8)
 
 
 def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +109,10 @@ def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatc
     monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
     work = slab(alarm, captured=True)
-    work.claim_captured(7)
+    claim(work, 7)
     work.poison("all_gather", torch.OutOfMemoryError())
     assert len(ended) == 1
-    assert work.claim_captured(None).synchronise
+    assert claim(work, None)
 
 
 @pytest.mark.parametrize("branched", [False, True])
@@ -130,6 +138,6 @@ def test_the_branch_of_the_copies_joins_the_capture(
     monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
     work = slab(alarm, captured=True)
     work.side = CopyStream("copies", None, None)  # type: ignore[arg-type]
-    work.claim_captured(7)
+    claim(work, 7)
     work.poison("all_gather_gemm", RuntimeError())
     assert joined == ([("main", "copies")] if branched else [])

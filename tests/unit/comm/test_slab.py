@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.slab import MIB, Slab, size_class
 
 
@@ -46,10 +48,14 @@ class Streams:
     def call(self, slab: Slab, stream: int, capture: int | None, end: int | None = None) -> tuple[int, bool]:
         """A captured call on ``stream``, whose end is enqueued on the stream ``end``: its half, whether entered."""
         self.current = stream
-        slot = slab.claim_captured(capture)
+        with (
+            mock.patch.object(Slab, "current_capture", return_value=capture),
+            mock.patch.object(slabs, "_synchronise") as synchronise,
+        ):
+            half, _ = slab.claim()
         self.current = stream if end is None else end
         slab.end()
-        return slot.half, slot.synchronise
+        return half, synchronise.called
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.cache import MOST_ENTRIES, Cache
-from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, state_of
 from megatron_flux.comm.slab import MIB, MOST_CALLS, Slab
 
 CPU = torch.device("cpu")
@@ -27,7 +26,7 @@ def eager_slab() -> Slab:
 
 
 def test_eager_calls_follow_a_change_of_stream(eager_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls made ready and others take turns on three streams: each change is a wait, anything else is none."""
+    """Calls take turns on three streams, some with an end: each change is a wait, anything else is none."""
     current, waits = 0, []
 
     def stream(number: int) -> Any:
@@ -36,12 +35,10 @@ def test_eager_calls_follow_a_change_of_stream(eager_slab: Slab, monkeypatch: py
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(current))
     halves = []
-    for current, made_ready in ((1, True), (1, True), (2, True), (2, False), (3, False), (1, True), (1, False)):
-        if made_ready:
-            half, raw = eager_slab.claim_eager()
-            assert raw == current
-        else:
-            half = eager_slab.claim()
+    for current, ends in ((1, False), (1, False), (2, False), (2, True), (3, True), (1, False), (1, True)):
+        half, raw = eager_slab.claim()
+        assert raw == current
+        if ends:
             eager_slab.end()
         halves.append(half)
     assert waits == [(2, 1), (3, 2), (1, 3)]

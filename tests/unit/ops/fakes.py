@@ -57,14 +57,11 @@ class Work:
         self.alarm: Any = SimpleNamespace(words=None, limit=1, close=lambda: None)
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]
 
-    def claim_eager(self) -> tuple[int, int]:
+    def claim(self, spec: int = 0) -> tuple[int, int]:
         self.check()
         half = self.calls & 1
         self.calls += 1
         return half, STREAM
-
-    def claim(self) -> int:
-        return self.claim_eager()[0]
 
     def end(self) -> None:
         self.ended += 1
@@ -82,8 +79,8 @@ class Work:
     def arguments(self, half: int) -> range:
         return range(7)
 
-    def gather_buffer(self, half: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.data[1][half << 20 :].view(dtype)[: math.prod(shape)].view(shape)
+    def gather_buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [self.data[1][half << 20 :].view(dtype)[: math.prod(shape)].view(shape) for half in (0, 1)]
 
     def scale_buffers(self, half: int, *_: Any) -> list[torch.Tensor]:
         return [self.scales[half]] * 2
@@ -133,11 +130,10 @@ class Gpu:
             fused, "pushes_of", lambda _, *of: [self.push(half, scales=of[-1] is not None) for half in (0, 1)]
         )
         from megatron_flux.kernels import launch
-        from megatron_flux.ops import arguments
 
         monkeypatch.setattr(launch, "by_triton", self._by_triton)
         monkeypatch.setattr(launch, "relaunch", self._relaunch)
-        monkeypatch.setattr(arguments, "uses_tma", lambda *_: False)
+        monkeypatch.setattr(OperatorCall, "uses_tma", False)
         self.use(self.work)
 
     def use(self, work: Work) -> None:

@@ -42,7 +42,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selected(name: str) -> str:
-    return registry.select(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2)).name
+    return registry.select(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2))[0].name
 
 
 def test_reference_is_registered() -> None:
@@ -163,7 +163,7 @@ def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) 
     group = group_of(2)
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        backend = registry.select("pipelined", x, None, group)
+        backend, _ = registry.select("pipelined", x, None, group)
     x = torch.zeros(2, 2)
     for call in (
         lambda: OperatorCall("all_gather_gemm", x, x, group).run(backend),

@@ -62,7 +62,7 @@ def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu, bias: bool)
         )
         assert y.shape == (128, 2, 32)
         assert gathered.shape == (128, 2, 64)
-        assert gathered.data_ptr() == gpu.work.gather_buffer(half, (256, 64), torch.bfloat16).data_ptr()
+        assert gathered.data_ptr() == gpu.work.gather_buffers((256, 64), torch.bfloat16)[half].data_ptr()
         name = "hopper_ag_gemm_kernel"
         launched = ("triton", name, 132)
         if number > 1:
@@ -231,7 +231,6 @@ def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pyte
     """With their own plan; in the capture itself no plan is kept that was not there before."""
     backend, captured = gpu.backend(HOPPER), Work()
     state_of(gpu.group).slabs["gemm", True] = captured  # type: ignore[assignment]
-    captured.claim = lambda: captured.claim_eager()[0]  # type: ignore[method-assign]
 
     def call(rows: int = 64) -> None:
         ops.gemm_reduce_scatter(on_gpu(rows, 64), on_gpu(32, 64), gpu.group, backend="one way")

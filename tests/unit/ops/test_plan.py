@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_flux.ops import device, fused
+from megatron_flux.ops import fused
+from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import (
@@ -155,8 +156,8 @@ def test_no_candidate_needs_more_flags_than_there_are(
 @pytest.mark.parametrize("mp", [256, 260, 130])
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
 def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "capability", lambda of: (9, 0))
-    monkeypatch.setattr(device, "_has_tma", lambda of: True)
+    monkeypatch.setattr("megatron_flux.ops.backends.fused.capability", lambda of: (9, 0))
+    monkeypatch.setattr("megatron_flux.ops.call.has_tma", lambda of: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     rows = mp if operator == "all_gather_gemm" else 2 * mp
     numbers, weight = torch.randn(rows, 256), torch.randn(128, 256)
@@ -164,6 +165,6 @@ def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monk
         pair = Fp8Pair(quantized(numbers, scaling), quantized(weight, of_weight))
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group_of(2), fp8=pair)
         if operator == "all_gather_gemm":
-            assert device.hopper_kernels(call) == (mp % 128 == 0)
+            assert hopper_kernels(call) == (mp % 128 == 0)
         else:
-            assert device.hopper_kernels(call) == (scaling == "tensor" or mp % 4 == 0)
+            assert hopper_kernels(call) == (scaling == "tensor" or mp % 4 == 0)

@@ -92,8 +92,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuned]:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
-    alone = SimpleNamespace(of_all_ranks=lambda mine, about: [mine])
-    monkeypatch.setattr(module.agreement, "of_group", lambda group: alone)
+    monkeypatch.setattr(module.agreement, "of_all_ranks", lambda mine, group, about: [mine])
     monkeypatch.setattr(
         module.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine, 1: mine}
     )

@@ -13,7 +13,8 @@ gemm_all_reduce        ``[m, k]``        ``[n, k]``                   ``all_redu
   transposed=True      ``[m, k]``        ``[k, n]``                   ``all_reduce(x @ weight)``        ``[m, n]``
 =====================  ================  ===========================  ============================================
 
-x and weight of the first two may be FP8 (:class:`Fp8Operand`, both ``[rows, k]``): bytes are gathered, with the scales
+gemm_reduce_scatter may add to each rank's product before it is scattered (``addend``). x and weight of the first two
+operators may be FP8 (:class:`Fp8Operand`, both ``[rows, k]``): bytes are gathered, with the scales
 of blocks; partial sums are scattered in bf16 or fp16.
 
 ``n`` and ``k`` are the rank's own. Megatron stores weights ``[out, in]``: the forward pass uses the first form, dgrad

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_flux.errors import UserError
 from megatron_flux.train.fp8 import Recipe
+from megatron_flux.train.options import LORA_TARGETS, LoraTarget
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 LINEARS = ("qkv", "proj", "fc1", "fc2")
@@ -99,7 +100,11 @@ class Workload(BaseModel):
     sequence_parallel: bool = True
     """Without it every rank has all rows between the linears."""
     frozen: bool = False
-    """No parameter has a gradient, as beside adapters."""
+    """No parameter of the layers has a gradient."""
+    lora: int | None = None
+    """Rank of the adapters that are trained beside frozen weights (:mod:`megatron_flux.train.lora`)."""
+    lora_targets: tuple[LoraTarget, ...] | None = None
+    """Linears with an adapter."""
     context_length: int | None = None
     """Tokens of each sequence whose keys and values a decode step finds in its cache."""
 
@@ -123,7 +128,9 @@ class Workload(BaseModel):
             context,
             self.fp8,
             "" if self.sequence_parallel else "no-sp",
-            "frozen" if self.frozen else "",
+            "frozen" if self.frozen and self.lora is None else "",
+            "" if self.lora is None else f"lora{self.lora}",
+            "" if self.lora_targets in (None, LORA_TARGETS) else "-".join(self.lora_targets),
         )
         return "-".join([f"{self.model}-{self.seq}x{self.micro_batch}", *filter(None, how)])
 
@@ -147,6 +154,8 @@ class Workload(BaseModel):
         if trained:
             inner = shape.qkv_size + 3 * shape.hidden_size + shape.fc1_size + shape.ffn_hidden_size
             held += self.layers * self.tokens * (4 * shape.hidden_size + 2 * inner) / tp
+            if self.lora is not None:  # inputs of A: of QKV and FC1 the whole sequence's
+                held += self.layers * 2 * 2 * self.tokens * shape.hidden_size
             if not self.sequence_parallel:  # inputs and outputs of norms are of the whole sequence
                 held += self.layers * 8 * shape.hidden_size * self.tokens * (tp - 1) / tp
         return (held + working_memory(shape, self.tokens, tp)) / 1e9

@@ -16,8 +16,8 @@ workload and variant (``arm``):
   has allocated since its first step, at the peak of a later one, plus its memory outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other variants hold is in it.
 * ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's): see
-  :mod:`megatron_flux.bench.correctness`. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is
-  the tolerance.
+  :mod:`megatron_flux.bench.correctness`. With adapters it is from te's with right gradients; ``left_out`` says where
+  te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 
 A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
@@ -58,10 +58,14 @@ from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown
 from megatron_flux.telemetry.profiler import exported, write_trace
+from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
 logger = logging.getLogger("megatron_flux")
+
+OWN_GATHERS = "te, whose adapters gather norm outputs themselves"
+DROPPED = "TransformerEngine drops the gradient of a gathered norm output (docs/fine-tuning.md)"
 
 
 class LayerBench:
@@ -80,6 +84,8 @@ class LayerBench:
         self._blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
         """Layers by their kind, or why there are none."""
         self._userbuffer_bytes = 0
+        self._reference: tuple[str, Result] = ("", [])
+        """What other results are compared with."""
         self._rounding: dict[str, float] | None = None
         """What FP8 itself changes in the baseline."""
 
@@ -96,7 +102,9 @@ class LayerBench:
         with ExitStack() as stack:
             ready = self._variants(stack)
             results = {variant.name: self._observe(variant) for variant in ready}
-            self._rounding = self._fp8_rounding(ready, results)
+            if results:
+                self._reference = self._right_result(results)
+            self._rounding = self._fp8_rounding(ready)
             if self.captures:
                 for variant in ready:
                     self._capture(variant, results[variant.name])
@@ -176,9 +184,14 @@ class LayerBench:
         if self.weights:
             variants.share(block, self.weights)
         else:
-            trained = self.trained and not self.workload.frozen
-            self.weights = variants.shareable_weights(block, trained=trained)
+            self.weights = variants.shareable_weights(block, trained=self._is_trained)
         return block if self.trained else block.eval()
+
+    def _is_trained(self, name: str) -> bool:
+        """Return True for a parameter that gets a gradient: all, with adapters theirs alone."""
+        if self.workload.lora is not None:
+            return ".adapter." in name
+        return self.trained and not self.workload.frozen
 
     def _held_bytes(self) -> int:
         """Bytes that all variants hold together."""
@@ -232,12 +245,15 @@ class LayerBench:
         self.say(f"{variant.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
     def _row(self, variant: Variant, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
-        reference = baseline_of(results)
         agreement, wires = None, variants.wires_of(variant.name)
         if variants.is_training(variant.name):
-            agreement = {"with": reference, **self._compare(results[variant.name], results[reference], wires)}
+            reference, right = self._reference
+            agreement = {"with": reference, **self._compare(results[variant.name], right, wires)}
             if self._rounding is not None:
                 agreement["fp8_rounding"] = rounded(self._rounding)
+            if reference == OWN_GATHERS and variants.base_of(variant.name) == "te" and not agreement["ok"]:
+                forward = self._compare(results[variant.name][:1], right[:1])
+                agreement |= {"ok": forward["ok"], "left_out": f"gradients do not count: {DROPPED}"}
             if not agreement["ok"]:
                 self.say(f"{variant.name}: does NOT agree with {reference}: {agreement}")
         parts, name = {}, None
@@ -264,14 +280,35 @@ class LayerBench:
     def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:
         return compare(result, reference, self.here.ranks, self._rounding, wires)
 
-    def _fp8_rounding(self, ready: list[Variant], results: dict[str, Result]) -> dict[str, float] | None:
+    def _right_result(self, results: dict[str, Result]) -> tuple[str, Result]:
+        """Return the name and result of what others are compared with: the baseline's.
+
+        Adapters of stock TransformerEngine do without gathered norm outputs here, whose gradients it drops.
+        """
+        from megatron_flux.train.lora import own_gathers
+
+        name = baseline_of(results)
+        block, _ = self._blocks.get("te", (None, None))
+        if name == "te" and block is not None:
+            with own_gathers(block) as changed:
+                if changed:
+                    return OWN_GATHERS, self._observe(self._stock(block, self.workload.fp8))
+        return name, results[name]
+
+    def _stock(self, block: torch.nn.Module, recipe: Recipe | None) -> Variant:
+        return variants.make("te", block, self.x, self.dy, recipe=recipe)
+
+    def _fp8_rounding(self, ready: list[Variant]) -> dict[str, float] | None:
         """Return the difference of the baseline's result in FP8 from that in bf16; None in other workloads."""
+        from megatron_flux.train.lora import own_gathers
+
         block, _ = self._blocks.get("te", (None, None))
         if self.workload.fp8 is None or block is None or not any(variants.is_training(v.name) for v in ready):
             return None
-        with variants.in_bf16(block):
-            exact = self._observe(variants.make("te", block, self.x, self.dy))
-        return differences(results[baseline_of(results)], exact, self.here.ranks)
+        name, result = self._reference
+        with variants.in_bf16(block), own_gathers(block) if name == OWN_GATHERS else nullcontext():
+            exact = self._observe(self._stock(block, None))
+        return differences(result, exact, self.here.ranks)
 
     def _seed(self) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -18,8 +18,11 @@ Only the benchmark knows these backends: it registers them, never an import.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial as partial_call
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,19 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
+
+
+class _Replaced(torch.autograd.Function):
+    """A collective whose forward and backward are these functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Any, backward: Any) -> Any:
+        ctx.of_backward = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return ctx.of_backward(dy), None, None
 
 
 class NoCommunication(ReferenceBackend):
@@ -70,6 +86,28 @@ class NoCommunication(ReferenceBackend):
         """Return a made-up gathered x ``[m, k]``."""
         return Pending(self._gathered(call.x, call.group))
 
+    def without_mappings(self) -> AbstractContextManager[object]:
+        """Leave out the collectives of adapters (:mod:`megatron_flux.train.lora`), which no linear holds."""
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import mappings
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        cut = partial_call(NoCommunication._scattered, self, group=group)
+        gather, scatter = partial_call(self._gathered, group=group), partial_call(self._scattered, group=group)
+        return mock.patch.multiple(
+            mappings,
+            gather_from_sequence_parallel_region=lambda x: _Replaced.apply(x, gather, scatter),
+            scatter_to_sequence_parallel_region=lambda y: _Replaced.apply(y, cut, gather),
+            _gather_along_last_dim=self._gathered_columns,
+        )
+
+    def _gathered_columns(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        key = (x.shape, x.dtype, x.device, group.size(), "columns")
+        if key not in self._buffers:
+            self._buffers[key] = x.repeat(*[1] * (x.dim() - 1), group.size())
+        found: torch.Tensor = self._buffers[key]
+        return found.detach()
+
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()
         return y.narrow(0, group.rank() * rows, rows)
@@ -78,7 +116,8 @@ class NoCommunication(ReferenceBackend):
         key = (x.shape, x.dtype, x.device, group.size())
         if key not in self._buffers:
             self._buffers[key] = x.repeat(group.size(), *[1] * (x.dim() - 1))
-        return self._buffers[key]
+        found: torch.Tensor = self._buffers[key]
+        return found.detach()  # the result of an autograd function must be no other function's
 
     def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
         # As one shard: laying out the scales of blocks is a part of the gather.

@@ -14,10 +14,10 @@ from megatron_flux.bench.cases import LINEARS, Case, Workload, check_divides, la
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.options import Options, option
+from megatron_flux.options import option
 from megatron_flux.patch.patcher import check
 from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.options import GradWireOptions, LinkOptions, Wire
+from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOptions, Wire
 from megatron_flux.train.presets import PRESETS
 
 BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
@@ -101,7 +101,7 @@ class TuneOptions(_Calls, GradWireOptions):
     )
 
 
-class LayerOptions(Options):
+class LayerOptions(LoraOptions):
     """Options of ``bench layer``."""
 
     group: ClassVar[str] = "Layers"
@@ -127,7 +127,7 @@ class LayerOptions(Options):
     num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
     context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
-    frozen: bool = option(False, "Give no parameter a gradient, as in a training of adapters.")
+    frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
     tp: int | None = _tp("Processes, one per GPU. Default: all GPUs.", ge=1)
     link: Literal["nvlink", "p2p", "host", "none"] | None = option(
@@ -227,8 +227,8 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
         raise UserError("CUDA graphs cannot hold the copies of unsynchronised, for which nothing waits; leave it out")
     if graphs and options.fp8 is not None:
         raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave cuda_graphs or --fp8-recipe out")
-    if not trained and (options.frozen or options.fp8 is not None):
-        raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave frozen and --fp8-recipe out")
+    if not trained and (options.frozen or options.lora is not None or options.fp8 is not None):
+        raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave frozen, --lora and --fp8-recipe out")
     workloads = []
     for model in _known("--preset", options.preset, PRESETS):
         preset = PRESETS[model]
@@ -244,7 +244,9 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                 mode=mode,
                 fp8=recipe,
                 sequence_parallel=options.sequence_parallel and mode != "decode",  # one token cannot be divided
-                frozen=options.frozen,
+                frozen=options.frozen or options.lora is not None,
+                lora=options.lora,
+                lora_targets=None if options.lora is None else options.lora_targets,
                 context_length=options.context_length if mode == "decode" else None,
             )
             for batch in dict.fromkeys(batches)
@@ -252,6 +254,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
         ]
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
+        more |= {} if workload.lora is None else {"columns of A (--lora)": workload.lora}
         check_divides(workload.label, workload.shape, tp, **more)
     burst = options.burst or (30 if mode == "decode" else 3)
     decided = {"workloads": workloads, "variants": variants, "tp": tp, "cuda_graphs": graphs, "burst": burst}

@@ -14,6 +14,7 @@ from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number, print_table
 from megatron_flux.ops.tuner import cache
+from megatron_flux.train.options import LORA_TARGETS
 
 Row = Mapping[str, Any]
 
@@ -164,7 +165,7 @@ def _layer_cells(row: Row) -> tuple[str, ...]:
         f"{row['host_ms_per_step']:.2f}",
         number(row.get("sm_clock_mhz"), ".0f"),
         number(row["peak_memory_gb"], ".2f"),
-        "-" if agreement is None else "yes" if agreement["ok"] else "NO",
+        "-" if agreement is None else "NO" if not agreement["ok"] else "y alone" if "left_out" in agreement else "yes",
     )
 
 
@@ -192,7 +193,10 @@ def workload_title(row: Row) -> str:
     how = "" if mode == "training" else f", {mode}"
     how += f" behind {context} tokens" if context else ""
     how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
-    how += ", frozen" if row.get("frozen") else ""
+    lora, targets = row.get("lora"), row.get("lora_targets") or LORA_TARGETS
+    how += ", frozen" if row.get("frozen") and not lora else ""
+    how += f", LoRA of rank {lora}" if lora else ""
+    how += "" if tuple(targets) == LORA_TARGETS else f" on {', '.join(targets)}"
     return (
         f"{row['model']}, {row['seq']} x {row['micro_batch']}{fp8_title(row.get('fp8'))}{how}, {row['layers']} layers"
     )

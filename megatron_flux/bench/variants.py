@@ -31,7 +31,7 @@ All variants leave out rotary embedding, the final norm and dropout.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ from megatron_flux.errors import FluxError
 from megatron_flux.settings import WIRES
 from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
 from megatron_flux.train.memory import workspace_bytes
+from megatron_flux.train.options import LORA_TARGETS
 
 BlockKind = Literal["te", "te_ub", "te_bound", "local"]
 NEED_PEERS = ("te_ub", "unsynchronised")
@@ -158,6 +159,7 @@ def make(
                 opened.enter_context(own_scales(vars(block).setdefault("_scales", {})))
             if base in BOUNDS:
                 opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
+                opened.enter_context(BOUNDS[base].without_mappings())
                 if recipe is not None:
                     opened.enter_context(without_amax_reductions(block))
             elif base.startswith("flux"):
@@ -270,6 +272,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import init_method_normal
 
+    from megatron_flux.train import lora
     from megatron_flux.train.model import layer_options, layer_spec
 
     shape, dtype = workload.shape, dtype_of(device, workload.fp8)
@@ -292,11 +295,22 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     layer, _ = layer_spec("local" if kind == "local" else "transformer_engine", shape, device.type)
     layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
     # No norm behind the last layer: the figures are per layer.
-    return TransformerBlock(config, layers, post_layer_norm=False).to(device)
+    block = TransformerBlock(config, layers, post_layer_norm=False)
+    if workload.lora is not None:
+        # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks.
+        targets = workload.lora_targets or LORA_TARGETS
+        lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=_random_b)
+    return block.to(device)
+
+
+def _random_b(weight: torch.Tensor) -> torch.Tensor:
+    """Make an adapter's output about as large as that of its linear."""
+    return torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
 
 
 def shared_name(name: str) -> str:
     """Return a parameter's name in the local spec: TransformerEngine's linears own the norm in front of them."""
+    name = name.replace(".to_wrap.", ".")
     return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
         "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
     )
@@ -321,17 +335,17 @@ def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> Non
         block.get_submodule(owner)._parameters[leaf] = weight
 
 
-def shareable_weights(block: torch.nn.Module, *, trained: bool) -> dict[str, torch.nn.Parameter]:
+def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, torch.nn.Parameter]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
-    ``trained`` ones get an fp32 ``main_grad``, into which a hook adds as Megatron's DistributedDataParallel does.
-    Others require no gradient.
+    Those whose names are ``trained`` get an fp32 ``main_grad``, into which a hook adds as Megatron's
+    DistributedDataParallel does. Others require no gradient.
     """
     weights = {}
     for name, parameter in block.named_parameters():
         weights[shared_name(name)] = parameter
-        parameter.requires_grad_(trained)
-        if trained:
+        parameter.requires_grad_(trained(name))
+        if trained(name):
             _set_up_gradient(parameter)
     return weights
 

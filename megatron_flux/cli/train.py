@@ -62,7 +62,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     first = rank.is_first()
     if first:
         checkpoint_access.check_save(run)
-    how = {"overwrite": run.overwrite, "resuming": run.load is not None}
+    how = {"overwrite": run.overwrite, "resuming": checkpoint_access.resumes(run)}
     if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
     if launcher.launched() and not first:

@@ -40,6 +40,7 @@ from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held, instead
 from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
+from megatron_flux.train.lora import is_adapter
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 from megatron_flux.train.unpickling import restricted
 
@@ -114,6 +115,9 @@ def load(trainer: Trainer, folder: Path) -> None:
 
 def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     description = checkpoint_folder.description(checkpoint)
+    if config.lora is not None and description.get("adapters") is None:
+        _load_base(trainer, checkpoint, config)
+        return
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
     adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
     if adam is not None:  # megatron-core describes its state before loading, step count included
@@ -126,11 +130,7 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         del state["random_state"]
         if dist.get_rank() == 0:
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
-    try:
-        loaded = dist_checkpointing.load(state, str(checkpoint), TorchDistLoadShardedStrategy())
-    except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
-        said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
-        raise FluxError(said) from error
+    loaded = _read(state, checkpoint, config)
     trainer.model.load_state_dict(loaded["model"])
     if adam is not None:
         _load_torch_adam(*adam, loaded["optimizer"])
@@ -143,6 +143,21 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     trainer.scheduler.step(trainer.batches.consumed)
     if same_layout:
         set_random_state(loaded["random_state"])
+
+
+def _load_base(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
+    """Load the weights of a checkpoint without adapters; everything else is as in a new run."""
+    model = _model_state(trainer, _metadata())
+    state = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
+    trainer.model.load_state_dict(_read(state, checkpoint, config)["model"], strict=False)  # without the adapters
+
+
+def _read(state: dict[str, Any], checkpoint: Path, config: RunConfig) -> Any:
+    try:
+        return dist_checkpointing.load(state, str(checkpoint), TorchDistLoadShardedStrategy())
+    except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
+        said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
+        raise FluxError(said) from error
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
@@ -232,16 +247,25 @@ def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict
         adam.state[parameter]["step"] = step.clone()
 
 
-def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+def _metadata() -> dict[str, Any]:
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _model_state(trainer: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
     inside: Any = trainer.model.module  # DDP's own state has other names
-    model = inside.sharded_state_dict(metadata=metadata)
+    state: dict[str, Any] = inside.sharded_state_dict(metadata=metadata)
+    return state
+
+
+def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
+    metadata = _metadata()
+    model = _model_state(trainer, metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

@@ -22,8 +22,10 @@ from megatron_flux.train import checkpoint_folder as files
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import parameters
 
-MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl")
+MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl", "adapters")
 """Settings that a checkpoint and the run that loads it share, beside the model's shape."""
+OF_WEIGHTS = ("precision", "transformer_impl")
+"""Those of them that the weights of a checkpoint need, below new adapters."""
 INHERITED = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
 """Settings that a resumed run takes from the checkpoint unless it is given others. Blocks of another length would be
 numbered as earlier ones are, and times of both paired.
@@ -38,6 +40,25 @@ def folders(root: Path, config: RunConfig) -> list[Path]:
     return [root / name for name in VARIANTS] if config.command == "compare" else [root]
 
 
+def sources(config: RunConfig) -> list[Path]:
+    """Return the folders that the variants of ``config.load`` come from. Base weights may be in one for both."""
+    root = config.load or Path()
+    found = folders(root, config)
+    return [root] * len(found) if config.lora is not None and files.iterations(root) else found
+
+
+def resumes(config: RunConfig) -> bool:
+    """Return True if the run goes on with what ``config.load`` has."""
+    return config.load is not None and not loads_base(config)
+
+
+def loads_base(config: RunConfig) -> bool:
+    """Return True if ``config.load`` has weights without adapters, and this run begins adapters beside them."""
+    if config.load is None or config.lora is None:
+        return False
+    return files.description(files.chosen(sources(config)[0], config.ckpt_step)).get("adapters") is None
+
+
 def is_saved(config: RunConfig) -> bool:
     """Return True if the folder that ``config`` saves to can be resumed from."""
     return config.save is not None and all(files.tracked(at) is not None for at in folders(config.save, config))
@@ -46,14 +67,17 @@ def is_saved(config: RunConfig) -> bool:
 def check_resume(config: RunConfig) -> dict[str, Any]:
     """Check that ``config.load`` fits this run, and that something is left to do.
 
-    Returns the checkpoint's description, of baseline in a comparison; empty where nothing is resumed.
+    Returns the checkpoint's description, of baseline in a comparison; empty where nothing is resumed: without ``load``,
+    or where adapters begin beside loaded weights.
     """
     if config.load is None:
         for option, given in (("--ckpt-step", config.ckpt_step is not None), ("other_data", config.other_data)):
             if given:
                 raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
         return {}
-    saved = [check_fits(folder, config) for folder in folders(config.load, config)]
+    saved = [check_fits(folder, config) for folder in sources(config)]
+    if loads_base(config):
+        return {}
     if (iteration := min(one["iteration"] for one in saved)) >= config.steps:
         reached = f"what is in --load {config.load} is at step {iteration}"
         raise UserError(f"{reached} and --steps is {config.steps}, which counts from the start of training; give more")
@@ -71,7 +95,8 @@ def check_fits(folder: Path, config: RunConfig) -> dict[str, Any]:
         raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
     saved = files.description(checkpoint)
     theirs = {**saved, **saved["shape"]}
-    ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in MUST_MATCH}}
+    names = OF_WEIGHTS if config.lora is not None and saved.get("adapters") is None else MUST_MATCH
+    ours = {**config.shape.model_dump(mode="json"), **{name: getattr(config, name) for name in names}}
     if config.shape.position_embedding != "learned_absolute":
         del ours["seq_length"]
     different = [name for name, value in ours.items() if theirs.get(name) != value]
@@ -102,7 +127,7 @@ def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
 
 def instead(checkpoint: Path, config: RunConfig) -> str:
     """Return advice for a damaged ``checkpoint`` of ``config.load``: the last iteration before it that is whole."""
-    of_run = folders(config.load or checkpoint.parent, config)
+    of_run = sources(config) if config.load is not None else folders(checkpoint.parent, config)
     for older in reversed(files.iterations(of_run[0])):
         candidates = [files.checkpoint_of(folder, older) for folder in of_run]
         if older < files.iteration_of(checkpoint) and not any(map(files.damage, candidates)):
@@ -146,7 +171,7 @@ def held(config: RunConfig, save: Path) -> Iterator[None]:
 
 def _goes_on(config: RunConfig, save: Path) -> bool:
     """Return True if the run saves to the folder it loads from."""
-    return config.load is not None and config.load.resolve() == save.resolve()
+    return config.load is not None and config.load.resolve() == save.resolve() and resumes(config)
 
 
 def _check_owner(config: RunConfig, save: Path) -> None:

@@ -108,6 +108,13 @@ class RunConfig(RunOptions):
         return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
 
     @property
+    def adapters(self) -> dict[str, Any] | None:
+        """What is trained beside frozen weights, as a checkpoint says it; None where the weights are trained."""
+        if self.lora is None:
+            return None
+        return {"rank": self.lora, "alpha": self.lora_alpha, "targets": list(self.lora_targets)}
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of the global batch."""
         return self.global_batch_size * self.shape.seq_length
@@ -137,6 +144,8 @@ def resolve(
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":
         _check_cuda_graphs(options, device, beside=pp * dp if tp > 1 else 1)
+    if options.lora is not None and options.lora % tp:
+        raise UserError(f"--lora {options.lora} must be a multiple of tp {tp}, which divides it; give another rank")
     if options.strict and flux and tp == 1:
         raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
     shape = _with_vocabulary(_shape(options, preset.shape), options)

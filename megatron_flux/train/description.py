@@ -15,6 +15,7 @@ from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
+from megatron_flux.train.checkpoint_access import resumes
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
@@ -29,7 +30,7 @@ class WandbNames(NamedTuple):
 
 def made(config: RunConfig) -> AbstractContextManager[None]:
     """Make the run folder (:func:`megatron_flux.run.folder.made`)."""
-    how = {"overwrite": config.overwrite, "resuming": config.load is not None}
+    how = {"overwrite": config.overwrite, "resuming": resumes(config)}
     return folder.made(config.out, description(config), **how)
 
 

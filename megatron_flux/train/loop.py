@@ -28,7 +28,7 @@ from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint
-from megatron_flux.train.checkpoint_access import folders, is_saved
+from megatron_flux.train.checkpoint_access import folders, is_saved, loads_base, sources
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepResult
@@ -47,12 +47,15 @@ def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
         names = VARIANTS if comparing else ("flux" if config.flux else "baseline",)
         variants = {name: Variant(name, config, datasets, device) for name in names}
         if config.load is not None:
-            for variant, saved in zip(variants.values(), folders(config.load, config), strict=True):
+            for variant, saved in zip(variants.values(), sources(config), strict=True):
                 checkpoint.load(variant.trainer, saved)
         iterations = {name: variant.trainer.iteration for name, variant in variants.items()}
         if config.load is not None and dist.get_rank() == 0:
             at = ", ".join(f"{name} from step {n}" for name, n in iterations.items())
-            logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
+            if loads_base(config):
+                logger.info("base weights: %s", config.load)
+            else:
+                logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
         with checkpoint.saves(config) as save, ExitStack() as recording:
             if dist.get_rank() == 0:

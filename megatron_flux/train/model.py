@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_flux.train import fp8
+from megatron_flux.train import fp8, lora
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.presets import ModelShape
 from megatron_flux.train.shims import SequenceParallelNorm
@@ -113,6 +113,8 @@ def build_model(config: RunConfig, mcore_config: Any) -> torch.nn.Module:
         position_embedding_type=shape.position_embedding,
         rotary_base=shape.rotary_base,
     )
+    if config.lora is not None:
+        lora.add_adapters(model, mcore_config, config.lora, alpha=config.lora_alpha, targets=config.lora_targets)
     if config.device == "cuda":
         model.cuda()
         if config.cuda_graph_impl == "local":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from pydantic import ByteSize
 
@@ -13,6 +13,9 @@ from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS
 
 Wire = Literal["exact", "fp8", "int8"]
+
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 _in_file = partial(option, file_only=True)
 
@@ -88,6 +91,17 @@ class ModelOptions(Options):
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _in_file(
         "none", "CUDA graphs of layers: megatron-core's own or TransformerEngine's (bf16). GPUs, train only."
     )
+
+
+class LoraOptions(Options):
+    """Adapters of rank LORA on frozen weights; :mod:`megatron_flux.train.lora` says how."""
+
+    group: ClassVar[str] = "Fine-tuning"
+
+    lora: int | None = option(
+        None, "Train LoRA adapters of this rank and nothing else. Of train and compare --load has the weights.", ge=1
+    )
+    lora_targets: list[LoraTarget] = _in_file(list(LORA_TARGETS), "Linears with an adapter.", min_length=1)
 
 
 class ParallelOptions(Options):
@@ -227,8 +241,22 @@ class SaveOptions(Options):
     other_data: bool = _in_file(False, "Resume on another text than the checkpoint was trained on.")
 
 
+class AdapterOptions(LoraOptions):
+    """The same, trained."""
+
+    lora_alpha: float = _in_file(32.0, "Adapters count alpha / rank times.", gt=0)
+
+
 class RunOptions(
-    SaveOptions, EvalOptions, MetricsOptions, FolderOptions, FluxOptions, DataOptions, LearningOptions, ParallelOptions
+    SaveOptions,
+    EvalOptions,
+    MetricsOptions,
+    FolderOptions,
+    FluxOptions,
+    DataOptions,
+    LearningOptions,
+    AdapterOptions,
+    ParallelOptions,
 ):
     """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
 

@@ -109,9 +109,13 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     return shape.num_layers * shape.layer_weights + padded_vocab_size * shape.hidden_size
 
 
-def step_flops(shape: ModelShape, sequences: int) -> float:
-    """Model FLOPs of forward and backward over ``sequences`` sequences of the whole model."""
+def step_flops(shape: ModelShape, sequences: int, *, frozen: bool = False) -> float:
+    """Model FLOPs of forward and backward over ``sequences`` sequences of the whole model.
+
+    ``frozen`` weights have no wgrad; adapters beside them are left out.
+    """
     s, h = shape.seq_length, shape.hidden_size
     scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
     logits = 2 * s * h * shape.vocab_size
-    return 3.0 * sequences * (shape.num_layers * (2 * s * shape.layer_weights + scores) + logits)
+    weights = shape.num_layers * 2 * s * shape.layer_weights + logits
+    return sequences * ((2.0 if frozen else 3.0) * weights + 3.0 * shape.num_layers * scores)

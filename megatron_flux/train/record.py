@@ -37,7 +37,8 @@ class Records:
         self._peak_tflops, self.peak_source = gpus.device_peak(
             environment.device_name(), config.device, config.precision, config.fp8
         )
-        self._tflop = step_flops(config.shape, config.global_batch_size) / config.world_size / 1e12  # a step and device
+        flops = step_flops(config.shape, config.global_batch_size, frozen=config.lora is not None)
+        self._tflop = flops / config.world_size / 1e12  # a step and device
 
     def step(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
         """Return the record of the trainer's last step, which ran between the reports ``before`` and ``after``."""

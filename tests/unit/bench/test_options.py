@@ -17,6 +17,7 @@ from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
 from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.rank import MEASURED
+from megatron_flux.train.options import LORA_TARGETS
 
 FEW = ["--preset", "llama2-70b", "--tokens", "1024", "--directions", "forward"]
 COMMANDS = pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
@@ -226,6 +227,11 @@ def test_modes_of_layers() -> None:
     assert [w.label for w in made.workloads] == [
         f"llama2-70b-4096x2-{fp8}-no-sp-frozen" for fp8 in ("current", "blockwise")
     ]
+    assert [w.model_dump()["lora"] for w in made.workloads] == [None, None]
+    for targets, label in ((list(LORA_TARGETS), "lora16"), (["linear_qkv"], "lora16-linear_qkv")):
+        (workload,) = layer_run(LayerOptions(preset=["llama2-70b"], lora=16, lora_targets=targets), 4).workloads
+        assert (workload.frozen, workload.lora, workload.lora_targets) == (True, 16, tuple(targets))
+        assert workload.label == f"llama2-70b-4096x2-{label}"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +249,8 @@ def test_modes_of_layers() -> None:
         ({"cuda_graphs": True, "fp8": ["current"]}, "cannot capture"),
         ({"cuda_graphs": True, "link": "p2p"}, "over the link p2p"),
         ({"mode": "prefill", "frozen": True}, "has no gradients"),
+        ({"mode": "decode", "lora": 8}, "has no gradients"),
+        ({"lora": 12}, r"12 columns of A \(--lora\) cannot be divided among 8"),
     ],
 )
 def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
@@ -257,5 +265,7 @@ def test_memory_grows_with_what_is_held() -> None:
     assert base.model_copy(update={"frozen": True}).memory_gb(8, 1) < one < base.memory_gb(8, 2)
     assert one < base.model_copy(update={"sequence_parallel": False}).memory_gb(8, 1)
     assert decode.memory_gb(8, 1) < one
+    frozen = base.model_copy(update={"frozen": True})
+    assert frozen.memory_gb(8, 1) < frozen.model_copy(update={"lora": 16}).memory_gb(8, 1)
     longer = decode.model_copy(update={"context_length": 4096})
     assert longer.memory_gb(8, 1) - decode.memory_gb(8, 1) == pytest.approx(4 * 2 * 2048 * 2 * 128 * 2 / 1e9)

@@ -97,11 +97,16 @@ def test_layers_and_what_was_skipped() -> None:
     flux |= {"agreement": {"ok": False}, "flux_fallbacks": {"row: [fp8]": 4}}
     bound = {**LAYER, "arm": "no_communication", "training": False, "agreement": None, "hidden_share": 1.0}
     other = {**LAYER, "mode": "decode", "context_length": 2048, "fp8": "current", "sequence_parallel": False}
+    lora = {**LAYER, "frozen": True, "lora": 16, "lora_targets": ["linear_qkv"]}
+    lora |= {"agreement": {"ok": True, "left_out": "gradients"}}
     skipped = [{**LAYER, "arm": "te_ub", "reason": "<it> [did] not start"}]
-    said = "\n".join(printed(tables.show_layers, {**SUMMARY, "rows": [LAYER, flux, bound, other], "skipped": skipped}))
+    said = "\n".join(
+        printed(tables.show_layers, {**SUMMARY, "rows": [LAYER, flux, bound, other, lora], "skipped": skipped})
+    )
     for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x [1.170-1.180]", "flux_te (graph)",
                  "NO", "no_communication, a bound", "te_ub skipped: <it> [did] not start", "1450",
                  "flux_te: 4 calls ran stock: row: [fp8]",
+                 "gpt3-175b, 2048 x 4, LoRA of rank 16 on linear_qkv, 4 layers", "y alone",
                  "FP8 current, decode behind 2048 tokens, no sequence parallelism"):  # fmt: skip
         assert part in said
     printed(tables.show_layers, {**SUMMARY, "rows": [], "skipped": []})

@@ -57,7 +57,7 @@ def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variants_share_parameters_and_their_gradients() -> None:
     first, second = (torch.nn.Sequential(torch.nn.Linear(3, 2)) for _ in range(2))
-    weights = variants.shareable_weights(first, trained=True)
+    weights = variants.shareable_weights(first, trained=lambda _: True)
     variants.share(second, weights)
     assert all(a is b for a, b in zip(first.parameters(), second.parameters(), strict=True))
     first(torch.ones(4, 3)).sum().backward()

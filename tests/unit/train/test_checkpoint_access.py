@@ -189,6 +189,13 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
             {"distributed_optimizer": False},
             "distributed_optimizer True, this run has",
         ),
+        ({"adapters": {"rank": 4}}, {}, "adapters {'rank': 4}, this run has adapters None"),
+        (
+            {"adapters": {"rank": 4}},
+            {"lora": 8},
+            "adapters {'rank': 4}, this run has adapters {'rank': 8, 'alpha': 32.0",
+        ),
+        ({"precision": "bf16"}, {"lora": 8}, "precision bf16, this run has precision fp32"),
         ({}, {"steps": 3}, "is at step 3 and --steps is 3, which counts from the start of training; give more"),
         ({"iteration": "x"}, {}, "megatron_flux.json cannot be read: ValueError"),
     ],
@@ -201,6 +208,25 @@ def test_what_another_run_saved_is_not_resumed(
     (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about | changed))
     with pytest.raises(UserError, match=re.escape(said)):
         checkpoint_access.check_resume(run_config(tmp_path, load=tmp_path / "saved", **options))
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path: Path, compare: bool) -> None:
+    """Nothing of it is resumed: neither its step, nor its rates, nor its folder."""
+    run = run_config(tmp_path, compare=compare, load=saved, lora=8, steps=1, save=tmp_path / "adapters")
+    assert checkpoint_access.check_resume(run) == {}
+    assert checkpoint_access.loads_base(run)
+    assert not checkpoint_access.resumes(run)
+    assert checkpoint_access.sources(run) == [saved] * (2 if compare else 1)
+    with pytest.raises(UserError, match="holds checkpoints of the run in"):
+        checkpoint_access.check_save(run_config(tmp_path, load=saved, lora=8, save=saved))
+    own = tmp_path / "adapters"
+    for folder in [own / "baseline", own / "flux"] if compare else [own]:
+        checkpoint(folder, 2, adapters=run.adapters)
+    again = run_config(tmp_path, compare=compare, load=own, lora=8, save=own)
+    assert checkpoint_access.check_resume(again)["iteration"] == 2
+    assert checkpoint_access.resumes(again)
+    checkpoint_access.check_save(again)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def resolve(
         ("cpu", {"seq_length": 129}, "sequence length 129 must be divisible by tp 2"),
         ("cpu", {"world_size": 3, "pp": 3}, "layers 2 must be divisible by pp 3"),
         ("cpu", {"hidden_size": 24}, "need an even head size, got hidden size 24 / attention heads 8"),
+        ("cpu", {"lora": 3}, "--lora 3 must be a multiple of tp 2"),
         ("cpu", {"global_batch_size": 7}, "global batch size 7 must be a multiple of 4: micro-batches of 4 x dp 1"),
         ("cpu", {"min_lr": 1.0}, "min_lr 1.0 is above the learning rate 0.001"),
         ("cpu", {"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps 5 must be more than lr_warmup_steps 5"),

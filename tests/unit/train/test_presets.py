@@ -28,3 +28,5 @@ def test_six_flops_per_parameter_and_token_plus_attention(preset: str) -> None:
     # Causal attention: 2 products of s*s*h multiply-adds, half of them, three times (backward twice).
     attention = 3 * shape.num_layers * 2 * 2 * shape.seq_length**2 * shape.hidden_size / 2 * 3
     assert step_flops(shape, 3) == pytest.approx(6 * parameters(shape) * tokens + attention, rel=1e-12)
+    frozen = 4 * parameters(shape) * tokens + attention
+    assert step_flops(shape, 3, frozen=True) == pytest.approx(frozen, rel=1e-12), "without wgrad"

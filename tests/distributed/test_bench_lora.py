@@ -1,0 +1,144 @@
+"""``bench layer --lora``: adapters beside frozen weights, shared by all variants and compared gradient by gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_flux.bench.cases import Workload
+from megatron_flux.train.options import LORA_TARGETS
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_bench_layer import run, run_with
+
+VARIANTS = ("local", "local_again", "flux_local", "no_communication")
+
+
+def workload(**changes: Any) -> Workload:
+    few = {"model": "swiglu", "seq": 16, "micro_batch": 2, "layers": 2, "frozen": True, "lora": 4}
+    return Workload(**{**few, "lora_targets": LORA_TARGETS, **changes})
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("linear_qkv",)], ids=["all", "qkv"])
+def test_variants_agree(world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool) -> None:
+    work = workload(lora_targets=targets, sequence_parallel=sequence_parallel)
+    rows = world2.run(run_with, 2, tmp_path, {"workloads": (work,), "variants": VARIANTS})[0]["rows"]
+    assert [row["arm"] for row in rows] == list(VARIANTS)
+    assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
+    _, again, flux, bound = rows
+    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
+    assert again["agreement"] == {"with": "local", **zero, "ok": True}
+    assert flux["agreement"]["ok"]
+    assert max(flux["agreement"][name] for name in zero) < 1e-5
+    assert flux["flux_layers"] > 4 * work.layers, "no adapter runs flux"
+    assert bound["flux_layers"] == flux["flux_layers"]
+    assert {name.split("/")[1] for name in bound["flux_calls_per_step"]} == {"no_communication"}
+
+
+def rank_spoilt(out: Path) -> Any:
+    """One adapter of the flux variant has its gradient twice."""
+    from megatron_flux.bench import variants
+    from megatron_flux.bench.harness import Variant
+
+    made = variants.make
+
+    def make(name: str, block: Any, *given: Any, **more: Any) -> Variant:
+        variant = made(name, block, *given, **more)
+        step, weight = variant.run, block.layers[0].mlp.linear_fc2.adapter.linear_out.weight
+
+        def twice() -> Any:
+            result = step()
+            weight.main_grad.mul_(2)
+            return result
+
+        variant.run = twice if name == "flux_local" else step
+        return variant
+
+    with mock.patch.object(variants, "make", make):
+        return run(2, out, workloads=(workload(),), variants=("local", "flux_local"))["rows"][1]["agreement"]
+
+
+def test_a_wrong_gradient_of_an_adapter_is_seen(world2: WorkerPool, tmp_path: Path) -> None:
+    for found in world2.run(rank_spoilt, tmp_path):
+        assert found["wgrad"] == pytest.approx(1, rel=1e-3)
+        assert not found["ok"]
+
+
+def rank_without_communication(out: Path, sequence_parallel: bool) -> list[Any]:
+    """The bound starts no collective of torch, in forward or backward."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    from megatron_flux.bench import variants
+
+    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
+    seen: list[str] = []
+    active, made = [False], variants.make
+
+    def make(name: str, *given: Any, **more: Any) -> Any:
+        variant = made(name, *given, **more)
+        step = variant.run
+
+        def watched() -> Any:
+            active[0] = True
+            try:
+                return step()
+            finally:
+                active[0] = False
+
+        variant.run = watched if name == "no_communication" else step
+        return variant
+
+    def watch(name: str) -> Any:
+        stock = getattr(dist, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            if active[0]:
+                seen.append(name)
+            return stock(*given, **more)
+
+        return call
+
+    kept = {
+        name: watch(getattr(mappings, name).__name__) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
+    }
+    with (
+        mock.patch.multiple(dist, **{name: watch(name) for name in names}),
+        mock.patch.multiple(mappings, **kept),
+        mock.patch.object(variants, "make", make),
+    ):
+        work = workload(sequence_parallel=sequence_parallel)
+        run(2, out, workloads=(work,), variants=("local", "no_communication"))
+    return seen
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
+def test_the_bound_has_no_collective_of_adapters(world2: WorkerPool, tmp_path: Path, sequence_parallel: bool) -> None:
+    assert world2.run(rank_without_communication, tmp_path, sequence_parallel) == [[], []]
+
+
+def rank_te(out: Path) -> Any:
+    from megatron_flux.bench import variants
+    from tests.distributed.megatron_world import _te_layer
+
+    spec = lambda kind, shape, device: _te_layer(None, {})  # noqa: E731
+    with (
+        mock.patch.object(variants, "why_no_te", return_value=None),
+        mock.patch("megatron_flux.train.model.layer_spec", spec),
+    ):
+        variants_of_te = ("te", "te_again", "flux_te", "flux_te:backend=reference")
+        return run(2, out, workloads=(workload(),), variants=variants_of_te)["rows"]
+
+
+def test_stock_te_is_compared_where_its_gradients_are_right(te_world2: WorkerPool, tmp_path: Path) -> None:
+    te, again, *_ = te_world2.run(rank_te, tmp_path)[0]
+    for row in (te, again):
+        found = row["agreement"]
+        assert found["with"] == "te, whose adapters gather norm outputs themselves"
+        assert "drops the gradient of a gathered norm output" in found["left_out"]
+        assert found["ok"]
+        assert found["y"] < 1e-5
+        assert min(found["dx"], found["wgrad"]) > 0.05

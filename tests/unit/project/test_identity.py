@@ -55,7 +55,8 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
     words = ("train", "--preset", "tiny", "--nproc", "1", "--tp", "1", "--steps", "1", "--dry-run")
     command = (sys.executable, site / "bin" / "megatron-flux")
     assert commit in run(*command, *words, cwd=empty, PYTHONPATH=str(site))
-    assert run(*command, "slurm", "render", "--help", cwd=empty, PYTHONPATH=str(site))
+    job = ("slurm", "render", "--profile", "local", "--job", "tiny")
+    assert "\nrun_job compare " in run(*command, *job, cwd=empty, PYTHONPATH=str(site))
 
 
 def test_the_commit_is_that_of_the_checkout_now(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from megatron_flux.ops.kernel_config import (
 ALIGNED = 64  # numbers: slots begin at multiples of 128 bytes or more
 MOST_BYTES = 16 << 20
 """Of a result that is added in shots: beyond it tiles are ahead, since two shots hide none of their bytes."""
+FEW_BYTES = 1 << 20
+"""Of a result of many rows whose sum is latency alone, as an adapter's of 8 to 64 columns: one shot saves one way."""
 MOST_ROWS_OF_OWN_GEMM = 64
 LEAST_ROWS_BY_TILES = 128
 
@@ -116,6 +118,8 @@ def candidates(
         found.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
     by_tiles = [AllReduceConfig(tiles=config) for config in all_ranks_candidates(m, k, ws, promoted)]
     if m >= LEAST_ROWS_BY_TILES:
+        if m * n * size <= FEW_BYTES:
+            found.append(AllReduceConfig(block=2048, ctas=64, warps=8))
         found += by_tiles
     fitting = [config for config in found if config.fits(m, n, tp, size)]
     one_shot, tiled = AllReduceConfig(), by_tiles[0]

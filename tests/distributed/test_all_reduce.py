@@ -315,6 +315,14 @@ def test_the_operator(world: WorkerPool) -> None:
     world.run(by_operator)
 
 
+def test_few_bytes_of_many_rows_may_go_in_one_shot() -> None:
+    """An adapter's all-reduces: latency is all that they cost."""
+    shots = {
+        n: [config.shots for config in candidates(4096, n, 4096, 2, 2) if not config.tiles] for n in (16, 128, 4096)
+    }
+    assert shots == {16: [2, 1], 128: [2, 1], 4096: []}
+
+
 @pytest.mark.parametrize("m", [1, 2, 7, 64, 65, 512, 1000, 8192])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_candidates_can_run(m: int, tp: int) -> None:

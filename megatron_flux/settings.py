@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from platformdirs import user_cache_dir
@@ -33,9 +34,11 @@ from megatron_flux.errors import UserError
 OFF, ON = ("", "0", "false", "off", "no"), ("1", "true", "on", "yes")
 """What MEGATRON_FLUX may say, in any case of letters."""
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
-LINKS = ("none", "host", "p2p", "nvlink")
+LinkKind = Literal["none", "host", "p2p", "nvlink"]
+LINKS: tuple[str, ...] = get_args(LinkKind)
 """What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
-WIRES = ("exact", "fp8", "int8")
+Wire = Literal["exact", "fp8", "int8"]
+WIRES: tuple[str, ...] = get_args(Wire)
 """What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
 _TUNE = ("short", "full")
 NO_GPU = "reference: no GPU"

@@ -16,8 +16,9 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
 from megatron_flux.options import option
 from megatron_flux.patch.patcher import check
+from megatron_flux.settings import LinkKind, Wire
 from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOptions, Wire
+from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOptions
 from megatron_flux.train.presets import PRESETS
 
 BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
@@ -130,7 +131,7 @@ class LayerOptions(LoraOptions):
     frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
     tp: int | None = _tp("Processes, one per GPU. Default: all GPUs.", ge=1)
-    link: Literal["nvlink", "p2p", "host", "none"] | None = option(
+    link: LinkKind | None = option(
         None, "Strongest link to use. Default: MEGATRON_FLUX_LINK, else the strongest there is."
     )
     backend: str = option("auto", "Operator backend of the flux variants: auto, or one by name.")

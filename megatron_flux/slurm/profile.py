@@ -20,6 +20,7 @@ from megatron_flux import plain_yaml
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.options import Checked, validated
+from megatron_flux.settings import LinkKind, Wire
 
 
 class FromYaml(Checked):
@@ -116,10 +117,6 @@ def seconds(duration: str) -> int | None:
         parts.insert(0, 0)
     hours, minutes, more = (*parts, 0, 0)[:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + more or None
-
-
-LinkKind = Literal["nvlink", "p2p", "host", "none"]  # see megatron_flux.comm.links
-Wire = Literal["exact", "fp8", "int8"]  # see megatron_flux.kernels.wire
 
 
 class Floors(Checked):

@@ -21,10 +21,11 @@ from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
+from megatron_flux.settings import Wire
 from megatron_flux.train import tokenizer
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
-from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions, Wire
+from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS, ModelShape
 
 _VOCAB_MULTIPLE = 128

@@ -9,10 +9,9 @@ from typing import ClassVar, Literal, get_args
 from pydantic import ByteSize
 
 from megatron_flux.options import Options, option
+from megatron_flux.settings import LinkKind, Wire
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS
-
-Wire = Literal["exact", "fp8", "int8"]
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
@@ -25,7 +24,7 @@ class LinkOptions(Options):
 
     group: ClassVar[str] = "Flux"
 
-    link: Literal["nvlink", "p2p", "host", "none"] | None = option(
+    link: LinkKind | None = option(
         None,
         "Strongest link to use, by stock and flux: host and none also set NCCL_P2P_DISABLE=1. Default: "
         "MEGATRON_FLUX_LINK, else the strongest there is.",

@@ -19,7 +19,8 @@ from megatron_flux.comm.shared_memory import FOLDER
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.options import Checked, validated
-from megatron_flux.slurm.profile import DEFAULTS, Floors, LinkKind
+from megatron_flux.settings import LinkKind
+from megatron_flux.slurm.profile import DEFAULTS, Floors
 
 _OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
 _CLOCK_S = 1.0  # seconds between two nodes' clocks; NTP keeps them within milliseconds

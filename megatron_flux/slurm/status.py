@@ -181,13 +181,19 @@ def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> lis
     files = sorted(
         newest.glob(f"*-[0-9]*-{glob.escape(node) if node else '*'}.log"), key=lambda file: file.stat().st_mtime
     )
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    if rank is not None:
-        begin = PREFIX.format(rank)
-        lines = [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+    written = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    begin = "" if rank is None else PREFIX.format(rank)
+    lines = [line.removeprefix(begin) for line in written if line.startswith(begin)]
     if not lines:
         who = " and ".join([f"rank {rank}"] * (rank is not None) + [f"node {node}"] * (node is not None))
-        raise UserError(f"no line of {who} in {newest}/*.log; `megatron-flux slurm status {root}` says what has begun")
+        names = sorted({file.stem.split("-", 2)[2] for file in newest.glob("train-[0-9]*-*.log")})
+        instead = f"`megatron-flux slurm status {root}` says what has begun"
+        if written:  # most ranks write nothing unless something is wrong
+            ranks = sorted({int(match[1]) for line in written if (match := re.match(r"\[rank (\d+)\] ", line))})
+            instead = f"ranks that wrote there: {', '.join(map(str, ranks)) or 'none'}"
+        elif node is not None and names and node not in names:
+            instead = f"use one of the nodes {', '.join(names)}"
+        raise UserError(f"no line of {who} in {newest}/*.log; {instead}")
     return lines
 
 

@@ -30,7 +30,7 @@ PYTHON
 fi
 pip() { "$python" -m pip install --disable-pip-version-check --constraint "$venv/constraints" "$@"; }
 "$python" -c 'import torch' 2>/dev/null ||
-    pip "${MEGATRON_FLUX_TORCH:-torch}" --extra-index-url https://download.pytorch.org/whl/cpu
+    pip "${MEGATRON_FLUX_TORCH:-torch}" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 upgrade=()
 [[ $which == lowest ]] || upgrade=(--upgrade --upgrade-strategy eager)
 pip ${upgrade[@]+"${upgrade[@]}"} --editable ".[quant,run,wandb]" hypothesis pytest

@@ -1,4 +1,4 @@
-"""Documents: links lead to files and headings, and every environment variable is documented."""
+"""Documents: links lead to files and headings, every environment variable is documented, sentences are short."""
 
 from __future__ import annotations
 
@@ -54,6 +54,20 @@ def test_links_lead_somewhere(document: Path) -> None:
         target = document.parent / path if path else document
         assert "://" in link or target.exists(), link
         assert "://" in link or not anchor or anchor in _anchors(target), link
+
+
+def _sentences(document: Path) -> Iterator[str]:
+    """Yield sentences of prose, table cells and list items; code and generated tables are left out."""
+    text = re.sub(r"```.*?```|<!-- (?:options|table) .*?<!-- end -->", "\n\n", document.read_text(), flags=re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=[|#]|\s*[-*] |\s*\d+\. )", text):
+        for cell in block.split("|") if block.startswith("|") else [block]:
+            words = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).split())
+            yield from re.split(r"(?<=[.!?:;])(?:\*\*)? (?=[A-Z`*(])", words)
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_have_at_most_25_words(document: Path) -> None:
+    assert [sentence for sentence in _sentences(document) if len(sentence.split()) > 25] == []
 
 
 def _texts(expression: ast.expr | None, module: ModuleType) -> Iterator[str]:

@@ -61,20 +61,20 @@ Rows = dict[int, dict[str, float]]
 
 def main() -> int:
     """Do the runs and write the comparison."""
-    options = _options()
+    options = parse()
     out, checkout = options.out.resolve(), options.checkout.resolve()
     out.mkdir(parents=True)
     found: dict[str, Any] = {
         "Megatron-LM": version_of_tree(checkout / "megatron" / "core"),
         "device": environment.device_name(),
         "versions": environment.versions(),
-        "arguments": _arguments(options),
+        "arguments": arguments(options),
         "runs": {},
         "against stock": {},
     }
     rows: dict[tuple[str, str], Rows] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ["PATH"] = _tools(checkout, Path(scratch))
+        os.environ["PATH"] = tools(checkout, Path(scratch))
         for implementation, run in options.runs:
             name = f"{implementation}-{run}"
             tree = _patched(checkout, Path(scratch)) if run == "patched" else checkout
@@ -92,7 +92,8 @@ def main() -> int:
     return 0 if good and all(pair["comparable"] for pair in found["against stock"].values()) else 1
 
 
-def _options() -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the checked options; None: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a Megatron-LM source tree, as released")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; must not exist")
@@ -106,8 +107,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tune-seconds", type=int, default=4, help="bound of tuning one call shape")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
     parser.add_argument("--more", type=shlex.split, default=[], help="more of Megatron-LM's arguments, quoted")
+    parser.add_argument("--without", type=shlex.split, default=[], help="switches among all runs' that go, quoted")
     parser.add_argument("--cpu", action="store_true", help="run on CPU processes over gloo")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if not (options.checkout / "pretrain_gpt.py").is_file():
         parser.error(f"{options.checkout} has no pretrain_gpt.py; give a Megatron-LM source tree")
     if options.out.exists():
@@ -125,7 +127,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _arguments(options: argparse.Namespace) -> list[str]:
+def arguments(options: argparse.Namespace) -> list[str]:
     """Return Megatron-LM's own arguments, which all runs have."""
     words = f"""
         --tensor-model-parallel-size {options.nproc} --sequence-parallel
@@ -141,6 +143,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         --log-timers-to-tensorboard --no-one-logger --distributed-timeout-minutes 2
         --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     """.split()
+    words = [word for word in words if word not in options.without]
     if options.cpu:
         own = ["--distributed-backend", "gloo", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"]
         return [*words, *options.more, *own]
@@ -162,7 +165,7 @@ def _patched(checkout: Path, scratch: Path) -> Path:
     return tree
 
 
-def _tools(checkout: Path, scratch: Path) -> str:
+def tools(checkout: Path, scratch: Path) -> str:
     """Return a PATH with which the ``make`` of Megatron-LM's start works.
 
     Where its C++ helpers cannot be compiled, the installed megatron-core's prebuilt ones are put into the checkout.
@@ -201,7 +204,7 @@ def _run(options: argparse.Namespace, tree: Path, out: Path, implementation: str
         "MEGATRON_FLUX_TUNE_CACHE": str(out / "tuned.json"),
         "MEGATRON_FLUX_TUNE_SECONDS": str(options.tune_seconds),
     }
-    words = ["pretrain_gpt.py", *_arguments(options), "--transformer-impl", implementation]
+    words = ["pretrain_gpt.py", *arguments(options), "--transformer-impl", implementation]
     if implementation == "local" and not options.cpu:
         words += ["--spec", "megatron_lm_spec", "LOCAL"]
     words += ["--tensorboard-dir", str(folder / "tensorboard")]

@@ -96,12 +96,16 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_in_megatron() -> None:
-    """A norm that runs under sequence parallelism, and no CUDA extensions to compile."""
+    """A norm that runs under sequence parallelism, no kernels of TransformerEngine, no CUDA extensions to compile."""
     from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.moe import moe_utils
 
     backends.LNImpl = backends.WrappedTorchNorm = SequenceParallelNorm
-    transformer_block.LayerNormImpl = SequenceParallelNorm
+    transformer_block.LayerNormImpl = gpt_layer_specs.LNImpl = SequenceParallelNorm
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 reads it, and has it with TransformerEngine only
+        moe_utils.te_general_gemm = None
     legacy = types.ModuleType("megatron.legacy.fused_kernels")
     legacy.load = _nothing
     sys.modules[legacy.__name__] = legacy

@@ -7,6 +7,7 @@ whatever order they were added. ``largest`` bounds what a dtype can hold without
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 TOLERANCE = 1e-5
 LARGEST_EXACT = {torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
@@ -42,3 +43,17 @@ def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, toler
         f"{name}: relative error {error:.3e} > {tolerance:.1e}; got {tuple(actual.shape)}, expected "
         f"{tuple(expected.shape)}"
     )
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """``x`` of all ranks of ``group``, by stock."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts)
+
+
+def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum over all ranks of ``group`` in fp32, by stock."""
+    total = partial.float().clone()
+    dist.all_reduce(total, group=group)
+    return total

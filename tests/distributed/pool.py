@@ -15,6 +15,9 @@ Contract
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -187,6 +190,40 @@ class WorkerPool:
                 pass
         self.stop()
         raise RankError(f"[rank {rank} of {self.size}] the worker did not start; its output is above")
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The function below :func:`on_ranks`, as a worker finds it: under its name is the test."""
+
+    module: str
+    name: str
+
+    def __call__(self, **parameters: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name).__wrapped__(**parameters)
+
+
+def on_ranks(world: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test that every rank of the fixture ``world`` runs; its own parameters must be picklable.
+
+    ``test.on(pool, ...)`` runs it on another pool.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def on(pool: WorkerPool, **given: Any) -> None:
+            pool.run(functools.partial(_Body(body.__module__, body.__qualname__), **given))
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            on(given.pop(world), **given)
+
+        test.on = on
+        signature = inspect.signature(body)
+        pool = inspect.Parameter(world, inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), pool])  # for pytest
+        return test
+
+    return decorate
 
 
 def _worker_environment(backend: str) -> dict[str, str]:

@@ -5,12 +5,11 @@ On the CPU twin with real processes; allocations fail where those of a GPU would
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm import agreement, shared_memory, slab
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.backends import registry
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_fused_exceptions import call_of, right
-from tests.distributed.test_fused_twin import TINY, twin
+from tests.distributed.twins import NEEDS_TRITON, TINY, registered, twin
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 SECONDS = 10.0
 NO_MEMORY = RuntimeError("CUDA driver error: out of memory")
@@ -76,7 +74,8 @@ def test_a_workspace_that_one_rank_has_no_memory_for(world2: WorkerPool) -> None
         assert "fabric manager" not in said
 
 
-def a_gpu_without_memory() -> str:
+@on_ranks("world2")
+def test_a_gpu_without_memory_is_no_lack_of_peer_access() -> None:
     """The words of the GPU's allocator."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -85,14 +84,10 @@ def a_gpu_without_memory() -> str:
     with mock.patch.object(symm_mem, "empty", made), pytest.raises(OperatorError) as caught:
         shared_memory.symmetric(dist.group.WORLD, 800 << 20, torch.device("cpu"))
     assert made.call_count == 1 + dist.get_rank(), "the rank without memory tries twice"
-    return str(caught.value)
-
-
-def test_a_gpu_without_memory_is_no_lack_of_peer_access(world2: WorkerPool) -> None:
-    for said in world2.run(a_gpu_without_memory):
-        assert said.startswith("sharing 800 MiB of GPU memory among ranks [0, 1] failed (tp rank 1: RuntimeError: CUDA")
-        assert "leave more of the GPU's memory free" in said
-        assert "fabric manager" not in said
+    said = str(caught.value)
+    assert said.startswith("sharing 800 MiB of GPU memory among ranks [0, 1] failed (tp rank 1: RuntimeError: CUDA")
+    assert "leave more of the GPU's memory free" in said
+    assert "fabric manager" not in said
 
 
 def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:
@@ -168,11 +163,14 @@ def test_a_peer_that_does_not_come_in_time_is_told_when_it_does(world2: WorkerPo
     assert seconds < SECONDS
 
 
-def no_rows_on_one_rank(operator: str, backend: str) -> str:
+@pytest.mark.parametrize("backend", ["twin", "chunked"])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather"])
+@on_ranks("world2")
+def test_rows_on_some_ranks_only(operator: str, backend: str) -> None:
     group = dist.new_group([0, 1])
     rows = 4 * dist.get_rank()
     x, w = torch.ones(rows, 32, dtype=torch.float16), torch.ones(32, 32, dtype=torch.float16)
-    with registered(twin()) if backend == "twin" else nullcontext():
+    with registered(KernelConfig(**TINY)) if backend == "twin" else nullcontext():
         began = time.monotonic()
         with pytest.raises(UserError) as caught:
             make(operator, x, w, group, backend)
@@ -180,39 +178,20 @@ def no_rows_on_one_rank(operator: str, backend: str) -> str:
         for _ in range(2):
             assert not make(operator, x[:0], w, group, backend).numel()  # on all ranks, once compared and once not
         make(operator, torch.ones(4, 32, dtype=torch.float16), w, group, backend)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["twin", "chunked"])
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather"])
-def test_rows_on_some_ranks_only(world2: WorkerPool, operator: str, backend: str) -> None:
-    rows = 8 if "gather" in operator else 4
-    for said in world2.run(no_rows_on_one_rank, operator, backend):
-        assert f"tp rank 0: {operator} m=0 " in said
-        assert f"tp rank 1: {operator} m={rows} " in said
-        assert "\n" not in said
+    said = str(caught.value)
+    assert f"tp rank 0: {operator} m=0 " in said
+    assert f"tp rank 1: {operator} m={8 if 'gather' in operator else 4} " in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather"])
-def test_no_columns(world2: WorkerPool, operator: str) -> None:
-    assert world2.run(no_columns, operator) == ["UserError"] * 2
-
-
-def no_columns(operator: str) -> str:
-    return attempt(lambda: make(operator, torch.ones(4, 0), torch.ones(32, 0), dist.group.WORLD, "auto"))[0]
+@on_ranks("world2")
+def test_no_columns(operator: str) -> None:
+    with pytest.raises(UserError):
+        make(operator, torch.ones(4, 0), torch.ones(32, 0), dist.group.WORLD, "auto")
 
 
 def make(operator: str, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, backend: str) -> torch.Tensor:
     if operator == "all_gather":
         return ops.all_gather(x, group, backend=backend).wait()
     return getattr(ops, operator)(x, w, group, backend=backend)
-
-
-@contextmanager
-def registered(backend: Any) -> Iterator[None]:
-    backend.config = KernelConfig(**TINY)
-    registry._backends["twin"] = backend
-    try:
-        yield
-    finally:
-        del registry._backends["twin"]

@@ -8,8 +8,6 @@ a peer that never comes; backends that do not have the operator.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 import random
 import time
@@ -24,10 +22,11 @@ from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import integers, one_capture, twin, with_tma
+from tests.distributed.data import summed
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, integers, one_capture, twin, use_tma
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 OWN: dict[str, Any] = {"own_gemm": True, "bm": 16, "bn": 32, "bk": 16}
 CONFIGS = {
@@ -36,20 +35,14 @@ CONFIGS = {
     "own GEMM": AllReduceConfig(**OWN),
     "tiles": AllReduceConfig(tiles=KernelConfig(bm=16, bn=32, bk=16, band=2, reducers=1)),
 }
-NO_FLAGS = [name for name, config in CONFIGS.items() if config.tiles is None]
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+NO_FLAGS = [config for config in CONFIGS.values() if config.tiles is None]
 """By which numbers arrive without a flag."""
 
 
 def run(backend: Any, x: torch.Tensor, w: torch.Tensor, config: AllReduceConfig, **how: Any) -> torch.Tensor:
     group = how.pop("group", None) or dist.group.WORLD
     return OperatorCall("gemm_all_reduce", x, w, group, **how).run(backend, config=config).wait()
-
-
-def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """In fp32."""
-    total = partial.float().clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def everything_is_empty() -> None:
@@ -75,7 +68,8 @@ def compare(
     assert torch.equal(y, summed(x.float() @ wt.float()).to(dtype))
 
 
-def all_shapes(config: AllReduceConfig) -> None:
+def all_shapes(config: AllReduceConfig, tma: bool = True) -> None:
+    use_tma(tma)
     tp = dist.get_world_size()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for m, n, k, transposed in (
@@ -101,27 +95,40 @@ def same_bits_on_all_ranks(config: AllReduceConfig) -> None:
         ranks: list[Any] = [None] * tp
         dist.all_gather_object(ranks, y)
         assert all(torch.equal(y, other) for other in ranks)
-        assert torch.equal(y, run(backend, x, w, config))
+        again = run(backend, x, w, config)
+        assert torch.equal(y, again), f"{(y != again).sum()} numbers differ, by {(y - again).abs().max()}"
         exact, stock = summed(x.float() @ w.float().t()), x @ w.t()
         dist.all_reduce(stock)
         assert (y.float() - exact).norm() <= 2 * (stock.float() - exact).norm()
 
 
-def zeros_that_are_special(config: AllReduceConfig) -> None:
-    """Partials with the very bits that stand for "nothing has arrived" must not be waited for."""
-    for dtype in (torch.bfloat16, torch.float32):
-        x, w = torch.zeros(4, 16, dtype=dtype), torch.zeros(16, 160, dtype=dtype)
-        x[:, :4] = torch.eye(4)
-        w[0] = -0.0
-        w[1] = 1
-        w[3] = torch.tensor([-0x7FFF8000], dtype=torch.int32).view(torch.float32)[0]
-        y = run(twin(), x, w, config, transposed=True)
-        assert (y[[0, 2, 3]] == 0).all()
-        assert (y[1] == dist.get_world_size()).all()
-    everything_is_empty()
+@EACH
+def test_sums_are_exact(world2: WorkerPool, config: AllReduceConfig) -> None:
+    world2.run(all_shapes, config)
 
 
-def sums_that_are_special() -> None:
+@pytest.mark.parametrize("name", ["own GEMM", "tiles"])
+def test_pointers_instead_of_descriptors(world2: WorkerPool, name: str) -> None:
+    world2.run(all_shapes, CONFIGS[name], False)
+
+
+@pytest.mark.slow
+@EACH
+def test_sums_are_exact_on_four_ranks(world4: WorkerPool, config: AllReduceConfig) -> None:
+    world4.run(all_shapes, config)
+
+
+@EACH
+def test_all_ranks_have_the_same_bits_every_time(world2: WorkerPool, config: AllReduceConfig) -> None:
+    world2.run(same_bits_on_all_ranks, config)
+
+
+def test_all_four_ranks_have_the_same_bits_every_time(world4: WorkerPool) -> None:
+    world4.run(same_bits_on_all_ranks, CONFIGS["two shots"])
+
+
+@on_ranks("world2")
+def test_negative_zeros_nans_and_infinities() -> None:
     """The kernels without a GEMM on partials as they are: every bit pattern that matters, one way in and out."""
     from megatron_flux.comm.group_state import ALL_REDUCE, state_of
     from megatron_flux.kernels.launch import by_triton
@@ -151,7 +158,24 @@ def sums_that_are_special() -> None:
     everything_is_empty()
 
 
-def between_other_operators() -> None:
+@pytest.mark.parametrize("config", NO_FLAGS)
+@on_ranks("world2")
+def test_nothing_is_waited_for_that_is_zero(config: AllReduceConfig) -> None:
+    """Partials with the very bits that stand for "nothing has arrived" must not be waited for."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x, w = torch.zeros(4, 16, dtype=dtype), torch.zeros(16, 160, dtype=dtype)
+        x[:, :4] = torch.eye(4)
+        w[0] = -0.0
+        w[1] = 1
+        w[3] = torch.tensor([-0x7FFF8000], dtype=torch.int32).view(torch.float32)[0]
+        y = run(twin(), x, w, config, transposed=True)
+        assert (y[[0, 2, 3]] == 0).all()
+        assert (y[1] == dist.get_world_size()).all()
+    everything_is_empty()
+
+
+@on_ranks("world2")
+def test_other_operators_and_groups_in_between() -> None:
     """Calls of all operators of a group in turn, and of a second group of the same ranks: no one's numbers are lost."""
     group = dist.group.WORLD
     other = dist.new_group(list(range(group.size())))
@@ -172,7 +196,9 @@ def between_other_operators() -> None:
     dist.barrier()
 
 
-def replays(config: AllReduceConfig) -> None:
+@EACH
+@on_ranks("world2")
+def test_graphs_may_be_replayed_in_any_order(config: AllReduceConfig) -> None:
     """Graphs of one, two and three calls, replayed in any order, with calls outside of them in between."""
     from megatron_flux.comm import group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
@@ -197,7 +223,9 @@ def replays(config: AllReduceConfig) -> None:
     group_state.drop_slabs()
 
 
-def one_rank_late(config: AllReduceConfig) -> None:
+@EACH
+@on_ranks("world2")
+def test_late_rank_is_waited_for(config: AllReduceConfig) -> None:
     backend = twin()
     for late in range(2 * dist.get_world_size()):
         if dist.get_rank() == late % dist.get_world_size():
@@ -205,28 +233,29 @@ def one_rank_late(config: AllReduceConfig) -> None:
         compare(config, 4, 96, 16, torch.float16, False, backend)
 
 
-def peer_never_comes(config: AllReduceConfig) -> tuple[str, float]:
-    """What the time-out says, and how long the rank slept for it: all blocks wait, but one after the other."""
+@EACH
+@on_ranks("world2")
+def test_timeout_names_operator_rank_peer_block_and_epoch(config: AllReduceConfig) -> None:
     from megatron_flux.comm import group_state
 
     group_state.drop_slabs()
-    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
-    backend, said, slept = twin(), "", 0.0
-    try:
+    with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="1"):
+        backend = twin()
         compare(config, 4, 128, 16, torch.float16, False, backend)
         if dist.get_rank() == 0:
             x, w = integers(4, 16, torch.float16), integers(128, 16, torch.float16)
             with pytest.raises(OperatorError) as caught, mock.patch("time.sleep", wraps=time.sleep) as sleep:
                 run(backend, x, w, config)
-            said, slept = str(caught.value), sum(call.args[0] for call in sleep.call_args_list)
+            for part in ("rank 0", "gemm_all_reduce", "peer rank 1", "block", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
+                assert part in str(caught.value)
+            slept = sum(call.args[0] for call in sleep.call_args_list)
+            assert 0 < slept < 1.1, "who waits leaves the core to others, and once it has given up waits no more"
         dist.barrier()
-    finally:
-        del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
-        group_state.drop_slabs()
-    return said, slept
+    group_state.drop_slabs()
 
 
-def by_operator() -> None:
+@on_ranks("world")
+def test_the_operator() -> None:
     """The public operator: leading dimensions, bias, asynchronous, every backend that runs here, and its counts."""
     from megatron_flux import ops
 
@@ -253,66 +282,6 @@ def by_operator() -> None:
             call()
     weight = w.clone().requires_grad_()
     assert not ops.gemm_all_reduce(x, weight).requires_grad
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_sums_are_exact(world2: WorkerPool, config: AllReduceConfig) -> None:
-    world2.run(all_shapes, config)
-
-
-@pytest.mark.parametrize("name", ["own GEMM", "tiles"])
-def test_pointers_instead_of_descriptors(world2: WorkerPool, name: str) -> None:
-    world2.run(with_tma, functools.partial(all_shapes, CONFIGS[name]), False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_sums_are_exact_on_four_ranks(world4: WorkerPool, config: AllReduceConfig) -> None:
-    world4.run(all_shapes, config)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_all_ranks_have_the_same_bits_every_time(world2: WorkerPool, config: AllReduceConfig) -> None:
-    world2.run(same_bits_on_all_ranks, config)
-
-
-def test_all_four_ranks_have_the_same_bits_every_time(world4: WorkerPool) -> None:
-    world4.run(same_bits_on_all_ranks, CONFIGS["two shots"])
-
-
-def test_negative_zeros_nans_and_infinities(world2: WorkerPool) -> None:
-    world2.run(sums_that_are_special)
-
-
-@pytest.mark.parametrize("name", NO_FLAGS)
-def test_nothing_is_waited_for_that_is_zero(world2: WorkerPool, name: str) -> None:
-    world2.run(zeros_that_are_special, CONFIGS[name])
-
-
-def test_other_operators_and_groups_in_between(world2: WorkerPool) -> None:
-    world2.run(between_other_operators)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_graphs_may_be_replayed_in_any_order(world2: WorkerPool, name: str) -> None:
-    world2.run(replays, CONFIGS[name])
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_late_rank_is_waited_for(world2: WorkerPool, name: str) -> None:
-    world2.run(one_rank_late, CONFIGS[name])
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_timeout_names_operator_rank_peer_block_and_epoch(world2: WorkerPool, name: str) -> None:
-    said, slept = world2.run(peer_never_comes, CONFIGS[name])[0]
-    assert 0 < slept < 1.1, "who waits leaves the core to others, and once it has given up waits no more"
-    for part in ("rank 0", "gemm_all_reduce", "peer rank 1", "block", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
-        assert part in said, said
-
-
-def test_the_operator(world: WorkerPool) -> None:
-    world.run(by_operator)
 
 
 def test_few_bytes_of_many_rows_may_go_in_one_shot() -> None:

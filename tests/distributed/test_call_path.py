@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import TINY, integers, twin
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import NEEDS_TRITON, TINY, integers, registered
 from tests.unit.ops.test_call_path import visited
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 
-def rank_cold() -> list[str]:
+@on_ranks("world2")
+def test_the_first_all_gather_gemm_visits_few_files() -> None:
     from megatron_flux import ops
     from megatron_flux.comm import group_state
-    from megatron_flux.ops.backends import registry
 
-    backend = twin()
-    backend.config = KernelConfig(**TINY)
     x, w = integers(16, 32, torch.float16), integers(32, 32, torch.float16)
     group = dist.new_group([0, 1])
-    registry._backends["twin"] = backend
-    try:
+    with registered(KernelConfig(**TINY)):
         ops.all_gather_gemm(x, w, dist.group.WORLD, backend="twin")  # everything is imported
-        return visited(lambda: ops.all_gather_gemm(x, w, group, backend="twin"))
-    finally:
-        del registry._backends["twin"]
-        group_state.drop_slabs()
-        dist.destroy_process_group(group)
-
-
-def test_the_first_all_gather_gemm_visits_few_files(world2: WorkerPool) -> None:
-    for files in world2.run(rank_cold):
-        assert "kernel" in files, "the kernel itself"
-        assert len(files) <= 21, files
+        files = visited(lambda: ops.all_gather_gemm(x, w, group, backend="twin"))
+    group_state.drop_slabs()
+    dist.destroy_process_group(group)
+    assert "kernel" in files, "the kernel itself"
+    assert len(files) <= 21, files

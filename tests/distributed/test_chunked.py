@@ -25,8 +25,9 @@ from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
-from tests.distributed.data import integers, normals, relative_error, require_close
-from tests.distributed.pool import WorkerPool
+from tests.distributed.data import gathered, integers, normals, relative_error, require_close, summed
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON
 from tests.small_disk import small_disk
 
 CPU = torch.device("cpu")
@@ -60,12 +61,6 @@ def poisoned() -> Any:
     return mock.patch.object(torch.Tensor, "new_empty", full)
 
 
-def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    return torch.cat(parts)
-
-
 def calls(
     name: str, group: dist.ProcessGroup, seed: int, lead: tuple[int, ...], n: int, k: int, dtype: torch.dtype,
     transposed: bool, tolerance: float,
@@ -96,8 +91,7 @@ def calls(
         only = ops.all_gather_gemm(x, weight, group, transposed=transposed, backend=name)
     require_close("all_gather_gemm alone", only.float(), want.float() @ wt.float(), tolerance)
     whole = make(lead[0] * tp, *lead[1:], k, seed=seed + 100 + rank, dtype=dtype, **({"high": 1} if exact else {}))
-    sums = whole.float() @ wt.float()
-    dist.all_reduce(sums, group=group)
+    sums = summed(whole.float() @ wt.float(), group)
     with poisoned():
         z = ops.gemm_reduce_scatter(whole, weight, group, bias=bias, transposed=transposed, backend=name)
         again = ops.gemm_reduce_scatter(whole, weight, group, async_op=True, transposed=transposed, backend=name)
@@ -141,7 +135,11 @@ def test_8_bit(world2: WorkerPool, way: str, name: str) -> None:
     world2.run(random_shapes, way, name, 5)
 
 
-def left_open(way: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "name"), [("one queue", "chunked"), ("two lanes", "chunked_int8"), ("peers' memory", "chunked")]
+)
+@on_ranks("world2")
+def test_calls_may_stay_open(way: str, name: str) -> None:
     """Sums and gathers that were begun together, with finished calls between, and are waited for in reverse."""
     group, tolerance = dist.group.WORLD, WIRES[name]
     use(way, group)
@@ -152,11 +150,10 @@ def left_open(way: str, name: str) -> None:
     for seed in range(4):
         whole = integers(8 * tp, 24, seed=100 * seed + rank, high=1)
         x = integers(8, 24, seed=100 * seed + 50 + rank, high=1)
-        sums = whole @ weight.t()
-        dist.all_reduce(sums, group=group)
+        sums = summed(whole @ weight.t(), group)
         with poisoned():
-            summed = ops.gemm_reduce_scatter(whole, weight, group, async_op=True, backend=name)
-            opened.append((summed, sums[8 * rank : 8 * rank + 8]))
+            scattered = ops.gemm_reduce_scatter(whole, weight, group, async_op=True, backend=name)
+            opened.append((scattered, sums[8 * rank : 8 * rank + 8]))
             opened.append((ops.all_gather(x, group, backend=name), gathered(x, group)))
         between = ops.all_gather_gemm(x, weight, group, backend=name)
         require_close("all_gather_gemm", between, gathered(x, group) @ weight.t(), tolerance)
@@ -167,14 +164,9 @@ def left_open(way: str, name: str) -> None:
     state_of(group).transports.clear()
 
 
-@pytest.mark.parametrize(
-    ("way", "name"), [("one queue", "chunked"), ("two lanes", "chunked_int8"), ("peers' memory", "chunked")]
-)
-def test_calls_may_stay_open(world2: WorkerPool, way: str, name: str) -> None:
-    world2.run(left_open, way, name)
-
-
-def same_sums_on_every_run(name: str) -> None:
+@pytest.mark.parametrize("name", ["chunked", "chunked_fp8"])
+@on_ranks("world4")
+def test_sums_have_one_order(name: str) -> None:
     group = dist.group.WORLD
     use("two lanes", group)
     x, weight = normals(64, 96, seed=dist.get_rank()), normals(40, 96, seed=9)
@@ -189,12 +181,9 @@ def same_sums_on_every_run(name: str) -> None:
     state_of(group).transports.clear()
 
 
-@pytest.mark.parametrize("name", ["chunked", "chunked_fp8"])
-def test_sums_have_one_order(world4: WorkerPool, name: str) -> None:
-    world4.run(same_sums_on_every_run, name)
-
-
-def overflow(name: str) -> None:
+@pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
+@on_ranks("world2")
+def test_overflow_is_seen(name: str) -> None:
     """What is not finite stays visible."""
     group = dist.group.WORLD
     use("one queue", group)
@@ -206,11 +195,6 @@ def overflow(name: str) -> None:
         assert peer[1, 128:256].isnan().all()
         assert peer.isnan().sum() == 128
     state_of(group).transports.clear()
-
-
-@pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
-def test_overflow_is_seen(world2: WorkerPool, name: str) -> None:
-    world2.run(overflow, name)
 
 
 def which_transport(asked: str | None) -> str:
@@ -236,7 +220,9 @@ def test_the_link_decides_the_transport(world2: WorkerPool, asked: str | None, f
     assert all(said.startswith(found) for said in world2.run(which_transport, asked))
 
 
-def asks_for(what: links.Wanted | str) -> str:
+@pytest.mark.parametrize("what", ["p2p", links.Wanted(link="nvlink")], ids=["variable", "configuration"])
+@on_ranks("world2")
+def test_a_stronger_link_than_there_is(what: Any) -> None:
     group = dist.group.WORLD
     state_of(group).link = None
     try:
@@ -248,14 +234,9 @@ def asks_for(what: links.Wanted | str) -> str:
     finally:
         links.want(links.Wanted())
         state_of(group).link = None
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["p2p", links.Wanted(link="nvlink")], ids=["variable", "configuration"])
-def test_a_stronger_link_than_there_is(world2: WorkerPool, what: Any) -> None:
-    for said in world2.run(asks_for, what):
-        assert "asks for more than there is: this group's link is none (cpu tensors have no peer access)" in said
-        assert "\n" not in said
+    said = str(caught.value)
+    assert "asks for more than there is: this group's link is none (cpu tensors have no peer access)" in said
+    assert "\n" not in said
 
 
 def too_little(folder: Path) -> tuple[str, str]:
@@ -277,7 +258,9 @@ def test_too_little_shared_memory_is_a_reason_or_an_error(world2: WorkerPool, tm
             assert "the link through host memory needs 33 MiB of shared memory for 2 ranks" in said, said
 
 
-def broken_off(way: str) -> None:
+@OVER
+@on_ranks("world2")
+def test_an_exception_within_a_call_is_the_last_of_its_transport(way: str) -> None:
     group = dist.group.WORLD
     use(way, group)
     x, weight = torch.ones(8, 4), torch.ones(6, 4)
@@ -291,12 +274,9 @@ def broken_off(way: str) -> None:
     state_of(group).transports.clear()
 
 
-@OVER
-def test_an_exception_within_a_call_is_the_last_of_its_transport(world2: WorkerPool, way: str) -> None:
-    world2.run(broken_off, way)
-
-
-def interpreted() -> None:
+@NEEDS_TRITON
+@on_ranks("world2")
+def test_the_kernels_of_the_wire() -> None:
     """Triton's kernels against torch. Its interpreter rounds fp8 in a way of its own: only int8 is looked at."""
     from megatron_flux.kernels import wire, wire_kernels
 
@@ -333,12 +313,9 @@ def interpreted() -> None:
         assert torch.equal(sums, (3 * x.float()).to(dtype))
 
 
-def test_the_kernels_of_the_wire(world2: WorkerPool) -> None:
-    pytest.importorskip("triton")
-    world2.run(interpreted)
-
-
-def layers(way: str) -> None:
+@pytest.mark.parametrize("way", ["two lanes", "peers' memory"])
+@on_ranks("world2")
+def test_layers_over_it(way: str) -> None:
     """A column- and a row-parallel layer, forward and backward, against stock's collectives: equal to the bit."""
     from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 
@@ -357,8 +334,3 @@ def layers(way: str) -> None:
     for one, other in zip(*found.values(), strict=True):
         assert torch.equal(one, other)
     state_of(group).transports.clear()
-
-
-@pytest.mark.parametrize("way", ["two lanes", "peers' memory"])
-def test_layers_over_it(world2: WorkerPool, way: str) -> None:
-    world2.run(layers, way)

@@ -12,10 +12,12 @@ from torch.nn.init import normal_
 
 from tests.distributed.data import normals
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 
-def rank_compiled(whole_step: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("whole_step", [False, True], ids=["forward", "step"])
+@on_ranks("world2")
+def test_compiled(whole_step: bool) -> None:
     """Two steps of two layers with the forward compiled, or with forward and backward compiled as one function."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -49,12 +51,7 @@ def rank_compiled(whole_step: bool) -> dict[str, Any]:
             for _ in range(2):
                 assert all(torch.equal(*pair) for pair in zip(expected, run(compiled), strict=True))
         torch._dynamo.reset()
-        return seen.as_dict()
-
-
-@pytest.mark.parametrize("whole_step", [False, True], ids=["forward", "step"])
-def test_compiled(world2: WorkerPool, whole_step: bool) -> None:
-    for seen in world2.run(rank_compiled, whole_step):
+        seen = seen.as_dict()
         assert seen["active_layers"] == 2
         assert not seen["fallbacks"]
         assert seen["calls"] == {
@@ -64,10 +61,10 @@ def test_compiled(world2: WorkerPool, whole_step: bool) -> None:
         }
 
 
-def rank_compiled_before_the_patch() -> list[int]:
+@on_ranks("world2")
+def test_what_was_compiled_outlives_neither_patch_nor_unpatch() -> None:
     """How large the graphs were that were compiled of a layer and a function behind it: stock, under the patch (where
-    the layer is none of it), stock again. What holds no layer stays compiled.
-    """
+    the layer is none of it), stock again. What holds no layer stays compiled."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     with megatron(tp=2):
@@ -94,9 +91,5 @@ def rank_compiled_before_the_patch() -> list[int]:
             other()
         assert len(others) == 1
         torch._dynamo.reset()
-        return sizes
-
-
-def test_what_was_compiled_outlives_neither_patch_nor_unpatch(world2: WorkerPool) -> None:
-    for stock, *under_the_patch, again in world2.run(rank_compiled_before_the_patch):
+        stock, *under_the_patch, again = sizes
         assert stock == again > max(under_the_patch)

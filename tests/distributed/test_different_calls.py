@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from typing import Any
@@ -16,22 +15,20 @@ from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, TINY, twin
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 WAYS = ("fused", "one queue", "two lanes", "peers' memory")
 
 
 def backend(way: str) -> Any:
-    from tests.distributed.test_fused_twin import PLANS, twin
-
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "2"
     drop_slabs()
     if way == "fused":
-        found = twin()
-        found.config = next(iter(PLANS.values()))
-        return found
+        return twin(KernelConfig(**TINY))
     test_chunked.use(way, dist.group.WORLD)
     return get_backend("chunked")
 
@@ -70,7 +67,9 @@ def test_ranks_that_make_different_calls_of_equal_size(world2: WorkerPool, way: 
     assert first.value is None, first.value
 
 
-def rank_alone_has_no_memory(way: str) -> None:
+@pytest.mark.parametrize("way", ["fused", "one queue"])
+@on_ranks("world2")
+def test_a_call_that_is_made_again_is_counted_once(way: str) -> None:
     by, group = backend(way), dist.group.WORLD
     call(by, 16, 32)
     no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory, for a test"))
@@ -86,8 +85,3 @@ def rank_alone_has_no_memory(way: str) -> None:
     assert numbers[0] == numbers[1]
     state_of(group).transports.clear()
     drop_slabs()
-
-
-@pytest.mark.parametrize("way", ["fused", "one queue"])
-def test_a_call_that_is_made_again_is_counted_once(world2: WorkerPool, way: str) -> None:
-    world2.run(rank_alone_has_no_memory, way)

@@ -24,7 +24,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from tests.distributed.megatron_world import SEQUENCE, VOCABULARY, flux, gpt_model, megatron
 from tests.distributed.paged_attention import varlen, with_kvcache
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_gpt import LAYERS
 
 PROMPTS, NEW = ("flux", "of a GEMM", "a"), (6, 3, 5)
@@ -136,10 +136,14 @@ def spread_logits(model: Any) -> None:
                 parameter.mul_(10)
 
 
-def rank_generate(family: str, sequence_parallel: bool) -> tuple[list[list[int]], list[list[int]], dict[str, Any], Any]:
+@pytest.mark.skipif(installed_megatron_core().startswith("0.15"), reason="0.15's engine is made in another way")
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("gpt3", False), ("llama", True)])
+@on_ranks("world")
+def test_greedy_tokens_of_the_dynamic_engine(family: str, sequence_parallel: bool) -> None:
     """Tokens of stock, of flux, what ran, and the rows of the steps' linears by whether all were single tokens."""
     from megatron.core.transformer.enums import AttnBackend
 
+    steps = 7  # the last request comes at the third step and needs five
     tp = dist.get_world_size()
     with megatron(tp=tp), engine_shims():
         heads = {"num_query_groups": 4} if family == "llama" and tp == 4 else {}  # the engine wants a group a rank
@@ -157,19 +161,11 @@ def rank_generate(family: str, sequence_parallel: bool) -> tuple[list[list[int]]
         with flux(FluxConfig(strict=True)) as seen:
             ours = generated(model)
         handle.remove()
-        return stock, ours, seen.as_dict(), rows
-
-
-@pytest.mark.skipif(installed_megatron_core().startswith("0.15"), reason="0.15's engine is made in another way")
-@pytest.mark.parametrize(("family", "sequence_parallel"), [("gpt3", False), ("llama", True)])
-def test_greedy_tokens_of_the_dynamic_engine(world: WorkerPool, family: str, sequence_parallel: bool) -> None:
-    steps = 7  # the last request comes at the third step and needs five
-    for stock, ours, seen, rows in world.run(rank_generate, family, sequence_parallel):
         assert ours == stock
         assert [len(tokens) for tokens in ours] == list(NEW)
         assert len({token for tokens in ours for token in tokens}) > 2, "always the same token: nothing is compared"
         calls = ["all_gather_gemm", "gemm_reduce_scatter"] if sequence_parallel else ["gemm_all_reduce"]
-        assert seen["calls"] == {f"{operator}/reference": 2 * LAYERS * steps for operator in calls}
-        assert seen["active_layers"] == 4 * LAYERS + 1
-        assert seen["fallbacks"] == {}
+        assert seen.calls == {f"{operator}/reference": 2 * LAYERS * steps for operator in calls}
+        assert seen.active_layers == 4 * LAYERS + 1
+        assert seen.fallbacks == {}
         assert {decode for _, decode in rows} == {False, True}

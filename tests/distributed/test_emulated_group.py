@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import UserError
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import WorkerPool
-
-TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import NEEDS_TRITON, TINY, integers
 
 
 def opened(size: int) -> Any:
@@ -23,13 +22,13 @@ def opened(size: int) -> Any:
     return emulated_group.opened(dist.group.WORLD, size, torch.device("cpu"))
 
 
-def operators(size: int) -> None:
-    from tests.distributed.test_fused_twin import integers
+@NEEDS_TRITON
+@on_ranks("world2")
+def test_fused_kernels_reach_every_place_of_every_source() -> None:
     from tests.gpu.emulated_fused import EmulatedFused
 
+    size = 8
     group, twin = opened(size), EmulatedFused("emulated twin", twin=True)
-    from megatron_flux.ops.backends.reference import ReferenceBackend
-
     stock = ReferenceBackend()
     torch.manual_seed(dist.get_rank())
     for plan in (KernelConfig(**TINY), KernelConfig(**TINY, split=False, reducers=2)):
@@ -53,8 +52,3 @@ def operators(size: int) -> None:
         OperatorCall("all_gather", x, None, dist.group.WORLD).run(twin)
     group.clear()
     twin.clear()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_fused_kernels_reach_every_place_of_every_source(world2: WorkerPool) -> None:
-    world2.run(operators, 8)

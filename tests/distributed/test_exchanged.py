@@ -23,7 +23,7 @@ from megatron_flux.patch.originals import CALLED, _places
 from megatron_flux.patch.provenance import name_of_other
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import Case, build, te_megatron
 from tests.distributed.te_cases import run as te_run
 from tests.distributed.test_stock_layers import make, results, width_of
@@ -92,22 +92,20 @@ def every_place(kind: str, ways: list[Callable[[], list[torch.Tensor]]]) -> None
     assert seen.fallbacks == {}
 
 
-def rank_every_place(kind: str) -> None:
+def _method(kind: str) -> str:
+    return "_forward_impl" if kind == "column" else "forward"
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@on_ranks("world2")
+def test_every_place(kind: str) -> None:
     with megatron(tp=2):
         choices = [(frozen, whole) for frozen in (False, True) for whole in (False, True)]
         every_place(kind, [functools.partial(run, kind, *choice) for choice in choices])
 
 
-def rank_every_place_over_te(kind: str) -> None:
-    def call(case: Case) -> list[torch.Tensor]:
-        return list(te_run(case, build(case)).values())
-
-    cases = [Case(kind, options={"sequence_parallel": sp}) for sp in (True, False)]
-    with te_megatron(2):
-        every_place(f"TE {kind}", [functools.partial(call, case) for case in cases])
-
-
-def rank_only_while_a_layer_runs() -> None:
+@on_ranks("world2")
+def test_only_while_a_layer_runs() -> None:
     """As ModelOpt does, and puts back other objects than it took: a function for a static method, a bound ``apply``."""
     from megatron.core.tensor_parallel import layers
 
@@ -146,11 +144,9 @@ def rank_only_while_a_layer_runs() -> None:
             run("row", layer=quantised["row"])
 
 
-def _method(kind: str) -> str:
-    return "_forward_impl" if kind == "column" else "forward"
-
-
-def rank_wrapped_method(kind: str, how: str) -> None:
+@pytest.mark.parametrize(("kind", "how"), [("column", "with wraps"), ("row", "without"), ("row", "wrapt")])
+@on_ranks("world2")
+def test_a_method_that_was_wrapped_before(kind: str, how: str) -> None:
     """A method of a class, wrapped before ``patch()`` and unwrapped after ``unpatch()``."""
     calls = []
     with megatron(tp=2):
@@ -178,7 +174,10 @@ def rank_wrapped_method(kind: str, how: str) -> None:
         assert calls == [name]
 
 
-def rank_set_on_the_layer(kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("name", ["forward", "_forward_impl"])
+@on_ranks("world2")
+def test_a_method_set_on_a_layer(kind: str, name: str) -> None:
     """Python finds it before the class: flux may never run, and the report says so."""
     with megatron(tp=2):
         layer = make(kind, model_config())
@@ -203,7 +202,20 @@ def rank_set_on_the_layer(kind: str, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(now, expected, strict=True))
 
 
-def rank_batch_invariant() -> None:
+@over_te
+@pytest.mark.parametrize("kind", ["norm column", "column", "row"])
+@on_ranks("te_world2")
+def test_every_place_over_te(kind: str) -> None:
+    def call(case: Case) -> list[torch.Tensor]:
+        return list(te_run(case, build(case)).values())
+
+    cases = [Case(kind, options={"sequence_parallel": sp}) for sp in (True, False)]
+    with te_megatron(2):
+        every_place(f"TE {kind}", [functools.partial(call, case) for case in cases])
+
+
+@on_ranks("world2")
+def test_batch_invariant_mode() -> None:
     from megatron.core.transformer.custom_layers import batch_invariant_kernels
 
     with megatron(tp=2), mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
@@ -214,33 +226,3 @@ def rank_batch_invariant() -> None:
         assert gemm == f"{batch_invariant_kernels.__name__}._te_general_gemm_patched"
         reason = "batch-invariant mode (batch_invariant_mode)"
         assert seen.fallbacks == {f"{kind}: {reason}": 1 for kind in ("column", "row")}
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_every_place(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_every_place, kind)
-
-
-def test_only_while_a_layer_runs(world2: WorkerPool) -> None:
-    world2.run(rank_only_while_a_layer_runs)
-
-
-@pytest.mark.parametrize(("kind", "how"), [("column", "with wraps"), ("row", "without"), ("row", "wrapt")])
-def test_a_method_that_was_wrapped_before(world2: WorkerPool, kind: str, how: str) -> None:
-    world2.run(rank_wrapped_method, kind, how)
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("name", ["forward", "_forward_impl"])
-def test_a_method_set_on_a_layer(world2: WorkerPool, kind: str, name: str) -> None:
-    world2.run(rank_set_on_the_layer, kind, name)
-
-
-@over_te
-@pytest.mark.parametrize("kind", ["norm column", "column", "row"])
-def test_every_place_over_te(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_every_place_over_te, kind)
-
-
-def test_batch_invariant_mode(world2: WorkerPool) -> None:
-    world2.run(rank_batch_invariant)

@@ -6,9 +6,6 @@ block and by rank: one that is read from another place shows.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,10 +21,9 @@ from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.ways import beside_wgrad
 from tests.distributed.data import relative_error
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_chunked import WIRES, poisoned, use
-
-TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+from tests.distributed.twins import NEEDS_TRITON, registered, twin, use_tma
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ["tensor", "blocks"]
@@ -111,18 +107,19 @@ SHAPES = [(32, 64, 256), (16, 48, 320), (20, 160, 144), (3, 40, 33)]
 """mp, n, k: of whole tiles and blocks, and of neither."""
 
 
-def rank_reference(scaling: str) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+@on_ranks("world")
+def test_reference_gathers_bytes_and_scales(scaling: str) -> None:
     for mp, n, k in SHAPES:
         check(scaling, mp, n, k, "reference", False)
     check(scaling, 8, 16, 256, "auto", True, E5M2, bias=True)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_reference_gathers_bytes_and_scales(world: WorkerPool, scaling: str) -> None:
-    world.run(rank_reference, scaling)
-
-
-def rank_chunked(name: str, way: str, scaling: str) -> None:
+@pytest.mark.parametrize("way", ["one queue", "peers' memory"])
+@pytest.mark.parametrize("name", list(WIRES))
+@on_ranks("world")
+def test_chunks_of_bytes_and_scales(name: str, way: str, scaling: str) -> None:
     """In one and in several pieces; what peers have sent is read from nowhere else: memory begins as NaN."""
     group = dist.group.WORLD
     use(way, group)
@@ -143,20 +140,11 @@ def rank_chunked(name: str, way: str, scaling: str) -> None:
         transports.renew(group)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("way", ["one queue", "peers' memory"])
-@pytest.mark.parametrize("name", list(WIRES))
-def test_chunks_of_bytes_and_scales(world: WorkerPool, name: str, way: str, scaling: str) -> None:
-    world.run(rank_chunked, name, way, scaling)
-
-
 def rank_all_reduce(scaling: str, how: AllReduceConfig | str) -> None:
     """By a backend's name, or by fused kernels in Triton's interpreter."""
-    from megatron_flux.ops.backends.fused import FusedBackend
-
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
-    backend = None if isinstance(how, str) else FusedBackend("twin", twin=True)
+    backend = None if isinstance(how, str) else twin()
     for number, (mp, n, k) in enumerate([(1, 64, 256), (16, 48, 320), (3, 40, 33)]):
         m, split, dtype = mp * tp if backend else mp, bool(number % 2), (E4M3, E5M2)[number % 2]
         pairs = [pair_of(scaling, m, n, k, 50 + r, dtype) for r in range(tp)]
@@ -186,7 +174,7 @@ def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
     world.run(rank_all_reduce, scaling, name)
 
 
-@TRITON
+@NEEDS_TRITON
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize(
     "config",
@@ -201,7 +189,8 @@ def test_fused_sums_for_all_ranks(world2: WorkerPool, config: AllReduceConfig, s
     world2.run(rank_all_reduce, scaling, config)
 
 
-def rank_random() -> None:
+@on_ranks("world")
+def test_random_numbers() -> None:
     """Numbers that FP8 rounds: results are those of what was rounded."""
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
@@ -218,11 +207,13 @@ def rank_random() -> None:
         assert pending.wait().shape == (8 // tp, 24)
 
 
-def test_random_numbers(world: WorkerPool) -> None:
-    world.run(rank_random)
-
-
-def rank_refusals() -> list[str]:
+@on_ranks("world2")
+def test_what_does_not_fit_is_one_line() -> None:
+    wanted = (
+        "both must be Fp8Operand", "transposed out", "wire='fp8'", "different k", "use tensor with tensor or 1x128",
+        "use tensor with tensor or 1x128", "both float8_e5m2", "each must be one", "bias must be", "out_dtype must be",
+        "divisible by the group size", "needs CUDA tensors",
+    )  # fmt: skip
     x, weight = pair_of("tensor", 8, 16, 256, 0, E4M3)
     x_blocks, weight_blocks = pair_of("blocks", 8, 16, 256, 0, E4M3)
     narrow = integer_operand(16, 128, "tensor", 0)
@@ -247,42 +238,22 @@ def rank_refusals() -> list[str]:
             ops.gemm_reduce_scatter(*operands, **given)
         assert "\n" not in str(error.value)
         said.append(str(error.value))
-    return said
-
-
-def test_what_does_not_fit_is_one_line(world2: WorkerPool) -> None:
-    wanted = (
-        "both must be Fp8Operand", "transposed out", "wire='fp8'", "different k", "use tensor with tensor or 1x128",
-        "use tensor with tensor or 1x128", "both float8_e5m2", "each must be one", "bias must be", "out_dtype must be",
-        "divisible by the group size", "needs CUDA tensors",
-    )  # fmt: skip
-    for said in world2.run(rank_refusals):
-        assert len(said) == len(wanted)
-        for one, words in zip(said, wanted, strict=True):
-            assert words in one
+    assert len(said) == len(wanted)
+    for one, words in zip(said, wanted, strict=True):
+        assert words in one
 
 
 def rank_twin(plan: KernelConfig, tma: bool, scaling: str) -> None:
     """All shapes, with and without promotion; calls of other dtypes in between use the same halves."""
-    from megatron_flux.ops import device
-    from megatron_flux.ops.backends import registry
-    from megatron_flux.ops.backends.fused import FusedBackend
-
-    os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
-    device.has_tma.cache_clear()
-    backend = FusedBackend("twin", twin=True)
-    backend.config = plan
-    ops.register_backend(backend)
-    try:
+    use_tma(tma)
+    with registered(plan):
         for number, (mp, n, k) in enumerate(SHAPES):
             check(scaling, mp, n, k, "twin", bool(number % 2), (E4M3, E5M2)[number % 2], bias=number > 1)
             x, w = torch.ones(16, 32, dtype=torch.float16), torch.ones(32, 32, dtype=torch.float16)
             assert ops.all_gather_gemm(x, w, backend="twin").eq(32).all()
-    finally:
-        del registry._backends["twin"]
 
 
-@TRITON
+@NEEDS_TRITON
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -290,16 +261,15 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
     world2.run(rank_twin, plan, tma, scaling)
 
 
-def rank_local_shard() -> None:
+@NEEDS_TRITON
+@on_ranks("world")
+def test_the_local_shard_is_transposed_from_where_it_is() -> None:
     """Gathers that leave the own rows out write nothing there and hand out the rest; it is transposed with them."""
     from megatron_flux.layers import fp8
-    from megatron_flux.ops.backends import registry
-    from megatron_flux.ops.backends.fused import FusedBackend
 
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
-    ops.register_backend(FusedBackend("twin", twin=True))
-    try:
+    with registered():
         for number, (mp, k) in enumerate([(1, 16), (7, 48), (136, 16), (24, 272)]):
             torch.manual_seed(number)
             shards = [torch.randint(0, 255, (mp, k)).byte() for _ in range(tp)]
@@ -319,16 +289,9 @@ def rank_local_shard() -> None:
             rows = fp8.gather(own, group, "reference").wait()
             assert rows.transpose is None
             assert torch.equal(rows.data, torch.cat(shards))
-    finally:
-        del registry._backends["twin"]
 
 
-@TRITON
-def test_the_local_shard_is_transposed_from_where_it_is(world: WorkerPool) -> None:
-    world.run(rank_local_shard)
-
-
-@TRITON
+@NEEDS_TRITON
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_fused_is_exact_on_four_ranks(world4: WorkerPool, scaling: str) -> None:

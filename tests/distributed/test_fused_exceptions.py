@@ -6,7 +6,6 @@ reads what an older call left behind.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +21,11 @@ import torch.distributed as dist
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool
-from tests.distributed.test_fused_twin import PLANS, integers, one_capture, twin
+from tests.distributed.data import gathered, summed
+from tests.distributed.pool import COLLECTIVE_TIMEOUT, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, PLANS, integers, one_capture, twin
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 HALVES, WHOLE = PLANS.values()
@@ -43,9 +43,7 @@ def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
 
     with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S=str(seconds)):
         group_state.drop_slabs()
-        backend = twin()
-        backend.config = plan
-        yield backend
+        yield twin(plan)
         dist.barrier()
         group_state.drop_slabs()
 
@@ -55,14 +53,9 @@ def call_of(backend: Any, operator: str, rows: int = 32, group: dist.ProcessGrou
     group = group or dist.group.WORLD
     x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
     if operator == "gemm_reduce_scatter":
-        total = x.float() @ w.float().t()
-        dist.all_reduce(total)
-        mine = rows // group.size()
-        want = total[mine * group.rank() : mine * (group.rank() + 1)].half()
+        want = summed(x.float() @ w.float().t()).chunk(group.size())[group.rank()].half()
         return lambda: OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait(), want
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x)
-    whole = torch.cat(parts)
+    whole = gathered(x)
     if operator == "all_gather":
         return lambda: OperatorCall("all_gather", x, None, group).run(backend).wait().clone(), whole
     return lambda: OperatorCall("all_gather_gemm", x, w, group).run(backend)[0], (whole.float() @ w.float().t()).half()
@@ -91,7 +84,52 @@ def no_compiler(error: BaseException | None = None) -> Iterator[None]:
         yield
 
 
-def out_of_memory_everywhere(operator: str) -> None:
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(OperatorError) as caught:
+        call()
+    return str(caught.value)
+
+
+@on_ranks("world2")
+def test_a_candidate_that_cannot_be_compiled_does_not_end_the_others() -> None:
+    """The tuner drops it, and what it measures next runs on the same group."""
+    from megatron_flux.ops.backends.reference import ReferenceBackend
+    from megatron_flux.ops.call import OperatorCall
+    from megatron_flux.ops.tuner.measure import Backends, _can_run
+
+    with fresh(HALVES, 20) as backend:
+        backends = Backends(ReferenceBackend(), backend)
+        for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
+            right(call_of(backend, operator))
+            run, _ = call_of(backend, operator)
+            x = torch.zeros(32, 32)
+            call = OperatorCall(operator, x, x, dist.group.WORLD)
+            with no_compiler():
+                assert not _can_run(call, "fused of no use", run, backends, backend.renew)
+            run, want = call_of(backend, operator)
+            assert _can_run(call, "fused", run, backends, backend.renew)
+            assert torch.equal(run(), want)
+
+
+@on_ranks("world2")
+def test_a_wait_lasts_as_long_as_the_groups_own() -> None:
+    """Seconds that waits of two groups may last, and of one that is told by the variable."""
+    from megatron_flux.comm import timeouts as watch
+
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+    cpu = torch.device("cpu")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MEGATRON_FLUX_TIMEOUT_S", None)
+        found = [watch.Alarm(group, cpu).limit for group in (dist.group.WORLD, short)]
+        os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "4"
+        found.append(watch.Alarm(short, cpu).limit)
+    dist.destroy_process_group(short)
+    assert [limit / 1e9 for limit in found] == [COLLECTIVE_TIMEOUT, 33.0, 4.0]
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+@on_ranks("world2")
+def test_when_all_ranks_run_out_of_memory_the_next_call_is_right(operator: str) -> None:
     with fresh(HALVES, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
@@ -102,7 +140,9 @@ def out_of_memory_everywhere(operator: str) -> None:
             right(call_of(backend, operator), late=late)
 
 
-def out_of_memory_on_one_rank_which_tries_again(operator: str) -> None:
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+@on_ranks("world2")
+def test_a_rank_that_ran_out_of_memory_may_try_again(operator: str) -> None:
     with fresh(WHOLE, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
@@ -114,15 +154,11 @@ def out_of_memory_on_one_rank_which_tries_again(operator: str) -> None:
         right(call_of(backend, operator))
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(OperatorError) as caught:
-        call()
-    return str(caught.value)
-
-
-def no_kernel_everywhere(operator: str, plan: KernelConfig) -> str:
-    """Returns what the next call is told, and goes on with new workspaces."""
-    with fresh(plan, 20) as backend:
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks("world2")
+def test_a_call_broken_off_is_the_last_on_its_workspace(operator: str) -> None:
+    """The next call is told, and it goes on with new workspaces."""
+    with fresh(HALVES, 20) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
         run, _ = call_of(backend, operator)
@@ -138,10 +174,15 @@ def no_kernel_everywhere(operator: str, plan: KernelConfig) -> str:
         backend.renew(dist.group.WORLD)
         for late in (True, False):
             right(call_of(backend, operator), late=late)
-        return said
+    rank = dist.get_rank()
+    for part in (f"rank {rank} (tp rank {rank} of 2)", operator, "RuntimeError", MESSAGE, "start the job again"):
+        assert part in said, said
+    assert "\n" not in said
 
 
-def no_kernel_on_one_rank(operator: str) -> str:
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks("world2")
+def test_peers_of_a_call_broken_off_read_nothing_stale(operator: str) -> None:
     """Every result that a rank gets is right; sooner or later each is refused one. Of the other rank nothing has come
     when who broke a call off makes the next one: it is told the cause, and waits for nothing.
     """
@@ -153,31 +194,35 @@ def no_kernel_on_one_rank(operator: str) -> str:
         if failing:
             with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
                 calls[0][0]()
-            return refusal(calls[1][0])
+            assert MESSAGE in refusal(calls[1][0])
+            return
         time.sleep(LATE)
         with suppress(OperatorError):
             for run, want in calls:
                 assert torch.equal(run(), want)
             pytest.fail("three calls without the other rank")
-        return refusal(calls[2][0])
+        waiting = refusal(calls[2][0])
+        assert f"{operator} timed out" in waiting
+        assert "peer rank 1" in waiting
 
 
-def interrupted() -> str:
+@on_ranks("world2")
+def test_an_interrupt_breaks_a_call_off_too() -> None:
     """As by Ctrl-C, which is no ``Exception``."""
     with fresh(HALVES, 20) as backend:
         right(call_of(backend, "all_gather_gemm"))
         run, _ = call_of(backend, "all_gather_gemm")
         with no_compiler(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
             run()
-        return refusal(run)
+        assert "KeyboardInterrupt" in refusal(run)
 
 
-def a_gather_is_open() -> None:
+@on_ranks("world2")
+def test_exceptions_while_a_gather_is_open() -> None:
     """One that was begun before an exception in a GEMM ends as ever; a failed wait is no end of it."""
     with fresh(WHOLE, 20) as backend:
         x = integers(16, 32, torch.float16)
-        want = [torch.empty_like(x) for _ in range(2)]
-        dist.all_gather(want, x)
+        want = gathered(x)
         for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
             run, _ = call_of(backend, operator)
             pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
@@ -185,7 +230,7 @@ def a_gather_is_open() -> None:
                 run()
             if dist.get_rank() == 1:
                 time.sleep(LATE)
-            assert torch.equal(pending.wait(), torch.cat(want))
+            assert torch.equal(pending.wait(), want)
             right(call_of(backend, operator))
         run, _ = call_of(backend, "gemm_reduce_scatter")
         pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
@@ -193,7 +238,7 @@ def a_gather_is_open() -> None:
             run()
         backend.renew(dist.group.WORLD)
         right(call_of(backend, "all_gather"))  # on another workspace
-        assert torch.equal(pending.wait(), torch.cat(want))
+        assert torch.equal(pending.wait(), want)
         pending = OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend)
         with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
             pending.wait()
@@ -201,7 +246,8 @@ def a_gather_is_open() -> None:
         assert "all_gather" in refusal(lambda: OperatorCall("all_gather", x, None, dist.group.WORLD).run(backend))
 
 
-def larger_calls_come_next() -> None:
+@on_ranks("world2")
+def test_a_larger_workspace_ends_it() -> None:
     """They get a new workspace, which all ranks make together: nothing of the broken one is left."""
     with fresh(WHOLE, 20) as backend:
         right(call_of(backend, "gemm_reduce_scatter"))
@@ -216,7 +262,8 @@ def larger_calls_come_next() -> None:
             right(call_of(backend, "gemm_reduce_scatter"), late=late)
 
 
-def in_a_capture() -> None:
+@on_ranks("world2")
+def test_an_exception_inside_a_capture_ends_with_it() -> None:
     """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
     from megatron_flux.comm import copy_engine, slab
     from megatron_flux.ops.cuda_graphs import captured_calls
@@ -239,7 +286,8 @@ def in_a_capture() -> None:
                 right(call_of(backend, operator))
 
 
-def patched_again() -> None:
+@on_ranks("world2")
+def test_a_broken_workspace_outlives_unpatch() -> None:
     """Stock layers have nothing to do with it, and patching anew does not forget it."""
     import megatron_flux
 
@@ -254,96 +302,3 @@ def patched_again() -> None:
         assert x.eq(2).all()
         with megatron_flux.patched():
             assert "gemm_reduce_scatter" in refusal(run)
-
-
-def a_candidate_cannot_be_compiled() -> None:
-    """The tuner drops it, and what it measures next runs on the same group."""
-    from megatron_flux.ops.backends.reference import ReferenceBackend
-    from megatron_flux.ops.call import OperatorCall
-    from megatron_flux.ops.tuner.measure import Backends, _can_run
-
-    with fresh(HALVES, 20) as backend:
-        backends = Backends(ReferenceBackend(), backend)
-        for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
-            right(call_of(backend, operator))
-            run, _ = call_of(backend, operator)
-            x = torch.zeros(32, 32)
-            call = OperatorCall(operator, x, x, dist.group.WORLD)
-            with no_compiler():
-                assert not _can_run(call, "fused of no use", run, backends, backend.renew)
-            run, want = call_of(backend, operator)
-            assert _can_run(call, "fused", run, backends, backend.renew)
-            assert torch.equal(run(), want)
-
-
-def limits() -> list[float]:
-    """Seconds that waits of two groups may last, and of one that is told by the variable."""
-    from megatron_flux.comm import timeouts as watch
-
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
-    cpu = torch.device("cpu")
-    with mock.patch.dict(os.environ):
-        os.environ.pop("MEGATRON_FLUX_TIMEOUT_S", None)
-        found = [watch.Alarm(group, cpu).limit for group in (dist.group.WORLD, short)]
-        os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "4"
-        found.append(watch.Alarm(short, cpu).limit)
-    dist.destroy_process_group(short)
-    return [limit / 1e9 for limit in found]
-
-
-def test_a_candidate_that_cannot_be_compiled_does_not_end_the_others(world2: WorkerPool) -> None:
-    world2.run(a_candidate_cannot_be_compiled)
-
-
-def test_a_wait_lasts_as_long_as_the_groups_own(world2: WorkerPool) -> None:
-    assert world2.run(limits) == [[COLLECTIVE_TIMEOUT, 33.0, 4.0]] * 2
-
-
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
-def test_when_all_ranks_run_out_of_memory_the_next_call_is_right(world2: WorkerPool, operator: str) -> None:
-    world2.run(out_of_memory_everywhere, operator)
-
-
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
-def test_a_rank_that_ran_out_of_memory_may_try_again(world2: WorkerPool, operator: str) -> None:
-    world2.run(out_of_memory_on_one_rank_which_tries_again, operator)
-
-
-@pytest.mark.parametrize(
-    ("operator", "plan"),
-    [("all_gather_gemm", HALVES), ("gemm_reduce_scatter", HALVES), ("all_gather", HALVES)],
-    ids=["all_gather_gemm", "gemm_reduce_scatter", "all_gather"],
-)
-def test_a_call_broken_off_is_the_last_on_its_workspace(world2: WorkerPool, operator: str, plan: KernelConfig) -> None:
-    for rank, said in enumerate(world2.run(no_kernel_everywhere, operator, plan)):
-        for part in (f"rank {rank} (tp rank {rank} of 2)", operator, "RuntimeError", MESSAGE, "start the job again"):
-            assert part in said, said
-        assert "\n" not in said
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_peers_of_a_call_broken_off_read_nothing_stale(world2: WorkerPool, operator: str) -> None:
-    waiting, broken = world2.run(no_kernel_on_one_rank, operator)
-    assert MESSAGE in broken
-    assert f"{operator} timed out" in waiting
-    assert "peer rank 1" in waiting
-
-
-def test_an_interrupt_breaks_a_call_off_too(world2: WorkerPool) -> None:
-    assert all("KeyboardInterrupt" in said for said in world2.run(interrupted))
-
-
-def test_exceptions_while_a_gather_is_open(world2: WorkerPool) -> None:
-    world2.run(a_gather_is_open)
-
-
-def test_a_larger_workspace_ends_it(world2: WorkerPool) -> None:
-    world2.run(larger_calls_come_next)
-
-
-def test_an_exception_inside_a_capture_ends_with_it(world2: WorkerPool) -> None:
-    world2.run(in_a_capture)
-
-
-def test_a_broken_workspace_outlives_unpatch(world2: WorkerPool) -> None:
-    world2.run(patched_again)

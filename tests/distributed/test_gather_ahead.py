@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops, patch, set_backend, unpatch
 from megatron_flux.layers import column_parallel_linear, precision, prefetch, row_parallel_linear
 from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import registered
 
 AHEAD = FluxConfig(strict=True)
 IN_TURN = FluxConfig(strict=True, gather_ahead=False)
@@ -143,7 +143,8 @@ def test_order(world2: WorkerPool) -> None:
         assert world2.run(rank_order, middle) == [expected] * 2
 
 
-def rank_overtaken() -> None:
+@on_ranks("world2")
+def test_a_gather_that_was_overtaken() -> None:
     """Between a gather ahead and its use others begin: a user's own, in a hook. The gather is made again."""
     blocks = Blocks()
     plain = blocks.results(False)
@@ -159,11 +160,8 @@ def rank_overtaken() -> None:
     assert ops.all_gathers_begun(dist.group.WORLD) - begun == 2 * 2 * (3 + 2)
 
 
-def test_a_gather_that_was_overtaken(world2: WorkerPool) -> None:
-    world2.run(rank_overtaken)
-
-
-def rank_saved_tensor_hooks() -> None:
+@on_ranks("world2")
+def test_hooks_on_saved_tensors() -> None:
     """Whatever unpacks saved tensors in its own time: nothing is gathered ahead, and gradients are the same."""
     blocks = Blocks()
     plain = blocks.results(False)
@@ -194,11 +192,8 @@ def rank_saved_tensor_hooks() -> None:
     del hidden
 
 
-def test_hooks_on_saved_tensors(world2: WorkerPool) -> None:
-    world2.run(rank_saved_tensor_hooks)
-
-
-def rank_half_a_graph() -> None:
+@on_ranks("world2")
+def test_half_a_graph() -> None:
     """A pair of layers whose graphs are cut apart, one that runs backward twice, one whose column gets no gradient."""
     blocks = Blocks()
     plain = blocks.results(False)
@@ -245,14 +240,12 @@ def rank_half_a_graph() -> None:
     require_equal(blocks.results(True), plain)
 
 
-def test_half_a_graph(world2: WorkerPool) -> None:
-    world2.run(rank_half_a_graph)
-
-
 # Whole models.
 
 
-def rank_some_layers_run_stock(names: str) -> None:
+@pytest.mark.parametrize("names", ["*.linear_proj", "*.0.mlp.linear_fc1"])
+@on_ranks("world2")
+def test_some_layers_run_stock(names: str) -> None:
     """Pairs of which one layer runs stock: the other gathers for itself, and no pair is made across."""
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("gpt3")
@@ -268,12 +261,11 @@ def rank_some_layers_run_stock(names: str) -> None:
             require_close(name, gradients[name], gradient)
 
 
-@pytest.mark.parametrize("names", ["*.linear_proj", "*.0.mlp.linear_fc1"])
-def test_some_layers_run_stock(world2: WorkerPool, names: str) -> None:
-    world2.run(rank_some_layers_run_stock, names)
-
-
-def rank_model(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recompute", [None, "full"])
+@on_ranks("world")
+def test_whole_model(recompute: str | None) -> None:
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    options = {"recompute_granularity": recompute, **full} if recompute else {}
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("llama", **options)
         with flux(IN_TURN):
@@ -286,13 +278,11 @@ def rank_model(options: dict[str, Any]) -> None:
         assert seen.calls["all_gather/reference"] == 2 * 2 + 1  # each column layer's once: none in vain
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_whole_model(world: WorkerPool, recompute: str | None) -> None:
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    world.run(rank_model, {"recompute_granularity": recompute, **full} if recompute else {})
-
-
-def rank_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "recompute", "outside"), [(False, False, True), (True, False, False), (True, True, False)]
+)
+@on_ranks("world4")
+def test_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
     """main_grad after reduction over two replicas and two micro-batches."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -329,19 +319,13 @@ def rank_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
         assert order != in_turn
 
 
-@pytest.mark.parametrize(
-    ("overlap", "recompute", "outside"), [(False, False, True), (True, False, False), (True, True, False)]
-)
-def test_data_parallel(world4: WorkerPool, overlap: bool, recompute: bool, outside: bool) -> None:
-    world4.run(rank_data_parallel, overlap, recompute, outside)
-
-
 # The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
 
 
-def rank_twin(late: int | None, captured: bool) -> None:
-    ops.register_backend(FusedBackend("twin", twin=True))
-    try:
+@pytest.mark.parametrize(("late", "captured"), [(None, False), (1, True)], ids=["eager", "late, as in a CUDA graph"])
+@on_ranks("world2")
+def test_fused_kernels(late: int | None, captured: bool) -> None:
+    with registered():
         expected = Blocks(16, 4, "reference").results(False)
         blocks = Blocks(16, 4, "twin")
         if late == dist.get_rank():
@@ -351,10 +335,3 @@ def rank_twin(late: int | None, captured: bool) -> None:
                 for found, wanted in zip(blocks.results(gather_ahead), expected, strict=True):
                     # Rounding adds up over the blocks, with some processors to 1e-5; a lost shard is far above.
                     require_close(f"{gather_ahead=}", found, wanted, 1e-4)
-    finally:
-        del registry._backends["twin"]
-
-
-@pytest.mark.parametrize(("late", "captured"), [(None, False), (1, True)], ids=["eager", "late, as in a CUDA graph"])
-def test_fused_kernels(world2: WorkerPool, late: int | None, captured: bool) -> None:
-    world2.run(rank_twin, late, captured)

@@ -30,7 +30,7 @@ from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import CLOSED, PeerLayout
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import OperatorError, UserError
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.small_disk import small_disk
 
 CPU = torch.device("cpu")
@@ -83,10 +83,12 @@ def exchange(at: HostLink, seed: int, cuts: list[int], slow: float = 0.0) -> Non
     assert (received[rank] == 0xEE).all()
 
 
-def random_calls(kind: str, one_queue: bool, calls: int) -> None:
+@WAYS
+@on_ranks("world")
+def test_everything_arrives(kind: str, one_queue: bool) -> None:
     at = link(kind, one_queue)
     rng, own = random.Random(7), random.Random(dist.get_rank())
-    for seed in range(calls):
+    for seed in range(25):
         cuts = [0, *sorted(rng.sample(range(1, 40_000), rng.randrange(1, 5)))]
         if own.random() < 0.3:
             time.sleep(0.01)
@@ -103,11 +105,8 @@ def random_calls(kind: str, one_queue: bool, calls: int) -> None:
 
 
 @WAYS
-def test_everything_arrives(world: WorkerPool, kind: str, one_queue: bool) -> None:
-    world.run(random_calls, kind, one_queue, 25)
-
-
-def late(kind: str, one_queue: bool) -> None:
+@on_ranks("world4")
+def test_late_ranks_are_waited_for(kind: str, one_queue: bool) -> None:
     """Each rank in turn comes late, and is slow in the middle of a call; gathers stay open over other calls."""
     at, cuts = link(kind, one_queue), [0, 9000, 30_000]
     for who in range(at.tp):
@@ -133,12 +132,9 @@ def late(kind: str, one_queue: bool) -> None:
             assert peer == at.rank or torch.equal(received[peer], content(seed, peer, cuts[-1]))
 
 
-@WAYS
-def test_late_ranks_are_waited_for(world4: WorkerPool, kind: str, one_queue: bool) -> None:
-    world4.run(late, kind, one_queue)
-
-
-def two_groups(kind: str, one_queue: bool) -> None:
+@SOME_WAYS
+@on_ranks("world4")
+def test_two_groups_at_once(kind: str, one_queue: bool) -> None:
     """Pairs of ranks, crossed: each rank is in two groups, whose calls interleave."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -155,11 +151,6 @@ def two_groups(kind: str, one_queue: bool) -> None:
         assert torch.equal(received[peer], content(seed, peer, 8000))
     for group in mine:
         dist.destroy_process_group(group)
-
-
-@SOME_WAYS
-def test_two_groups_at_once(world4: WorkerPool, kind: str, one_queue: bool) -> None:
-    world4.run(two_groups, kind, one_queue)
 
 
 def files() -> set[str]:
@@ -189,7 +180,9 @@ def test_a_wait_that_lasts_too_long_names_the_peer(world2: WorkerPool, kind: str
     assert ", epoch 2; the peer's last epoch here is 1" in said
 
 
-def poisoned_and_dropped(kind: str, one_queue: bool) -> None:
+@SOME_WAYS
+@on_ranks("world2")
+def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str, one_queue: bool) -> None:
     at = link(kind, one_queue)
     with contextlib.suppress(KeyError), poison_on_error(at, "gemm_reduce_scatter"):
         at.exchange("gemm_reduce_scatter", torch.zeros(2, 10, dtype=torch.uint8), [0, 10])
@@ -203,11 +196,6 @@ def poisoned_and_dropped(kind: str, one_queue: bool) -> None:
         gc.collect()
     assert not files()
     dist.barrier()
-
-
-@SOME_WAYS
-def test_a_poisoned_link_is_replaced_and_leaves_nothing(world2: WorkerPool, kind: str, one_queue: bool) -> None:
-    world2.run(poisoned_and_dropped, kind, one_queue)
 
 
 def in_folder(folder: Path) -> str:
@@ -245,7 +233,8 @@ def test_memory_that_one_rank_cannot_have(world2: WorkerPool, kind: str) -> None
     assert not files()
 
 
-def chosen() -> tuple[str, int]:
+@on_ranks("world2")
+def test_a_group_with_peer_access_uses_it() -> None:
     """The transport of a group of GPUs with peer access."""
     held = state_of(dist.group.WORLD)
     held.transports.clear()
@@ -255,11 +244,7 @@ def chosen() -> tuple[str, int]:
     gather(at, 0, [0, 3000])
     device_bytes = held.slab_bytes() - before
     held.transports.clear()
-    return at.kind, device_bytes - at.device_bytes
-
-
-def test_a_group_with_peer_access_uses_it(world2: WorkerPool) -> None:
-    assert world2.run(chosen) == [("p2p", 0)] * 2
+    assert (at.kind, device_bytes) == ("p2p", at.device_bytes)
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, keep, linears, prefetch, row_parallel_linear
-from megatron_flux.ops.backends import registry
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import normals
 from tests.distributed.megatron_world import on_gpu
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import TINY, twin
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_norm_column import LayerNorm, operands
+from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 FUNCTIONS = (linears._ColumnParallelLinear, linears._RowParallelLinear)
@@ -68,7 +67,9 @@ class Layers:
         return [first, second, row_parallel_linear(second.tanh(), self.row, self.group, backend="reference")]
 
 
-def rank_counts(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks("world2")
+def test_the_operator_alone(mode: str) -> None:
     layers = Layers()
     ops.stats.reset()
     with bookkeeping() as seen:
@@ -95,29 +96,21 @@ def rank_counts(mode: str) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_operator_alone(world2: WorkerPool, mode: str) -> None:
-    world2.run(rank_counts, mode)
-
-
-def rank_between(mode: str) -> None:
+@on_ranks("world2")
+def test_it_ends_a_pair() -> None:
     """As the first pass of recomputed layers: a row layer behind it has no partner."""
     layers = Layers()
     with torch.enable_grad():
         kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
     assert state_of(layers.group).column is not None, "nothing was registered: nothing can be ended"
-    with MODES[mode]():
+    with torch.no_grad():
         row_parallel_linear(kept, layers.row, layers.group)
     assert prefetch.take(layers.group) is None
     kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
-    with MODES[mode]():
+    with torch.no_grad():
         column_parallel_linear(normals(2, 2, 6, seed=1), layers.other, None, layers.group)
     assert prefetch.take(layers.group) is None
     del kept
-
-
-def test_it_ends_a_pair(world2: WorkerPool) -> None:
-    world2.run(rank_between, "no_grad")
 
 
 class Pair:
@@ -163,22 +156,10 @@ def check_workspaces(pair: Pair) -> None:
     assert all(gradient.any() for gradient in steps[0][2:])
 
 
-def rank_workspaces(backend: str) -> None:
-    group = dist.new_group(list(range(dist.get_world_size())))
-    if backend == "twin":
-        made = twin()
-        made.config = KernelConfig(**TINY)
-        ops.register_backend(made)
-    try:
-        check_workspaces(Pair(group, backend))
-    finally:
-        registry._backends.pop("twin", None)
-        dist.destroy_process_group(group)
-
-
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
 @pytest.mark.parametrize("backend", ["chunked_int8", "auto", pytest.param("twin", marks=NEEDS_TRITON)])
-def test_workspaces_made_in_inference_mode_serve_a_training(world2: WorkerPool, backend: str) -> None:
-    world2.run(rank_workspaces, backend)
+@on_ranks("world2")
+def test_workspaces_made_in_inference_mode_serve_a_training(backend: str) -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with registered(KernelConfig(**TINY)) if backend == "twin" else nullcontext():
+        check_workspaces(Pair(group, backend))
+    dist.destroy_process_group(group)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import NEEDS_TRITON, integers, twin
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 
-def rank_conversions() -> int:
+@on_ranks("world2")
+def test_narrow_floats_and_dtypes() -> None:
     """Every number of the narrow types, to every other width; and the dtypes of scalars, pointers and blocks."""
     import numpy as np
     import triton.language as tl
@@ -36,10 +35,11 @@ def rank_conversions() -> int:
     for dtype in (*narrow, tl.int1, tl.int32, tl.uint64, tl.pointer_type(tl.int8)):
         for one in (dtype, tl.block_type(dtype, [4, 2])):
             assert interpreter._get_np_dtype(one) == interpreter._get_np_dtype.__wrapped__(one)
-    return compared
+    assert compared == 24
 
 
-def rank_launches() -> int:
+@on_ranks("world2")
+def test_the_language_is_patched_once_a_launch() -> None:
     """How often a launch whose kernel calls others lists members; behind it nothing of the interpreter is left."""
     from unittest import mock
 
@@ -48,7 +48,6 @@ def rank_launches() -> int:
     from triton.runtime import interpreter
 
     from megatron_flux.ops.call import OperatorCall
-    from tests.distributed.test_fused_twin import integers, twin
 
     backend, x, w = twin(), integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     assert not interpreter.interpreter_builder.options.debug, "overflows are looked for, and must be"
@@ -56,13 +55,4 @@ def rank_launches() -> int:
         OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(backend)
     for member in (tl.load, tl.tensor.to, tl.tensor.__add__, tl.math.exp):
         assert tl.core.is_builtin(member)
-    return listed.call_count
-
-
-def test_narrow_floats_and_dtypes(world2: WorkerPool) -> None:
-    assert world2.run(rank_conversions) == [24, 24]
-
-
-def test_the_language_is_patched_once_a_launch(world2: WorkerPool) -> None:
-    for listed in world2.run(rank_launches):
-        assert 0 < listed <= 8  # of the modules and classes that a launch patches
+    assert 0 < listed.call_count <= 8  # of the modules and classes that a launch patches

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops, set_backend, set_keep_gathered
 from megatron_flux.config import Backends
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
-from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends.fused import FusedBackend
 from tests.distributed.data import normals
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import registered
 
 ROWS, BATCH, HIDDEN = 2, 4, 8
 
@@ -78,7 +77,9 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert torch.equal(one, other), f"{i} differs"
 
 
-def rank_same_numbers(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_int8", "auto"])
+@on_ranks("world")
+def test_the_same_numbers_with_fewer_gathers(backend: str) -> None:
     plain, gathers = Block(backend, False).results()
     assert gathers == 3
     total = keep.report()["total"]
@@ -89,12 +90,8 @@ def rank_same_numbers(backend: str) -> None:
     assert held() == (0, 0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_int8", "auto"])
-def test_the_same_numbers_with_fewer_gathers(world: WorkerPool, backend: str) -> None:
-    world.run(rank_same_numbers, backend)
-
-
-def rank_budget() -> None:
+@on_ranks("world2")
+def test_a_budget_is_never_exceeded() -> None:
     plain, _ = Block("reference", False).results()
     for room, gathers in ((0, 3), (gathered_bytes() - 1, 3), (2 * gathered_bytes() + 7, 1), (3 * gathered_bytes(), 0)):
         block = Block("reference", True, room)
@@ -113,11 +110,8 @@ def rank_budget() -> None:
         assert held() == (0, 0)
 
 
-def test_a_budget_is_never_exceeded(world2: WorkerPool) -> None:
-    world2.run(rank_budget)
-
-
-def rank_dropped() -> None:
+@on_ranks("world2")
+def test_a_dropped_graph() -> None:
     """Graphs that nobody runs backward, of which one rank's waits for the garbage collector, count until a step."""
     plain, _ = Block("reference", False).results()
     block = Block("reference", True, (5 - 2 * dist.get_rank()) * gathered_bytes() + 1)  # the least is 3
@@ -146,11 +140,8 @@ def rank_dropped() -> None:
         require_equal(found, plain)
 
 
-def test_a_dropped_graph(world2: WorkerPool) -> None:
-    world2.run(rank_dropped)
-
-
-def rank_exceptions() -> None:
+@on_ranks("world2")
+def test_exceptions_leak_nothing() -> None:
     """In the middle of forward or backward, on all ranks: the budget is whole again behind the next step."""
     plain, _ = Block("chunked", False).results()
     block = Block("chunked", None, 3 * gathered_bytes())
@@ -188,11 +179,8 @@ def rank_exceptions() -> None:
         assert held() == (0, 0)
 
 
-def test_exceptions_leak_nothing(world2: WorkerPool) -> None:
-    world2.run(rank_exceptions)
-
-
-def rank_one_forward_one_backward() -> None:
+@on_ranks("world2")
+def test_one_forward_one_backward() -> None:
     """As in a pipeline's steady state; with room for one input fewer than are in flight."""
 
     def results(block: Block) -> list[torch.Tensor]:
@@ -215,11 +203,8 @@ def rank_one_forward_one_backward() -> None:
     assert keep.report()["peak_bytes"] == held()[1] == 0
 
 
-def test_one_forward_one_backward(world2: WorkerPool) -> None:
-    world2.run(rank_one_forward_one_backward)
-
-
-def rank_twice() -> None:
+@on_ranks("world2")
+def test_two_backwards() -> None:
     """A second backward through a retained graph gathers; one for the input alone gives the memory back too."""
     block = Block()
     y = block.forward(one_input())
@@ -235,11 +220,8 @@ def rank_twice() -> None:
     assert held() == (0, 0)
 
 
-def test_two_backwards(world2: WorkerPool) -> None:
-    world2.run(rank_twice)
-
-
-def rank_keeps_nothing() -> None:
+@on_ranks("world2")
+def test_what_keeps_nothing() -> None:
     block, x, before = Block(), one_input(), keep.report()["total"]
     with torch.no_grad():
         block.column(x)
@@ -247,11 +229,8 @@ def rank_keeps_nothing() -> None:
         block.column(x)
     for backends in (("chunked_int8", "auto", "reference"), ("reference", "auto", "chunked_int8")):
         Block(Backends(*backends)).column(x)  # wgrad would gather other numbers
-    ops.register_backend(FusedBackend("twin", twin=True))
-    try:
+    with registered():
         Block("twin").column(x)  # a slab, which the next call overwrites
-    finally:
-        del registry._backends["twin"]
     Block(keeps=False).column(x)
     block.weights[0].requires_grad_(False)
     block.column(x)
@@ -264,14 +243,16 @@ def rank_keeps_nothing() -> None:
         assert held() == (0, 0)
 
 
-def test_what_keeps_nothing(world2: WorkerPool) -> None:
-    world2.run(rank_keeps_nothing)
-
-
 # Whole models.
 
 
-def rank_model(backend: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "recompute"), [("reference", None), ("chunked", None), ("chunked", "selective"), ("reference", "full")]
+)
+@on_ranks("world2")
+def test_whole_model(backend: str, recompute: str | None) -> None:
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    options = {"recompute_granularity": recompute, **full} if recompute else {}
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("llama", **options)
         with flux(FluxConfig(strict=True, backend=backend, keep_gathered=False)) as seen:
@@ -294,15 +275,8 @@ def rank_model(backend: str, options: dict[str, Any]) -> None:
             assert held() == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("backend", "recompute"), [("reference", None), ("chunked", None), ("chunked", "selective"), ("reference", "full")]
-)
-def test_whole_model(world2: WorkerPool, backend: str, recompute: str | None) -> None:
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    world2.run(rank_model, backend, {"recompute_granularity": recompute, **full} if recompute else {})
-
-
-def rank_by_layer() -> None:
+@on_ranks("world2")
+def test_a_layer_with_a_backend_of_its_own() -> None:
     """A layer whose directions differ in their wires gathers as before, the others keep."""
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("gpt3")
@@ -319,7 +293,3 @@ def rank_by_layer() -> None:
                 loss_and_gradients(model)
             assert seen.calls["all_gather/chunked"] == gathers
             set_keep_gathered(model, None)
-
-
-def test_a_layer_with_a_backend_of_its_own(world2: WorkerPool) -> None:
-    world2.run(rank_by_layer)

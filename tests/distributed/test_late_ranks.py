@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import time
 import weakref
 from pathlib import Path
@@ -21,23 +20,14 @@ import torch.distributed as dist
 
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import TINY, integers, one_capture, twin
+from tests.distributed.data import gathered, summed
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, PLANS, integers, one_capture, twin
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 LATE_S = 0.15
-PLANS = {
-    "halves of tiles": KernelConfig(**TINY),
-    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
-}
 DTYPE = torch.float16
-
-
-def gathered(x: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)
 
 
 def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
@@ -46,9 +36,7 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
     x, w, whole = integers(mp, k, DTYPE), integers(n, k, DTYPE), integers(mp * group.size(), k, DTYPE)
     full = gathered(x)
     product = full.float() @ w.float().t()
-    sums = whole.float() @ w.float().t()
-    dist.all_reduce(sums)
-    mine = sums[mp * group.rank() : mp * (group.rank() + 1)]
+    mine = summed(whole.float() @ w.float().t())[mp * group.rank() : mp * (group.rank() + 1)]
 
     def together() -> None:
         dist.barrier()
@@ -68,27 +56,24 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
     assert torch.equal(alone, full), f"rank {late} was late: what was gathered by itself is another"
 
 
-def rank_late(plan: KernelConfig) -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@on_ranks("world2")
+def test_every_transport_waits_for_a_late_rank(plan: KernelConfig) -> None:
     """Both halves of both workspaces, and each of them again."""
-    backend = twin()
-    backend.config = plan
+    backend = twin(plan)
     for turn in range(3):
         round_of_calls(backend, dist.group.WORLD, turn % 2)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_transport_waits_for_a_late_rank(world2: WorkerPool, plan: KernelConfig) -> None:
-    world2.run(rank_late, plan)
-
-
-def rank_counts_on(plan: KernelConfig) -> None:
+@on_ranks("world2")
+def test_a_late_rank_is_waited_for_however_many_calls_there_were(plan: KernelConfig) -> None:
     """After so many calls, flags that were never written are as far ahead of an epoch as behind it. Before them, the
     epoch wraps: what flags hold then is far above it as a number.
     """
     from megatron_flux.comm import group_state
 
-    backend, group, capture = twin(), dist.group.WORLD, iter(range(1, 10))
-    backend.config = plan
+    backend, group, capture = twin(plan), dist.group.WORLD, iter(range(1, 10))
 
     def rounds(captured: bool) -> None:
         with one_capture(next(capture)) if captured else contextlib.nullcontext():
@@ -120,17 +105,11 @@ def rank_counts_on(plan: KernelConfig) -> None:
         group_state.drop_slabs()
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_late_rank_is_waited_for_however_many_calls_there_were(world2: WorkerPool, plan: KernelConfig) -> None:
-    world2.run(rank_counts_on, plan)
-
-
 def rank_world_made_again(folder: Path) -> None:
     """The world is destroyed and made again, its ranks in another order, as after a failure that a job survives."""
     from megatron_flux.comm import agreement, group_state, links
 
-    backend = twin()
-    backend.config = PLANS["halves of tiles"]
+    backend = twin(PLANS["halves of tiles"])
     first, rank = dist.group.WORLD, dist.get_rank()
     round_of_calls(backend, first, 0)
     name, state, held = first.group_name, weakref.ref(group_state.state_of(first)), group_state.slab_bytes()

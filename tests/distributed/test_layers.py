@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from tests.distributed.data import TOLERANCE, integers, normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
 """The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
@@ -178,20 +178,6 @@ def expected_calls(case: Case) -> dict[str, int]:
     return {f"{operator}/reference": n for operator, n in calls.items() if n}
 
 
-def rank_case(case: Case) -> None:
-    with megatron(tp=dist.get_world_size()):
-        w = whole(case)
-        layer = build(case, w)
-        stock = run(case, layer, w)
-        with flux(STRICT) as seen:
-            ours = run(case, layer, w)
-        assert (seen.active_layers, seen.fallbacks) == (1, {})
-        assert seen.calls == expected_calls(case)
-        tolerance = 0 if case.exact else TOLERANCE
-        compare(case, "flux against stock", ours, stock, tolerance)
-        compare(case, "flux against float64", ours, w.expected, tolerance)
-
-
 OPTIONS = {
     "plain": {},
     "random": {"exact": False},
@@ -218,16 +204,41 @@ CASES |= {f"{name}, whole": replace(case, options=WHOLE) for name, case in CASES
 
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-def test_against_stock_and_float64(world: WorkerPool, case: Case) -> None:
-    world.run(rank_case, case)
+@on_ranks("world")
+def test_against_stock_and_float64(case: Case) -> None:
+    with megatron(tp=dist.get_world_size()):
+        w = whole(case)
+        layer = build(case, w)
+        stock = run(case, layer, w)
+        with flux(STRICT) as seen:
+            ours = run(case, layer, w)
+        assert (seen.active_layers, seen.fallbacks) == (1, {})
+        assert seen.calls == expected_calls(case)
+        tolerance = 0 if case.exact else TOLERANCE
+        compare(case, "flux against stock", ours, stock, tolerance)
+        compare(case, "flux against float64", ours, w.expected, tolerance)
 
 
 # Gradient accumulation into main_grad. Stock needs Apex for it, so the reference is float64.
 
 
-def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "managed", "zero_out", "where"),
+    [
+        ("column", torch.float32, False, False, {}),
+        ("column", torch.bfloat16, True, True, {}),
+        ("column", torch.float16, True, False, WHOLE),
+        ("row", torch.bfloat16, True, False, {}),
+        ("row", torch.float32, True, True, WHOLE),
+        ("row", torch.bfloat16, False, False, WHOLE),
+    ],
+)
+@on_ranks("world")
+def test_accumulation_into_fp32_main_grad(
+    kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, where: dict[str, Any]
+) -> None:
     """Two micro-batches; the integers are large enough that a bf16 or fp16 weight gradient would have been rounded."""
-    case = Case(kind, bias=False, dtype=dtype, options=options)
+    case = Case(kind, bias=False, dtype=dtype, options=where)
     with megatron(tp=dist.get_world_size()):
         w = whole(case)
         w.x, w.dy = w.x * 31, w.dy * 29
@@ -264,24 +275,9 @@ def rank_main_grad(kind: str, dtype: torch.dtype, managed: bool, zero_out: bool,
         require_close("main_grad is left alone", main_grad, start.double() + 2 * w.expected.dw, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "managed", "zero_out", "where"),
-    [
-        ("column", torch.float32, False, False, {}),
-        ("column", torch.bfloat16, True, True, {}),
-        ("column", torch.float16, True, False, WHOLE),
-        ("row", torch.bfloat16, True, False, {}),
-        ("row", torch.float32, True, True, WHOLE),
-        ("row", torch.bfloat16, False, False, WHOLE),
-    ],
-)
-def test_accumulation_into_fp32_main_grad(
-    world: WorkerPool, kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, where: dict[str, Any]
-) -> None:
-    world.run(rank_main_grad, kind, dtype, managed, zero_out, where)
-
-
-def rank_main_grad_replaced(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["column", "row"])
+@on_ranks("world2")
+def test_main_grad_is_the_forwards(kind: str) -> None:
     case = Case(kind, bias=False)
     with megatron(tp=dist.get_world_size()):
         w = whole(case)
@@ -295,11 +291,6 @@ def rank_main_grad_replaced(kind: str) -> None:
             y.backward(w.dy)
         require_close("the main_grad of the forward", first, w.expected.dw, 0)
         assert not second.any()
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_main_grad_is_the_forwards(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_main_grad_replaced, kind)
 
 
 # Recompute, order of forwards and backwards, shared weights.
@@ -347,10 +338,14 @@ def test_activation_recompute(world: WorkerPool) -> None:
         assert (kept, again) == ({"gemm_all_reduce/reference": 2}, {"gemm_all_reduce/reference": 3})
 
 
-def rank_many_forwards(kind: str, order: list[int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "order", "where"), [("column", [2, 1, 0], {}), ("column", [1, 2, 0], WHOLE), ("row", [1, 2, 0], {})]
+)
+@on_ranks("world")
+def test_several_forwards_before_the_backwards(kind: str, order: list[int], where: dict[str, Any]) -> None:
     """Forwards of several micro-batches, then their backwards in another order (pipeline warm-up, MTP)."""
     with megatron(tp=dist.get_world_size()):
-        cases = [Case(kind, seed=i + 1, options=options) for i in range(len(order))]
+        cases = [Case(kind, seed=i + 1, options=where) for i in range(len(order))]
         wholes = [whole(case) for case in cases]
         for w in wholes[1:]:  # one layer: the first one's weight for all
             w.weight, w.bias = wholes[0].weight, wholes[0].bias
@@ -371,16 +366,8 @@ def rank_many_forwards(kind: str, order: list[int], options: dict[str, Any]) -> 
         require_close("db", layer.bias.grad, sum(r.db for r in stock), 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "order", "where"), [("column", [2, 1, 0], {}), ("column", [1, 2, 0], WHOLE), ("row", [1, 2, 0], {})]
-)
-def test_several_forwards_before_the_backwards(
-    world: WorkerPool, kind: str, order: list[int], where: dict[str, Any]
-) -> None:
-    world.run(rank_many_forwards, kind, order, where)
-
-
-def rank_weight_used_twice() -> None:
+@on_ranks("world2")
+def test_a_weight_used_twice() -> None:
     """One weight in two calls of one graph, as with MTP's output layer; also passed to a layer that has none."""
     case = Case("column", bias=False, weight_passed=True)
     with megatron(tp=dist.get_world_size()):
@@ -406,11 +393,9 @@ def rank_weight_used_twice() -> None:
             require_close("dw", weight.main_grad if fusion else weight.grad, dw, 0)
 
 
-def test_a_weight_used_twice(world2: WorkerPool) -> None:
-    world2.run(rank_weight_used_twice)
-
-
-def rank_saved_memory(frozen: bool) -> tuple[int, int]:
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks("world")
+def test_the_column_layer_keeps_its_shard_only(frozen: bool) -> None:
     """Bytes that the graph keeps for backward, beyond the weight: the shard of x, or nothing for a frozen weight."""
     case = Case("column", bias=False, frozen=frozen)
     with megatron(tp=dist.get_world_size()):
@@ -425,19 +410,16 @@ def rank_saved_memory(frozen: bool) -> tuple[int, int]:
 
         with flux(STRICT), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             layer(w.x.clone().requires_grad_())
-        return sum(kept), w.x.numel() * w.x.element_size()
+        assert sum(kept) == (0 if frozen else w.x.numel() * w.x.element_size())
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_column_layer_keeps_its_shard_only(world: WorkerPool, frozen: bool) -> None:
-    for kept, shard in world.run(rank_saved_memory, frozen):
-        assert kept == (0 if frozen else shard)
-
-
-def rank_backward_outside(kind: str) -> dict[str, int]:
+@pytest.mark.parametrize("kind", ["column", "row"])
+@on_ranks("world2")
+def test_backward_of_a_flux_forward_is_flux(kind: str) -> None:
     """Forward inside the block, backward after it: the graph remembers flux."""
     from megatron_flux import ops
 
+    expected = {"column": {"gemm_reduce_scatter": 1, "all_gather": 1}, "row": {"all_gather_gemm": 1}}
     case = Case(kind)
     with megatron(tp=dist.get_world_size()):
         w = whole(case)
@@ -451,10 +433,4 @@ def rank_backward_outside(kind: str) -> dict[str, int]:
         y.backward(w.dy)
         require_close("dx", x.grad, stock.dx, 0)
         require_close("dw", layer.weight.grad, stock.dw, 0)
-        return {operator: n for (operator, _), n in ops.stats.calls.items()}
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_backward_of_a_flux_forward_is_flux(world2: WorkerPool, kind: str) -> None:
-    expected = {"column": {"gemm_reduce_scatter": 1, "all_gather": 1}, "row": {"all_gather_gemm": 1}}
-    assert world2.run(rank_backward_outside, kind) == [expected[kind]] * 2
+        assert {operator: n for (operator, _), n in ops.stats.calls.items()} == expected[kind]

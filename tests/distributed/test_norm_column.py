@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_flux.layers import keep
 from tests.distributed.data import TOLERANCE, normals, require_close
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 S_PER_RANK, B, K, N = 3, 2, 8, 6
 EPS = 1e-5
@@ -119,7 +119,8 @@ def test_operands_without_gradient(world2: WorkerPool, frozen: tuple[str, ...]) 
     world2.run(rank_same, "LayerNorm", True, frozen)
 
 
-def rank_strided() -> None:
+@on_ranks("world2")
+def test_an_input_that_is_not_contiguous() -> None:
     o = operands("LayerNorm", False)
     wide = normals(S_PER_RANK, B, 2 * K, seed=9)
     o["x"] = wide[:, :, :K].requires_grad_()
@@ -127,11 +128,9 @@ def rank_strided() -> None:
     require_close("y", ours("LayerNorm", o).detach(), sequential("LayerNorm", o).detach(), TOLERANCE)
 
 
-def test_an_input_that_is_not_contiguous(world2: WorkerPool) -> None:
-    world2.run(rank_strided)
-
-
-def rank_main_grad(overwrite: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+@on_ranks("world2")
+def test_main_grad(overwrite: bool) -> None:
     dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
     plain, o = operands("LayerNorm", False), operands("LayerNorm", False)
     sequential("LayerNorm", plain).backward(dy)
@@ -150,13 +149,12 @@ def rank_main_grad(overwrite: bool) -> None:
     require_close("dx", o["x"].grad, 2 * plain["x"].grad, TOLERANCE)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_main_grad(world2: WorkerPool, overwrite: bool) -> None:
-    world2.run(rank_main_grad, overwrite)
-
-
-def rank_saved(frozen: bool) -> int:
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks("world2")
+def test_nothing_gathered_is_saved(frozen: bool) -> None:
     """Elements saved for backward, the weight's left out."""
+    m = S_PER_RANK * B
+    input_and_output = m * K * (1 if frozen else 2)
     o = operands("LayerNorm", True, ("weight", "bias") if frozen else ())
     saved: dict[int, int] = {}
 
@@ -168,17 +166,12 @@ def rank_saved(frozen: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = ours("LayerNorm", o)
     y.sum().backward()
-    return sum(saved.values())
+    assert sum(saved.values()) == input_and_output + K + 2 * m
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_gathered_is_saved(world2: WorkerPool, frozen: bool) -> None:
-    m = S_PER_RANK * B
-    input_and_output = m * K * (1 if frozen else 2)
-    assert world2.run(rank_saved, frozen) == [input_and_output + K + 2 * m] * 2
-
-
-def rank_kept(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@on_ranks("world2")
+def test_the_gathered_output_of_the_norm_can_be_kept(kind: str) -> None:
     dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
     found = []
     for keeps in (False, True):
@@ -191,8 +184,3 @@ def rank_kept(kind: str) -> None:
     plain, kept = found
     for name, gradient in plain.items():
         assert torch.equal(kept[name], gradient), name
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_the_gathered_output_of_the_norm_can_be_kept(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_kept, kind)

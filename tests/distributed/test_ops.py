@@ -8,6 +8,7 @@ registered backend is really used.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 K, N = 9, 5
@@ -122,17 +123,16 @@ def test_random_fp32(world: WorkerPool, operator: str, transposed: bool, seed: i
     world.run(rank_check, operator, (7, 3), transposed, torch.float32, False, seed)
 
 
-def rank_gather(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks("world")
+def test_all_gather(dtype: torch.dtype) -> None:
     for i, lead in enumerate(LEADS.values()):
         check_all_gather(dist.group.WORLD, lead, dtype, seed=i)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gather(world: WorkerPool, dtype: torch.dtype) -> None:
-    world.run(rank_gather, dtype)
-
-
-def rank_low_precision(dtype: torch.dtype) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks("world")
+def test_low_precision_is_as_good_as_torchs(dtype: torch.dtype) -> None:
     """Errors of both operators and of torch's own path in the same dtype, against fp32 operands in float64."""
     group, errors = dist.group.WORLD, []
     tp = group.size()
@@ -147,18 +147,13 @@ def rank_low_precision(dtype: torch.dtype) -> list[tuple[float, float]]:
     y = ops.gemm_reduce_scatter(xs[group.rank()], ws[group.rank()], group)
     torchs = shard(torch.stack(partials).sum(0), group)
     errors.append((relative_error(y, exact), relative_error(torchs, exact)))
-    return errors
+    for flux, torchs in errors:
+        assert 0 < torchs < 0.02
+        assert flux <= 2 * torchs
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_as_good_as_torchs(world: WorkerPool, dtype: torch.dtype) -> None:
-    for errors in world.run(rank_low_precision, dtype):
-        for flux, torchs in errors:
-            assert 0 < torchs < 0.02
-            assert flux <= 2 * torchs
-
-
-def rank_not_contiguous() -> None:
+@on_ranks("world")
+def test_operands_that_are_not_contiguous() -> None:
     group = dist.group.WORLD
     tp = group.size()
     x_full = integers(4 * tp, 3, K, seed=1)
@@ -182,11 +177,9 @@ def rank_not_contiguous() -> None:
     require_close("scattered", y, shard(sum(product(a, w, False) for a, w in zip(xs, ws, strict=True)), group), 0)
 
 
-def test_operands_that_are_not_contiguous(world: WorkerPool) -> None:
-    world.run(rank_not_contiguous)
-
-
-def rank_no_rows(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", "chunked", "fused"])
+@on_ranks("world2")
+def test_no_rows(backend: str) -> None:
     """As of a batch that is empty: results of no rows, with the dimensions that they would have."""
     group, made = dist.group.WORLD, ops.stats.calls.copy()
     if backend == "fused":
@@ -216,12 +209,9 @@ def rank_no_rows(backend: str) -> None:
     assert {name for _, name in ops.stats.calls - made} == {"none"}, "nothing is communicated"
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "fused"])
-def test_no_rows(world2: WorkerPool, backend: str) -> None:
-    world2.run(rank_no_rows, backend)
-
-
-def rank_subgroups(pairs: list[list[int]]) -> list[int]:
+@pytest.mark.parametrize("pairs", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=str)
+@on_ranks("world4")
+def test_two_groups_at_once(pairs: list[list[int]]) -> None:
     groups = [dist.new_group(ranks) for ranks in pairs]
     mine = next(g for g, ranks in zip(groups, pairs, strict=True) if dist.get_rank() in ranks)
     own = pairs[groups.index(mine)]
@@ -237,39 +227,22 @@ def rank_subgroups(pairs: list[list[int]]) -> list[int]:
     in_pair = ops.gemm_reduce_scatter(x, integers(N, K, seed=2), mine, async_op=True)
     require_close("pair", in_pair.wait(), shard(2 * product(x, integers(N, K, seed=2), False), mine), 0)
     assert torch.equal(in_world.wait(), x.repeat(dist.get_world_size(), 1))
-    for group in groups:
-        if group is mine:
-            dist.destroy_process_group(group)
-    return own
+    dist.destroy_process_group(mine)
 
 
-@pytest.mark.parametrize("pairs", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=str)
-def test_two_groups_at_once(world4: WorkerPool, pairs: list[list[int]]) -> None:
-    members = [next(pair for pair in pairs if rank in pair) for rank in range(4)]
-    assert world4.run(rank_subgroups, pairs) == members
-
-
-def rank_default_group_and_errors() -> list[str]:
+@on_ranks("world")
+def test_default_group_and_rows_that_do_not_divide() -> None:
     tp = dist.get_world_size()
     x, weight = integers(2 * tp, K, seed=1), integers(N, K, seed=2)
     default = ops.gemm_reduce_scatter(x, weight)
     require_close("default group", default, shard(tp * product(x, weight, False), dist.group.WORLD), 0)
-    messages = []
     for rows in (2 * tp + 1, 1):
-        try:
+        with pytest.raises(UserError, match=f"divisible by the group size {tp}"):
             ops.gemm_reduce_scatter(integers(rows, K, seed=1), weight)
-        except UserError as error:
-            messages.append(str(error))
-    return messages
 
 
-def test_default_group_and_rows_that_do_not_divide(world: WorkerPool) -> None:
-    for messages in world.run(rank_default_group_and_errors):
-        assert len(messages) == 2
-        assert all(f"divisible by the group size {world.size}" in message for message in messages)
-
-
-def bias_before_or_after_rounding() -> None:
+@on_ranks("world2")
+def test_a_bias_is_added_before_or_after_rounding() -> None:
     """257 rounds to 256 in bf16, and half of one is then lost; 257.5 rounds to 258."""
     x, weight = torch.ones(4, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
     bias = torch.full((9,), 0.5, dtype=torch.bfloat16)[1:]  # at an address that is no multiple of 16
@@ -281,11 +254,8 @@ def bias_before_or_after_rounding() -> None:
         ops.all_gather_gemm(x, weight, bias=bias.float(), epilogue_bias=True)
 
 
-def test_a_bias_is_added_before_or_after_rounding(world2: WorkerPool) -> None:
-    world2.run(bias_before_or_after_rounding)
-
-
-def rank_operands_are_left_alone() -> None:
+@on_ranks("world2")
+def test_operands_and_earlier_results_are_left_alone() -> None:
     group = dist.group.WORLD
     x, weight, bias = normals(4, K, seed=1), normals(N, K, seed=2), normals(N, seed=3)
     copies = x.clone(), weight.clone(), bias.clone()
@@ -295,10 +265,6 @@ def rank_operands_are_left_alone() -> None:
     ops.all_gather_gemm(x + 1, weight, group, bias=bias)
     assert torch.equal(first, kept)
     assert all(torch.equal(a, b) for a, b in zip((x, weight, bias), copies, strict=True))
-
-
-def test_operands_and_earlier_results_are_left_alone(world2: WorkerPool) -> None:
-    world2.run(rank_operands_are_left_alone)
 
 
 class Spy(ReferenceBackend):
@@ -331,39 +297,29 @@ class Spy(ReferenceBackend):
         return super().all_gather(call)
 
 
-def rank_dispatch() -> tuple[list[tuple[Any, ...]], dict[tuple[str, str], int], str]:
+@on_ranks("world2")
+def test_a_registered_backend_is_used() -> None:
     spy, group = Spy(), dist.group.WORLD
-    ops.register_backend(spy)
     ops.stats.reset()
-    try:
+    with mock.patch.dict(registry._backends):
+        ops.register_backend(spy)
         x, weight = integers(4, 2, K, seed=1).transpose(0, 1), integers(N, K, seed=2)
         ops.all_gather_gemm(x, weight, group)
         ops.gemm_reduce_scatter(x, weight.t(), group, transposed=True, async_op=True, backend="spy").wait()
         ops.all_gather(x, group).wait()
         ops.all_gather_gemm(x, weight, group, backend="reference")
         ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group)
-        refusal = ""
-        try:
+        with pytest.raises(UserError, match="backend 'spy' cannot run this call: the spy knows fp32 only"):
             ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group, backend="spy")
-        except UserError as error:
-            refusal = str(error)
-        return spy.asked, dict(ops.stats.calls), refusal
-    finally:
-        del registry._backends["spy"]
-        ops.stats.reset()
-
-
-def test_a_registered_backend_is_used(world2: WorkerPool) -> None:
-    for asked, calls, refusal in world2.run(rank_dispatch):
-        assert asked == [
-            ("all_gather_gemm", 3, True, {"transposed": False, "bias": None, "return_gathered": False}),
-            ("gemm_reduce_scatter", 3, True, {"transposed": True, "bias": None, "async_op": True}),
-            ("all_gather", 3, True, {}),
-        ]
-        assert calls == {
-            ("all_gather_gemm", "spy"): 1,
-            ("gemm_reduce_scatter", "spy"): 1,
-            ("all_gather", "spy"): 1,
-            ("all_gather_gemm", "reference"): 2,
-        }
-        assert "backend 'spy' cannot run this call: the spy knows fp32 only" in refusal
+    assert spy.asked == [
+        ("all_gather_gemm", 3, True, {"transposed": False, "bias": None, "return_gathered": False}),
+        ("gemm_reduce_scatter", 3, True, {"transposed": True, "bias": None, "async_op": True}),
+        ("all_gather", 3, True, {}),
+    ]
+    assert ops.stats.calls == {
+        ("all_gather_gemm", "spy"): 1,
+        ("gemm_reduce_scatter", "spy"): 1,
+        ("all_gather", "spy"): 1,
+        ("all_gather_gemm", "reference"): 2,
+    }
+    ops.stats.reset()

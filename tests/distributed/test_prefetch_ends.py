@@ -12,11 +12,13 @@ from megatron_flux import set_backend
 from megatron_flux.layers import prefetch
 from tests.distributed.data import integers
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_stock_layers import IN, B, S, make, width_of
 
 
-def rank_registration(kind: str, chosen: bool) -> None:
+@pytest.mark.parametrize(("kind", "chosen"), [("column", True), ("row", False)], ids=["chosen", "not supported"])
+@on_ranks("world2")
+def test_a_stock_layer_ends_a_prefetch(kind: str, chosen: bool) -> None:
     """``kind`` of the layer in between, and whether it runs stock because somebody chose so."""
     with megatron(tp=dist.get_world_size()):
         column, between = make("column", model_config()), make(kind, model_config())
@@ -34,8 +36,3 @@ def rank_registration(kind: str, chosen: bool) -> None:
             held.append(between(other))
             assert prefetch.take(column.tp_group) is None
         assert list(seen.fallbacks.values()) == [1]
-
-
-@pytest.mark.parametrize(("kind", "chosen"), [("column", True), ("row", False)], ids=["chosen", "not supported"])
-def test_a_stock_layer_ends_a_prefetch(world2: WorkerPool, kind: str, chosen: bool) -> None:
-    world2.run(rank_registration, kind, chosen)

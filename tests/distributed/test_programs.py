@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests import programs
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import TINY, twin
+from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    NEEDS_TRITON,
 ]
 
 COUNT = int(os.environ.get("RANDOM_PROGRAMS", "12"))
@@ -30,15 +29,8 @@ BACKENDS = {
 
 
 def rank_runs(program: list[programs.Step]) -> list[list[str]]:
-    from megatron_flux.ops.backends import registry
-
-    if "twin" not in registry._backends:
-        registry._backends["twin"] = twin()
-        registry._backends["twin"].config = KernelConfig(**TINY)
-    try:
+    with registered(KernelConfig(**TINY)):
         return programs.run(program)
-    finally:
-        del registry._backends["twin"]
 
 
 def test_random_programs(world2: WorkerPool) -> None:

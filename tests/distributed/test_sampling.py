@@ -18,7 +18,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 DELAY = 0.05
 
@@ -55,7 +55,8 @@ def register() -> None:
         ops.register_backend(Slow())
 
 
-def rank_sampled() -> dict[str, Any]:
+@on_ranks("world2")
+def test_one_step_in_two_is_timed() -> None:
     register()
     sampler = Sampler(2)
     seen = []
@@ -67,33 +68,32 @@ def rank_sampled() -> dict[str, Any]:
         seen.append(sampler.result())
         assert torch.equal(torch.get_rng_state(), before), "measuring drew training's random numbers"
     assert [values is not None for values in seen] == [False, True, False]
-    return seen[1]
+    values = seen[1]
+    calls = {(row["operator"], row["transposed"], row["n"], row["k"]): row for row in values["flux/calls"]}
+    # Forward of the column, dgrad of the row layer; forward of the row, dgrad of the column; x again for wgrad.
+    assert set(calls) == {
+        ("all_gather_gemm", False, 6, 8),
+        ("all_gather_gemm", True, 6, 8),
+        ("gemm_reduce_scatter", False, 8, 6),
+        ("gemm_reduce_scatter", True, 8, 6),
+        ("all_gather", False, 0, 8),
+    }
+    for row in calls.values():
+        assert set(row) == schema.names(schema.CallRecord)
+        assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
+        assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
+        assert row["gemm_ms"] >= 0 < row["serial_ms"]
+        assert (row["sm_clock_mhz"], row["exposed_ms"], row["withheld"]) == (None, None, NO_OVERLAP)
+    taken = values["flux/operator_time_ms"]
+    assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
+    assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
+    assert set(values["flux/e_overlap"].values()) == {None}
 
 
-def test_one_step_in_two_is_timed(world2: WorkerPool) -> None:
-    for values in world2.run(rank_sampled):
-        calls = {(row["operator"], row["transposed"], row["n"], row["k"]): row for row in values["flux/calls"]}
-        # Forward of the column, dgrad of the row layer; forward of the row, dgrad of the column; x again for wgrad.
-        assert set(calls) == {
-            ("all_gather_gemm", False, 6, 8),
-            ("all_gather_gemm", True, 6, 8),
-            ("gemm_reduce_scatter", False, 8, 6),
-            ("gemm_reduce_scatter", True, 8, 6),
-            ("all_gather", False, 0, 8),
-        }
-        for row in calls.values():
-            assert set(row) == schema.names(schema.CallRecord)
-            assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
-            assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
-            assert row["gemm_ms"] >= 0 < row["serial_ms"]
-            assert (row["sm_clock_mhz"], row["exposed_ms"], row["withheld"]) == (None, None, NO_OVERLAP)
-        taken = values["flux/operator_time_ms"]
-        assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
-        assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
-        assert set(values["flux/e_overlap"].values()) == {None}
-
-
-def rank_fp8(in_blocks: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("in_blocks", [False, True])
+@on_ranks("world2")
+def test_calls_on_fp8_operands_are_measured_on_such(in_blocks: bool) -> None:
+    """Random numbers in FP8 do not come from torch's generators, and a GEMM in bf16 is another one."""
     sampler, group = Sampler(1), dist.group.WORLD
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     forward = Fp8Kind(e4m3, e4m3, "1x128" if in_blocks else "tensor", torch.bfloat16, in_blocks)
@@ -106,24 +106,19 @@ def rank_fp8(in_blocks: bool) -> dict[str, Any]:
         }.items():
             pair = random_pair(256, 384, 128, kind, torch.device("cpu"))
             getattr(ops, operator)(pair.x, pair.weight, group, split_accumulator=pair.split, backend="reference")
-    return sampler.result()
+    values = sampler.result()
+    plain = f"e4m3fn x e4m3fn by {'blocks' if in_blocks else 'tensor'}, to bfloat16"
+    of_dgrad = plain if in_blocks else "e5m2 x e4m3fn by tensor, split, to bfloat16"
+    assert {row["operator"]: (row["dtype"], row["m"], row["n"], row["k"]) for row in values["flux/calls"]} == {
+        "all_gather_gemm": (plain, 512, 384, 128),
+        "gemm_reduce_scatter": (of_dgrad, 256, 384, 128),
+        "gemm_all_reduce": (plain, 256, 384, 128),
+    }
+    assert all(row["gemm_ms"] > 0 and row["serial_ms"] > 0 for row in values["flux/calls"])
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_calls_on_fp8_operands_are_measured_on_such(world2: WorkerPool, in_blocks: bool) -> None:
-    """Random numbers in FP8 do not come from torch's generators, and a GEMM in bf16 is another one."""
-    for values in world2.run(rank_fp8, in_blocks):
-        plain = f"e4m3fn x e4m3fn by {'blocks' if in_blocks else 'tensor'}, to bfloat16"
-        of_dgrad = plain if in_blocks else "e5m2 x e4m3fn by tensor, split, to bfloat16"
-        assert {row["operator"]: (row["dtype"], row["m"], row["n"], row["k"]) for row in values["flux/calls"]} == {
-            "all_gather_gemm": (plain, 512, 384, 128),
-            "gemm_reduce_scatter": (of_dgrad, 256, 384, 128),
-            "gemm_all_reduce": (plain, 256, 384, 128),
-        }
-        assert all(row["gemm_ms"] > 0 and row["serial_ms"] > 0 for row in values["flux/calls"])
-
-
-def rank_without_memory() -> dict[str, Any]:
+@on_ranks("world2")
+def test_memory_that_one_rank_lacks_is_said_on_all() -> None:
     register()
     from megatron_flux.telemetry import call_sampler
 
@@ -133,18 +128,15 @@ def rank_without_memory() -> dict[str, Any]:
             patch.setattr(call_sampler, "_operands", lambda call: None)
         with sampler.step(1):
             step()
-        return sampler.result()
-
-
-def test_memory_that_one_rank_lacks_is_said_on_all(world2: WorkerPool) -> None:
-    for values in world2.run(rank_without_memory):
+        values = sampler.result()
         assert {row["source"] for row in values["flux/calls"]} == {
             "not measured: no memory for the operands on some rank"
         }
         assert set(values["flux/e_overlap"].values()) == {None}
 
 
-def rank_profiled() -> list[str]:
+@on_ranks("world2")
+def test_calls_are_named_in_a_profile() -> None:
     register()
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
@@ -154,12 +146,9 @@ def rank_profiled() -> list[str]:
         with observe.named("flux::optimizer"):
             pass
     step()
-    return [event.name for event in profiler.events() if event.name.startswith("flux::")]
-
-
-def test_calls_are_named_in_a_profile(world2: WorkerPool) -> None:
-    for rank, names in enumerate(world2.run(rank_profiled)):
-        assert f"flux::all_gather_gemm m=8 n=6 k=8 float32 [n,k] tp=2 rank={rank} slow" in names
-        assert f"flux::gemm_reduce_scatter m=8 n=8 k=6 float32 [k,n] tp=2 rank={rank} slow" in names
-        assert f"flux::all_gather m=8 n=0 k=8 float32 [n,k] tp=2 rank={rank} slow wait" in names
-        assert names.count("flux::optimizer") == 1
+    names = [event.name for event in profiler.events() if event.name.startswith("flux::")]
+    rank = dist.get_rank()
+    assert f"flux::all_gather_gemm m=8 n=6 k=8 float32 [n,k] tp=2 rank={rank} slow" in names
+    assert f"flux::gemm_reduce_scatter m=8 n=8 k=6 float32 [k,n] tp=2 rank={rank} slow" in names
+    assert f"flux::all_gather m=8 n=0 k=8 float32 [n,k] tp=2 rank={rank} slow wait" in names
+    assert names.count("flux::optimizer") == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 SLOW_MS = 30
 CPU = torch.device("cpu")
@@ -23,15 +23,13 @@ def step_of(slow: int) -> Any:
     return lambda: time.sleep(SLOW_MS / 1e3 if dist.get_rank() == slow else 0)
 
 
-def rank_agrees() -> list[bool]:
+@on_ranks("world2")
+def test_all_agree_only_if_every_rank_does() -> None:
     from megatron_flux.ops import timing
 
     answers = (True, True), (True, False), (False, True), (False, False)
-    return [timing.all_agree(answer[dist.get_rank()], dist.group.WORLD) for answer in answers]
-
-
-def test_all_agree_only_if_every_rank_does(world2: WorkerPool) -> None:
-    assert world2.run(rank_agrees) == [[True, False, False, False]] * 2
+    for answer in answers:
+        assert timing.all_agree(answer[dist.get_rank()], dist.group.WORLD) == all(answer)
 
 
 def rank_bursts(slow: int) -> tuple[float, list[float], float]:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import time
 import types
 import weakref
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
 from megatron_flux.ops.backend import Backend
-from megatron_flux.ops.backends import registry
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_chunked import WAYS
+from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 CPU = torch.device("cpu")
 CLASSES = {
@@ -54,19 +52,14 @@ def use(group: dist.ProcessGroup) -> None:
     """Calls of every kind on every transport; a gather stays open."""
     from megatron_flux.layers import keep
     from megatron_flux.ops.backends.registry import _tuned
-    from tests.distributed.test_fused_twin import PLANS, twin
 
-    state, fused = state_of(group), twin()
+    state = state_of(group)
     x, whole, w = torch.ones(16, 32), torch.ones(16 * group.size(), 32), torch.ones(32, 32)
-    fused.config = next(iter(PLANS.values()))
-    registry._backends["twin"] = fused
-    try:
+    with registered(KernelConfig(**TINY)):
         ops.gemm_all_reduce(x.half(), w.half(), group, backend="twin")
         ops.all_gather_gemm(x.half(), w.half(), group, backend="twin")
         ops.gemm_reduce_scatter(whole.half(), w.half(), group, backend="twin")
         ops.all_gather(x.half(), group, backend="twin")
-    finally:
-        del registry._backends["twin"]
     assert torch.equal(ops.gemm_all_reduce(x, w, group), torch.full((16, 32), 32.0 * group.size()))
     made = {}
     for way in WAYS:
@@ -78,7 +71,8 @@ def use(group: dist.ProcessGroup) -> None:
     state.kept = keep._Ledger()
 
 
-def rank_goes() -> None:
+@on_ranks("world2")
+def test_nothing_of_a_destroyed_group_stays() -> None:
     before = len(all_states()), slab_bytes()
     group = dist.new_group(backend="gloo")
     use(group)
@@ -104,18 +98,13 @@ def rank_goes() -> None:
     assert (len(all_states()), slab_bytes()) == before
 
 
-def test_nothing_of_a_destroyed_group_stays(world2: WorkerPool) -> None:
-    world2.run(rank_goes)
+@on_ranks("world2")
+def test_a_replaced_slab_is_freed_at_once() -> None:
+    """At the next call of a plan it would be too late: that call may be in a capture, where freeing aborts."""
 
-
-def rank_replaces_a_slab() -> None:
-    from tests.distributed.test_fused_twin import PLANS, twin
-
-    group, fused = dist.group.WORLD, twin()
+    group = dist.group.WORLD
     state_of(group).renew_slabs()
-    fused.config = next(iter(PLANS.values()))
-    registry._backends["twin"] = fused
-    try:
+    with registered(KernelConfig(**TINY)):
         for captured in (False, True):
             with captured_calls() if captured else nullcontext():
                 x, w = torch.ones(16, 32).half(), torch.ones(32, 32).half()
@@ -132,11 +121,4 @@ def rank_replaces_a_slab() -> None:
                 y, again = ops.all_gather_gemm(x, w, group, backend="twin", return_gathered=True)
             assert torch.equal(y, torch.full((16 * group.size(), 32), 32.0).half())
             assert (again == 1).all()
-    finally:
-        del registry._backends["twin"]
-        state_of(group).plans.clear()
-
-
-def test_a_replaced_slab_is_freed_at_once(world2: WorkerPool) -> None:
-    """At the next call of a plan it would be too late: that call may be in a capture, where freeing aborts."""
-    world2.run(rank_replaces_a_slab)
+    state_of(group).plans.clear()

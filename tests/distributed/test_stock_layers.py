@@ -6,6 +6,7 @@ decided in tests/unit/patch/test_reasons.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron_flux import FallbackError, FluxConfig
 from tests.distributed.data import integers, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 S, B, IN, OUT = 4, 2, 8, 12
 
@@ -55,66 +56,12 @@ def stock_either_way(kind: str, layer: torch.nn.Module, width: int, reason: str,
     assert (seen.active_layers, seen.calls) == (0, {})
     for one, other in zip(ours, stock, strict=True):
         require_close(reason, one, other, 0)
-    with flux(FluxConfig(strict=True)):
-        try:
-            layer(x)
-        except FallbackError as error:
-            assert reason in str(error)  # noqa: PT017
-        else:
-            raise AssertionError(f"strict let {reason} pass")
+    with flux(FluxConfig(strict=True)), pytest.raises(FallbackError, match=re.escape(reason)):
+        layer(x)
 
 
 def width_of(kind: str) -> int:
     return IN if kind == "column" else IN // dist.get_world_size()
-
-
-def rank_toggled(kind: str) -> None:
-    """Megatron switches sequence parallelism of built layers off for inference, and on again.
-
-    A column layer's dgrad is then summed before it: what is left of the layer communicates nothing.
-    """
-    with megatron(tp=dist.get_world_size()):
-        layer = make(kind, model_config())
-        x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())
-        stock = {}
-        for state in (True, False):
-            layer.sequence_parallel = state
-            stock[state] = results(layer, x)
-        with flux() as seen:
-            for state in (True, False, True):
-                layer.sequence_parallel = state
-                for ours, expected in zip(results(layer, x), stock[state], strict=True):
-                    require_close(f"with sequence parallelism {state}", ours, expected, 0)
-        calls = {f"{name}/reference": 2 for name in ("all_gather_gemm", "gemm_reduce_scatter")}
-        more = {"all_gather/reference": 2} if kind == "column" else {"gemm_all_reduce/reference": 1}
-        assert seen.fallbacks == {}
-        assert (seen.active_layers, seen.calls) == (1, calls | more)
-        layer.sequence_parallel = False
-        with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
-            require_close("y without gradients", layer(x)[0], stock[False][0], 0)
-        assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
-
-
-def rank_unknown_keyword(value: Any) -> None:
-    """A later release, or a subclass, passes a keyword that flux does not know."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    class Later(ColumnParallelLinear):
-        def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return super()._forward_impl(*args, **kwargs, new_option=value)
-
-    with megatron(tp=dist.get_world_size()):
-        layer = make("column", model_config(), cls=Later)
-        x = integers(S, B, IN, seed=3)
-        with flux() as seen:
-            try:
-                layer(x)
-            except TypeError as error:  # stock does not know it either: its error, not a silent drop
-                assert "new_option" in str(error)  # noqa: PT017
-            else:
-                raise AssertionError("the keyword was dropped")
-        assert list(seen.fallbacks) == [f"column: unsupported keyword new_option={value!r}"]
-        assert seen.calls == {}
 
 
 def doubled() -> type:
@@ -173,13 +120,65 @@ STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
 }
 
 
-def rank_stock(name: str) -> None:
+@pytest.mark.parametrize("name", list(STOCK))
+@on_ranks("world2")
+def test_a_layer_runs_stock(name: str) -> None:
     kind, reason, made = STOCK[name]
     with megatron(tp=dist.get_world_size()):
         stock_either_way(kind, made(), IN if name == "whole input" else width_of(kind), reason)
 
 
-def rank_autocast_and_tp1() -> None:
+@pytest.mark.parametrize("kind", ["column", "row"])
+@on_ranks("world2")
+def test_sequence_parallelism_toggled(kind: str) -> None:
+    """Megatron switches sequence parallelism of built layers off for inference, and on again.
+
+    A column layer's dgrad is then summed before it: what is left of the layer communicates nothing.
+    """
+    with megatron(tp=dist.get_world_size()):
+        layer = make(kind, model_config())
+        x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())
+        stock = {}
+        for state in (True, False):
+            layer.sequence_parallel = state
+            stock[state] = results(layer, x)
+        with flux() as seen:
+            for state in (True, False, True):
+                layer.sequence_parallel = state
+                for ours, expected in zip(results(layer, x), stock[state], strict=True):
+                    require_close(f"with sequence parallelism {state}", ours, expected, 0)
+        calls = {f"{name}/reference": 2 for name in ("all_gather_gemm", "gemm_reduce_scatter")}
+        more = {"all_gather/reference": 2} if kind == "column" else {"gemm_all_reduce/reference": 1}
+        assert seen.fallbacks == {}
+        assert (seen.active_layers, seen.calls) == (1, calls | more)
+        layer.sequence_parallel = False
+        with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
+            require_close("y without gradients", layer(x)[0], stock[False][0], 0)
+        assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
+
+
+@pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
+@on_ranks("world2")
+def test_an_unknown_keyword(value: Any) -> None:
+    """A later release, or a subclass, passes a keyword that flux does not know."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class Later(ColumnParallelLinear):
+        def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super()._forward_impl(*args, **kwargs, new_option=value)
+
+    with megatron(tp=dist.get_world_size()):
+        layer = make("column", model_config(), cls=Later)
+        x = integers(S, B, IN, seed=3)
+        with flux() as seen, pytest.raises(TypeError, match="new_option"):  # stock does not know it either
+            layer(x)
+        assert list(seen.fallbacks) == [f"column: unsupported keyword new_option={value!r}"]
+        assert seen.calls == {}
+
+
+# Last: another parallel layout, made once.
+@on_ranks("world2")
+def test_autocast_and_tp_1() -> None:
     with megatron(tp=2):
         layer = make("row", model_config())
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -187,23 +186,3 @@ def rank_autocast_and_tp1() -> None:
             stock_either_way("row", layer, width_of("row"), "autocast", backward=False)
     with megatron(tp=1):
         stock_either_way("column", make("column", model_config()), IN, "tp = 1")
-
-
-@pytest.mark.parametrize("name", list(STOCK))
-def test_a_layer_runs_stock(world2: WorkerPool, name: str) -> None:
-    world2.run(rank_stock, name)
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_sequence_parallelism_toggled(world2: WorkerPool, kind: str) -> None:
-    world2.run(rank_toggled, kind)
-
-
-@pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
-def test_an_unknown_keyword(world2: WorkerPool, value: Any) -> None:
-    world2.run(rank_unknown_keyword, value)
-
-
-# Last: another parallel layout, made once.
-def test_autocast_and_tp_1(world2: WorkerPool) -> None:
-    world2.run(rank_autocast_and_tp1)

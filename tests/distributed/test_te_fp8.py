@@ -10,7 +10,6 @@ stand-in for its compiled part (te_stand_in_fp8.py). On GPUs: tests/gpu/test_te_
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -23,11 +22,10 @@ import torch
 from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.ops.backends import registry
 from megatron_flux.train.fp8 import own_scales
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import NORMS, Sizes, input_of
 from tests.distributed.te_fp8_cases import (
     FP8,
@@ -57,7 +55,7 @@ from tests.distributed.te_fp8_cases import (
     train,
     why_not,
 )
-from tests.distributed.test_fused_twin import twin
+from tests.distributed.twins import NEEDS_TRITON, registered
 
 pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
 
@@ -177,19 +175,13 @@ def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
     te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
 
 
-def rank_twin_pair(recipe: str) -> dict[str, int]:
-    registry._backends["twin"] = twin()
-    try:
-        return rank_fp8_pair(recipe, True, "twin")
-    finally:
-        del registry._backends["twin"]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@NEEDS_TRITON
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_layers_on_fused_kernels(te_world2: WorkerPool, recipe: str) -> None:
+@on_ranks("te_world2")
+def test_two_layers_on_fused_kernels(recipe: str) -> None:
     """What is gathered lies in memory of the group, which later calls write to."""
-    for calls in te_world2.run(rank_twin_pair, recipe):
+    with registered():
+        calls = rank_fp8_pair(recipe, True, "twin")
         assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
         assert calls["all_gather_gemm/twin"] == calls["gemm_reduce_scatter/twin"] == 6
 
@@ -236,7 +228,12 @@ def test_what_has_no_room_is_gathered_again(te_world2: WorkerPool) -> None:
         assert (calls["all_gather/chunked"], kept["total"], kept["no_room"]) == (4, 0, 4)
 
 
-def rank_settled(queue: bool, margin: int, captured: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("queue", "margin", "captured", "settled"),
+    [(True, 0, False, False), (False, 0, False, True), (True, 0, True, True), (False, 8, True, False)],
+)
+@on_ranks("te_world2")
+def test_nccl_never_waits_for_sms_beside_fused_kernels(queue: bool, margin: int, captured: bool, settled: bool) -> None:
     """In which order backward waits for scales that NCCL gathers, and begins the kernel that waits for peers."""
     from megatron_flux import ops
     from megatron_flux.layers import fp8 as module
@@ -267,18 +264,7 @@ def rank_settled(queue: bool, margin: int, captured: bool) -> list[str]:
         flux(FP8),
     ):
         train(fp8_case("column", micro_batches=1), built(fp8_case("column")), ("blockwise",))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("queue", "margin", "captured", "settled"),
-    [(True, 0, False, False), (False, 0, False, True), (True, 0, True, True), (False, 8, True, False)],
-)
-def test_nccl_never_waits_for_sms_beside_fused_kernels(
-    te_world2: WorkerPool, queue: bool, margin: int, captured: bool, settled: bool
-) -> None:
-    expected = ["scales", "dgrad"] if settled else ["dgrad", "scales"]
-    assert te_world2.run(rank_settled, queue, margin, captured) == [expected] * 2
+    assert seen == (["scales", "dgrad"] if settled else ["dgrad", "scales"])
 
 
 @pytest.mark.parametrize(
@@ -297,7 +283,9 @@ def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: s
 # Frozen parameters, and an input without gradient
 
 
-def rank_turns() -> None:
+@on_ranks("te_world2")
+def test_two_models_take_turns() -> None:
+    """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
     case = fp8_case("column")
     with fp8_megatron():
         alone = train(case, built(case), ("delayed",) * 4)
@@ -311,12 +299,20 @@ def rank_turns() -> None:
                 assert torch.equal(alone.state[f"3 {name}"], expected), name
 
 
-def test_two_models_take_turns(te_world2: WorkerPool) -> None:
-    """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
-    te_world2.run(rank_turns)
-
-
-def rank_fp8_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "names", "input_grad", "recipe"),
+    [
+        ("norm column", ("weight",), True, "blockwise"),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True, "delayed"),
+        ("norm column", (), False, "tensorwise"),
+        ("column", ("weight",), True, "delayed"),
+        ("column", (), False, "blockwise"),
+        ("row", ("weight",), True, "tensorwise"),
+        ("row", (), False, "delayed"),
+    ],
+)
+@on_ranks("te_world2")
+def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
     case = fp8_case(kind, fusion=False, skip_bias_add=True)
 
     def run() -> dict[str, torch.Tensor | None]:
@@ -335,24 +331,6 @@ def rank_fp8_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: 
         assert (ours[name] is None) == (expected is None), name
         if expected is not None:
             torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "names", "input_grad", "recipe"),
-    [
-        ("norm column", ("weight",), True, "blockwise"),
-        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True, "delayed"),
-        ("norm column", (), False, "tensorwise"),
-        ("column", ("weight",), True, "delayed"),
-        ("column", (), False, "blockwise"),
-        ("row", ("weight",), True, "tensorwise"),
-        ("row", (), False, "delayed"),
-    ],
-)
-def test_frozen_parameters(
-    te_world2: WorkerPool, kind: str, recipe: str, names: tuple[str, ...], input_grad: bool
-) -> None:
-    te_world2.run(rank_fp8_frozen, kind, recipe, names, input_grad)
 
 
 # Calls that stay stock
@@ -429,7 +407,10 @@ REASONS = {
 }
 
 
-def rank_fp8_reason(kind: str, reason: str) -> None:
+# Rows are counted of column-parallel layers, whose rows are the rank's.
+@pytest.mark.parametrize(("reason", "kind"), zip(REASONS, cycle(KINDS)))
+@on_ranks("te_world2")
+def test_reasons(kind: str, reason: str) -> None:
     recipe, change, config, options = REASONS[reason]
     case = fp8_case(kind, **options)
     with fp8_megatron():
@@ -445,23 +426,15 @@ def rank_fp8_reason(kind: str, reason: str) -> None:
             change(layer),
             flux(FluxConfig(**{"strict": True, "backend": "reference", "fp8": True, **config})) as seen,
         ):
-            try:
-                with autocast(given):
-                    layer(x)
-            except FallbackError as error:
-                assert reason in str(error)  # noqa: PT017
-            else:
-                raise AssertionError(f"strict let {reason} pass")
+            with pytest.raises(FallbackError) as error, autocast(given):
+                layer(x)
+            assert reason in str(error.value)
         assert (seen.active_layers, seen.calls) == (0, {})
 
 
-# Rows are counted of column-parallel layers, whose rows are the rank's.
-@pytest.mark.parametrize(("reason", "kind"), zip(REASONS, cycle(KINDS)))
-def test_reasons(te_world2: WorkerPool, kind: str, reason: str) -> None:
-    te_world2.run(rank_fp8_reason, kind, reason)
-
-
-def rank_original_input(kind: str, recipe: str) -> None:
+@pytest.mark.parametrize(("kind", "recipe"), [("column", "blockwise"), ("row", "tensorwise"), ("row", "blockwise")])
+@on_ranks("te_world2")
+def test_the_original_input_is_saved(kind: str, recipe: str) -> None:
     """As Megatron has it of linear_proj: x is saved as it came, and quantised again in backward."""
     case = fp8_case(kind)
 
@@ -482,12 +455,9 @@ def rank_original_input(kind: str, recipe: str) -> None:
     assert seen.fallbacks == {}
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [("column", "blockwise"), ("row", "tensorwise"), ("row", "blockwise")])
-def test_the_original_input_is_saved(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    te_world2.run(rank_original_input, kind, recipe)
-
-
-def rank_outside(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks("te_world2")
+def test_outside_of_the_autocast_layers_are_in_bf16(kind: str) -> None:
     """A layer in bf16 of a model in FP8, as ``first_last_layers_bf16`` has it."""
     case = fp8_case(kind)
 
@@ -505,19 +475,11 @@ def rank_outside(kind: str) -> None:
     assert seen.fallbacks == {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outside_of_the_autocast_layers_are_in_bf16(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_outside, kind)
-
-
-def rank_runs_stock(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS[:1])
+@on_ranks("te_world2")
+def test_runs_stock_where_that_is_asked_for(kind: str) -> None:
     case = fp8_case(kind)
     stock, ours, seen = both(lambda: train(case, built(case), ("delayed",) * 2), FluxConfig(fp8=False))
     ours.require_same(stock, kind)
     assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
     assert (seen.active_layers, seen.calls) == (0, {})
-
-
-@pytest.mark.parametrize("kind", KINDS[:1])
-def test_runs_stock_where_that_is_asked_for(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_runs_stock, kind)

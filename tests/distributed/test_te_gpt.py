@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients, on_gpu
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
 
@@ -62,7 +62,8 @@ def test_selective_recompute(te_world2: WorkerPool) -> None:
     assert te_world2.run(rank_model, "llama", options) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
 
 
-def rank_data_parallel() -> None:
+@on_ranks("te_world2")
+def test_data_parallel_with_main_grad() -> None:
     """DDP's hooks see a gradient for every parameter, and main_grad holds the sum over the micro-batches."""
     from megatron_flux.train.shims import gradient_accumulation_fusion
 
@@ -93,14 +94,18 @@ def rank_data_parallel() -> None:
             require_close(name, ours[name], gradient, model_tolerance())
 
 
-def test_data_parallel_with_main_grad(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_data_parallel)
-
-
-def rank_spec_of_train(layers: dict[str, str]) -> None:
+@on_ranks("te_world2")
+def test_spec_of_train() -> None:
     """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
     from megatron_flux.train.presets import PRESETS
 
+    layers = {
+        "linear_qkv": "TELayerNormColumnParallelLinear",
+        "linear_proj": "TERowParallelLinear",
+        "core_attention": "TEDotProductAttention",
+        "linear_fc1": "TELayerNormColumnParallelLinear",
+        "linear_fc2": "TERowParallelLinear",
+    }
     with te_megatron(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine as extension
 
@@ -114,20 +119,8 @@ def rank_spec_of_train(layers: dict[str, str]) -> None:
         assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
 
 
-def test_spec_of_train(te_world2: WorkerPool) -> None:
-    te_world2.run(
-        rank_spec_of_train,
-        {
-            "linear_qkv": "TELayerNormColumnParallelLinear",
-            "linear_proj": "TERowParallelLinear",
-            "core_attention": "TEDotProductAttention",
-            "linear_fc1": "TELayerNormColumnParallelLinear",
-            "linear_fc2": "TERowParallelLinear",
-        },
-    )
-
-
-def rank_checkpoint_contents() -> int:
+@on_ranks("te_world2")
+def test_checkpoint_contents() -> None:
     """The keys and shards of a checkpoint: patched as stock, and TransformerEngine's spec as the local one."""
 
     def shards(model: Any) -> dict[str, Any]:
@@ -151,8 +144,4 @@ def rank_checkpoint_contents() -> int:
         tensors = {key for key in stock if "_extra_state" not in key}
         assert tensors == {key for key in local if "_extra_state" not in key}
         assert {key: local[key] for key in tensors} == {key: stock[key] for key in tensors}
-        return len(tensors)
-
-
-def test_checkpoint_contents(te_world2: WorkerPool) -> None:
-    assert te_world2.run(rank_checkpoint_contents) == [4 + 12 + 1] * 2
+        assert len(tensors) == 4 + 12 + 1

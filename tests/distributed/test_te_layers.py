@@ -9,7 +9,7 @@ backward; state dicts; reasons to run stock; unpatch(). Whole models: test_te_gp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_flux.patch.megatron_core import inference_layers
 from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import flux, model_config
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import (
     CLASSES,
     NORMS,
@@ -80,7 +80,10 @@ def test_norms(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
     te_world2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
 
 
-def rank_norm_exact(norm: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks("te_world2")
+def test_the_norm_is_stocks_to_the_bit(norm: str, dtype: torch.dtype) -> None:
     """With a weight that only selects, no GEMM rounds: what is left is the norm, and it must be stock's to the bit."""
     case = Case("norm column", bias=False, dtype=dtype, options=NORMS[norm])
 
@@ -99,12 +102,6 @@ def rank_norm_exact(norm: str, dtype: torch.dtype) -> None:
             assert torch.equal(ours[name], stock[name]), name
 
 
-@pytest.mark.parametrize("norm", list(NORMS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_stocks_to_the_bit(te_world2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
-    te_world2.run(rank_norm_exact, norm, dtype)
-
-
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_bf16(te_world2: WorkerPool, kind: str) -> None:
     for options in ({}, WHOLE):
@@ -120,10 +117,19 @@ def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str, options: di
 # main_grad
 
 
-def rank_main_grad(kind: str, cached: bool, overwrite: bool) -> list[bool]:
+@pytest.mark.parametrize(
+    ("kind", "cached", "overwrite", "kept"),
+    [
+        *((kind, True, False, False) for kind in CLASSES),  # the first micro-batch
+        ("norm column", False, False, True),  # there is none
+        ("row", False, True, False),
+    ],
+)
+@on_ranks("te_world2")
+def test_what_was_in_main_grad(kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
     """Whether 7 is still in main_grad after one micro-batch, for stock and for flux."""
     case = Case(kind, fusion=True, micro_batches=1, options={"disable_parameter_transpose_cache": not cached})
-    kept = []
+    found = []
     with te_megatron(dist.get_world_size()):
         for patch in (contextlib.nullcontext(), flux(STRICT)):
             with patch:
@@ -136,26 +142,30 @@ def rank_main_grad(kind: str, cached: bool, overwrite: bool) -> list[bool]:
                 if overwrite:
                     layer.weight.overwrite_main_grad = True
                 with_zero = run(case, layer)["weight"]
-                kept.append(bool((with_seven - with_zero).mean() > 6))
-    return kept
-
-
-@pytest.mark.parametrize(
-    ("kind", "cached", "overwrite", "kept"),
-    [
-        *((kind, True, False, False) for kind in CLASSES),  # the first micro-batch
-        ("norm column", False, False, True),  # there is none
-        ("row", False, True, False),
-    ],
-)
-def test_what_was_in_main_grad(te_world2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
-    assert te_world2.run(rank_main_grad, kind, cached, overwrite) == [[kept, kept]] * 2
+                found.append(bool((with_seven - with_zero).mean() > 6))
+    assert found == [kept, kept]
 
 
 # Frozen parameters, and an input without gradient
 
 
-def rank_frozen(kind: str, names: tuple[str, ...], input_grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "names", "input_grad"),
+    [
+        ("norm column", ("weight",), True),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True),
+        ("norm column", ("layer_norm_weight", "layer_norm_bias"), False),
+        ("norm column", ("layer_norm_bias",), False),
+        ("norm column", ("weight",), False),
+        ("norm column", (), False),
+        ("column", ("weight",), True),
+        ("column", (), False),
+        ("row", ("weight",), True),
+        ("row", (), False),
+    ],
+)
+@on_ranks("te_world2")
+def test_frozen_parameters(kind: str, names: tuple[str, ...], input_grad: bool) -> None:
     case = Case(kind, skip_bias_add=True, micro_batches=1)
 
     def once(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -178,25 +188,6 @@ def rank_frozen(kind: str, names: tuple[str, ...], input_grad: bool) -> None:
         require_same(case, stock, ours)
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "input_grad"),
-    [
-        ("norm column", ("weight",), True),
-        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True),
-        ("norm column", ("layer_norm_weight", "layer_norm_bias"), False),
-        ("norm column", ("layer_norm_bias",), False),
-        ("norm column", ("weight",), False),
-        ("norm column", (), False),
-        ("column", ("weight",), True),
-        ("column", (), False),
-        ("row", ("weight",), True),
-        ("row", (), False),
-    ],
-)
-def test_frozen_parameters(te_world2: WorkerPool, kind: str, names: tuple[str, ...], input_grad: bool) -> None:
-    te_world2.run(rank_frozen, kind, names, input_grad)
-
-
 # Recompute, no_grad, memory
 
 
@@ -208,7 +199,15 @@ def test_recompute(te_world2: WorkerPool, kind: str) -> None:
         assert sum(calls.values()) == 6
 
 
-def rank_no_grad(kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "mode"),
+    [
+        *zip(CLASSES, ({}, WHOLE, {}), cycle((torch.no_grad,))),
+        *zip(CLASSES, (WHOLE, {}, WHOLE), cycle((torch.inference_mode,))),
+    ],
+)
+@on_ranks("te_world2")
+def test_no_grad(kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
     case = Case(kind, options=options)
     with te_megatron(dist.get_world_size()):
         layer = build(case)
@@ -221,18 +220,9 @@ def rank_no_grad(kind: str, options: dict[str, Any], mode: Callable[[], Any]) ->
         require_close("y", ours, stock, tolerance(case.dtype))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "mode"),
-    [
-        *zip(CLASSES, ({}, WHOLE, {}), cycle((torch.no_grad,))),
-        *zip(CLASSES, (WHOLE, {}, WHOLE), cycle((torch.inference_mode,))),
-    ],
-)
-def test_no_grad(te_world2: WorkerPool, kind: str, options: dict[str, Any], mode: Callable[[], Any]) -> None:
-    te_world2.run(rank_no_grad, kind, options, mode)
-
-
-def rank_saved(kind: str) -> tuple[int, int]:
+@pytest.mark.parametrize("kind", list(CLASSES))
+@on_ranks("te_world2")
+def test_no_more_is_saved_for_backward(kind: str) -> None:
     """Bytes saved for backward, by stock and by flux, each memory once."""
     case = Case(kind, fusion=True)
     found = []
@@ -253,19 +243,16 @@ def rank_saved(kind: str) -> tuple[int, int]:
                 found.append(sum(memory.values()))
         # Tensors from such hooks have none of the parameter's attributes: it must have been found without them.
         assert layer.weight.grad_added_to_main_grad
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str) -> None:
-    for stock, ours in te_world2.run(rank_saved, kind):
-        assert 0 < ours <= stock
+    stock, ours = found
+    assert 0 < ours <= stock
 
 
 # Checkpoints
 
 
-def rank_state(kind: str) -> None:
+@pytest.mark.parametrize("kind", list(CLASSES))
+@on_ranks("te_world2")
+def test_state_dicts_load_both_ways(kind: str) -> None:
     case = Case(kind)
     with te_megatron(dist.get_world_size()):
         stock = build(case)
@@ -283,11 +270,6 @@ def rank_state(kind: str) -> None:
         require_same(case, run(case, stock), patched)
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_state_dicts_load_both_ways(te_world2: WorkerPool, kind: str) -> None:
-    te_world2.run(rank_state, kind)
-
-
 # Layers that stay stock
 
 
@@ -300,87 +282,89 @@ def _set(**attributes: Any) -> Callable[[Any], Any]:
     return change
 
 
-def _delayed(layer: Any) -> Any:
-    layer.wgrad_store.enabled = True
-    return contextlib.nullcontext()
+def _configured(**attributes: Any) -> Callable[[Any], Any]:
+    return lambda layer: _set(**attributes)(layer.config)
 
 
-def _fp8(layer: Any) -> Any:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+def _with_weight(change: Callable[[torch.nn.Parameter], Any]) -> Callable[[Any], Any]:
+    """Let the layer have what ``change`` makes of its weight."""
 
-    if hasattr(FP8GlobalStateManager, "FP8_ENABLED"):  # to release 2.14 or 2.15
-        return mock.patch.object(FP8GlobalStateManager, "FP8_ENABLED", True)
-    return mock.patch.object(FP8GlobalStateManager.quantization_state, "fp8_enabled", True)
+    def changed(layer: Any) -> Any:
+        weight = change(layer.weight)
+        del layer.weight
+        layer.weight = weight
+        return contextlib.nullcontext()
 
-
-def _fp8_configured(layer: Any) -> Any:
-    layer.config.fp8 = "hybrid"
-    return contextlib.nullcontext()
-
-
-def _offloading(layer: Any) -> Any:
-    layer.config.fine_grained_activation_offloading = True
-    return contextlib.nullcontext()
+    return changed
 
 
-def _frozen(layer: Any) -> Any:
-    layer.weight.requires_grad_(False)
-    return contextlib.nullcontext()
+class _Subclass(torch.nn.Parameter):
+    pass
 
 
-def _exporting(layer: Any) -> Any:
-    from transformer_engine.pytorch import export
+def _marked(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    weight.is_distributed_weight = True
+    return weight
 
-    @contextlib.contextmanager
-    def mode() -> Iterator[None]:
-        export._IN_ONNX_EXPORT_MODE = True
-        try:
-            yield
-        finally:
-            export._IN_ONNX_EXPORT_MODE = False
 
-    return mode()
+def _fp8_state(name: str) -> Callable[[Any], Any]:
+    def change(layer: Any) -> Any:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+        if hasattr(State, name.upper()):  # to release 2.14 or 2.15
+            return mock.patch.object(State, name.upper(), True)
+        return mock.patch.object(State.quantization_state, name, True)
+
+    return change
+
+
+def _patched(module: str, name: str, value: Any) -> Callable[[Any], Any]:
+    """``name`` of a module of TransformerEngine's is ``value``."""
+    return lambda layer: mock.patch(f"transformer_engine.{module}.{name}", value)
 
 
 REASONS: dict[str, Callable[[Any], Any]] = {
     "torch's symmetric all-reduce": _set(sequence_parallel=False, symmetric_ar_type="two_shot"),
     "userbuffers (tp_comm_overlap)": _set(ub_overlap_ag_fprop=True),
-    "delayed wgrad (delay_wgrad_compute)": _delayed,
-    "fp8 (autocast)": _fp8,
-    "fp8 (hybrid)": _fp8_configured,
+    "delayed wgrad (delay_wgrad_compute)": lambda layer: _set(enabled=True)(layer.wgrad_store),
+    "fp8 (autocast)": _fp8_state("fp8_enabled"),
+    "fp8 calibration": _fp8_state("fp8_calibration"),
+    "fp8 (hybrid)": _configured(fp8="hybrid"),
     "quantized weights": _set(primary_weights_in_fp8=True),
+    "parameters_split": _set(weight_names=["q_weight", "k_weight"]),
+    "weight of type _Subclass": _with_weight(lambda weight: _Subclass(weight.detach())),
+    "distributed weight (is_distributed_weight)": _with_weight(_marked),
+    "TransformerEngine's FSDP": _set(fsdp_group=object()),
     "quantization of single modules (te_quant_params)": _set(te_quant_params=object()),
-    "activation offloading to the CPU (fine_grained_activation_offloading)": _offloading,
-    "ONNX export": _exporting,
-    "trainable bias on a frozen weight": _frozen,
+    "activation offloading to the CPU (fine_grained_activation_offloading)": _configured(
+        fine_grained_activation_offloading=True
+    ),
+    "activation offloading to the CPU": _patched("pytorch.cpu_offload", "is_cpu_offload_enabled", lambda: True),
+    "ONNX export": _patched("pytorch.export", "_IN_ONNX_EXPORT_MODE", True),
+    "TransformerEngine's debug tools": _patched("debug.pytorch.debug_state", "TEDebugState.debug_enabled", True),
+    "trainable bias on a frozen weight": _with_weight(lambda weight: weight.requires_grad_(False)),
 }
 ONLY = {"torch's symmetric all-reduce": "row"}
 
 
-def rank_reason(kind: str, reason: str) -> None:
+@pytest.mark.parametrize(("kind", "reason"), [(ONLY.get(reason, "column"), reason) for reason in REASONS])
+@on_ranks("te_world2")
+def test_reasons(kind: str, reason: str) -> None:
     case = Case(kind)
     with te_megatron(dist.get_world_size()):
         layer = build(case)
         x = input_of(case, 7)
         with REASONS[reason](layer), flux(replace(STRICT, fp8=False)) as seen:
-            try:
+            with pytest.raises(FallbackError, match=f"TE {kind} layer") as error:
                 layer(x)
-            except FallbackError as error:
-                assert reason in str(error)  # noqa: PT017
-                assert f"TE {kind} layer" in str(error)  # noqa: PT017
-            else:
-                raise AssertionError(f"strict let {reason} pass")
+            assert reason in str(error.value)
         assert (seen.active_layers, seen.calls) == (0, {})
 
 
-@pytest.mark.parametrize("reason", list(REASONS))
-def test_reasons(te_world2: WorkerPool, reason: str) -> None:
-    te_world2.run(rank_reason, ONLY.get(reason, "column"), reason)
-
-
-def rank_runs_stock(kind: str) -> None:
+@on_ranks("te_world2")
+def test_a_stock_layer_is_stock() -> None:
     """A reason that stock runs with here as on a GPU: the results are stock's and the call is counted."""
-    case, reason = Case(kind), "activation offloading to the CPU (fine_grained_activation_offloading)"
+    case, reason = Case("norm column"), "activation offloading to the CPU (fine_grained_activation_offloading)"
     with te_megatron(dist.get_world_size()):
         layer = build(case)
         x = input_of(case, 7)
@@ -390,15 +374,12 @@ def rank_runs_stock(kind: str) -> None:
             ours, other = layer(x)
         assert torch.equal(ours, stock)
         assert bias is other
-        assert seen.fallbacks == {f"TE {kind}: {reason}": 1}
+        assert seen.fallbacks == {f"TE norm column: {reason}": 1}
         assert (seen.active_layers, seen.calls) == (0, {})
 
 
-def test_a_stock_layer_is_stock(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_runs_stock, "norm column")
-
-
-def rank_expert() -> None:
+@on_ranks("te_world2")
+def test_experts() -> None:
     from megatron_flux import report
 
     with te_megatron(dist.get_world_size()):
@@ -420,14 +401,11 @@ def rank_expert() -> None:
             assert report()["fallbacks"] == {"TE column: expert layer with explicit communication": 1}
 
 
-def test_experts(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_expert)
-
-
 # patch() and unpatch()
 
 
-def rank_identity() -> None:
+@on_ranks("te_world2")
+def test_unpatch_restores_the_identical_objects() -> None:
     import megatron_flux
 
     with te_megatron(dist.get_world_size()):
@@ -447,11 +425,8 @@ def rank_identity() -> None:
         assert [dict(vars(cls)) for cls in classes] == before
 
 
-def test_unpatch_restores_the_identical_objects(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_identity)
-
-
-def rank_built_before() -> None:
+@on_ranks("te_world2")
+def test_a_layer_built_before_patch() -> None:
     case = Case("norm column")
     with te_megatron(dist.get_world_size()):
         layer = build(case)
@@ -462,21 +437,13 @@ def rank_built_before() -> None:
         require_same(case, stock, run(case, layer))
 
 
-def test_a_layer_built_before_patch(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_built_before)
-
-
 # Last: another parallel layout, made once.
 
 
-def rank_tp1(kind: str) -> None:
-    case = Case(kind)
+@on_ranks("te_world2")
+def test_tp_1() -> None:
     with te_megatron(1):
-        layer = build(case)
+        layer = build(Case("column"))
         with flux() as seen:
             layer(numbers(4, 2, sizes().k, seed=7))
-        assert seen.fallbacks == {f"TE {kind}: tp = 1": 1}
-
-
-def test_tp_1(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_tp1, "column")
+        assert seen.fallbacks == {"TE column: tp = 1": 1}

@@ -5,7 +5,6 @@ Real: processes, files, the agreement of the ranks, the operators of stock. Repl
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -36,7 +35,8 @@ from megatron_flux.ops.tuner import measure
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.measure import Backends
-from tests.distributed.pool import RankError, WorkerPool
+from tests.distributed.pool import RankError, WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON
 
 SHAPE = (8, 6, 4)
 PLANS = (KernelConfig(), KernelConfig(reducers=7))
@@ -143,12 +143,14 @@ def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(world2: WorkerPool, tmp
     ]  # fmt: skip
 
 
-def tune_fp8_sum(cache: Path) -> list[tuple[str, bool]]:
+@NEEDS_TRITON
+@on_ranks("world2")
+def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(tmp_path: Path) -> None:
     """Operators as keys have them, and whether a candidate has the own GEMM, which takes no FP8."""
     group, (m, n, k) = dist.group.WORLD, SHAPE
     pair = Fp8Pair(quantized(torch.ones(m, k), "tensor"), quantized(torch.ones(n, k), "tensor"))
     made = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
-    with without_gpus(cache):
+    with without_gpus(tmp_path / "tuned.json"):
         fused: Any = FusedBackend("twin", twin=True)
         tuned = TunedBackend(Backends(ReferenceBackend(), fused))
         state_of(group).tuned.clear()
@@ -156,13 +158,8 @@ def tune_fp8_sum(cache: Path) -> list[tuple[str, bool]]:
             for _ in range(2):
                 assert made._replace(async_op=beside).run(tuned).wait().eq(2 * k).all()
         entries = tuned.tuner.decisions(group).entries
-        return [(key.split(" m=")[0], "own_gemm" in str(entry.ms)) for key, entry in entries.items()]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(world2: WorkerPool, tmp_path: Path) -> None:
-    expected = [("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", False)]
-    assert world2.run(tune_fp8_sum, tmp_path / "tuned.json") == [expected] * 2
+        found = [(key.split(" m=")[0], "own_gemm" in str(entry.ms)) for key, entry in entries.items()]
+        assert found == [("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", False)]
 
 
 def tune_batched(cache: Path, operator: str) -> tuple[int, list[int], bool]:

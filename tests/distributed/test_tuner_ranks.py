@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.measure import Backends
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = NEEDS_TRITON
 
 
 class Recorder:
@@ -38,13 +38,14 @@ class Recorder:
         return SimpleNamespace(run=run, degraded=())
 
 
-def rank_answers(folder: Path) -> list[Any]:
+@on_ranks("world2")
+def test_the_first_ranks_answer_holds_for_all(tmp_path: Path) -> None:
     """What runs: the first rank's file says a plan, the second's ``reference``, or there is none."""
     log: list[Any] = []
     rank, group = dist.get_rank(), dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / f"{rank}.json"))
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / f"{rank}.json"))
         # Of the first: nothing kept, so reference. The other would measure, and wait for it.
         patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", ("0", "30")[rank])
         backends: Any = [Recorder(name, log) for name in ("reference", "fused")]
@@ -55,12 +56,7 @@ def rank_answers(folder: Path) -> list[Any]:
             call = OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), torch.zeros(6, 4), group)
             key, mine = key_of(call, captured=False), kept[rank]
             if mine is not None:
-                cache.store(folder / f"{rank}.json", key, mine)
+                cache.store(tmp_path / f"{rank}.json", key, mine)
             dist.barrier()
             call.run(made).wait()
-    return log
-
-
-def test_the_first_ranks_answer_holds_for_all(world2: WorkerPool, tmp_path: Path) -> None:
-    expected = [*2 * [("fused", KernelConfig(reducers=7))], ("reference", None)]
-    assert world2.run(rank_answers, tmp_path) == [expected] * 2
+    assert log == [*2 * [("fused", KernelConfig(reducers=7))], ("reference", None)]

@@ -5,12 +5,9 @@ Their numbers against stock and float64 are in test_layers.py, test_te_layers.py
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,12 +20,9 @@ from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from tests.distributed.data import integers, require_close
-from tests.distributed.megatron_world import (
-    flux,
-    megatron,
-    model_config,
-)
-from tests.distributed.pool import WorkerPool
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, registered
 
 STRICT = FluxConfig(strict=True)
 
@@ -60,13 +54,14 @@ def forward_and_backward(layers: tuple[Any, Any], x: torch.Tensor) -> list[torch
     return [y.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())]
 
 
-def rank_by_fused_kernels() -> list[dict[str, int]]:
+@NEEDS_TRITON
+@on_ranks("world")
+def test_by_fused_kernels() -> None:
     """Inference, which makes the workspaces, then training on them."""
     from megatron_flux.comm import group_state
-    from megatron_flux.ops.backends.fused import FusedBackend
 
     tp, found = dist.get_world_size(), []
-    with megatron(tp=tp), mock.patch.dict(registry._backends, {"twin": FusedBackend("twin", twin=True)}):
+    with megatron(tp=tp), registered():
         for sequence_parallel in (False, True):
             group_state.drop_slabs()
             layers, rows = pair(sequence_parallel), 4 if sequence_parallel else 4 * tp
@@ -82,14 +77,9 @@ def rank_by_fused_kernels() -> list[dict[str, int]]:
                     require_close("training", ours, expected, 0)
             found.append(seen.calls)
         group_state.drop_slabs()
-    return found
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_by_fused_kernels(world: WorkerPool) -> None:
     whole = {"gemm_all_reduce/twin": 3, "all_gather/twin": 1}
     split = {"all_gather_gemm/twin": 3, "gemm_reduce_scatter/twin": 3, "all_gather/twin": 2}
-    assert world.run(rank_by_fused_kernels) == [[whole, split]] * world.size
+    assert found == [whole, split]
 
 
 # Order
@@ -139,7 +129,8 @@ def test_beside_a_frozen_weight_there_is_nothing(world2: WorkerPool) -> None:
     assert world2.run(rank_order, True) == [["runs"]] * 2
 
 
-def rank_pairs() -> None:
+@on_ranks("world2")
+def test_no_pairs_with_layers_that_gather() -> None:
     """A gather that a column layer with sequence parallelism left to the next row layer is not made by one without."""
     group = dist.group.WORLD
     tp = group.size()
@@ -159,7 +150,3 @@ def rank_pairs() -> None:
             y.sum().backward()
             assert ops.stats.total("all_gather") == 1
     assert y.shape[0] == 2 * tp
-
-
-def test_no_pairs_with_layers_that_gather(world2: WorkerPool) -> None:
-    world2.run(rank_pairs)

@@ -23,7 +23,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import keys, measure
 from megatron_flux.ops.tuner.cache import load
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 FORWARD = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 """And the gather of x for wgrad; dgrad's calls have their weight transposed."""
@@ -58,8 +58,10 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
             links.want(links.Wanted())
 
 
-def rank_wires(cache: Path) -> None:
+@on_ranks("world2")
+def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
     """One process, one tuner and one file for all: whatever was decided for one wire serves no other."""
+    cache = tmp_path / "tuned.json"
     with megatron(tp=dist.get_world_size()), tuner_over_host(cache) as ran:
         model = gpt_model("gpt3")
 
@@ -99,7 +101,3 @@ def rank_wires(cache: Path) -> None:
         for wire, answers in {"": "chunked", " wire=int8": "chunked_int8", " wire=fp8": "chunked_fp8"}.items():
             ours = {answer["backend"] for key, answer in kept.items() if f" host{wire} | " in key}
             assert ours == {answers}
-
-
-def test_the_wires_of_forward_and_of_gradients(world2: WorkerPool, tmp_path: Path) -> None:
-    world2.run(rank_wires, tmp_path / "tuned.json")

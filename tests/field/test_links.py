@@ -58,7 +58,7 @@ def symmetric_memory(made: Any) -> Iterator[None]:
 
 def crossed_groups() -> int:
     """Each rank is in two groups, a call of one stays open over a call of the other; exact or wrong."""
-    from tests.distributed.test_fused_twin import PLANS, twin
+    from tests.distributed.twins import PLANS, twin
 
     me, shared = dist.get_rank(), Shared()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]

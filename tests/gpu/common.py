@@ -47,6 +47,17 @@ def poison_results(count: int = 2) -> None:
     del spare
 
 
+def peak_memory(step: Callable[[], Any]) -> int:
+    """Return the peak memory of a step above what was there before; workspaces are there after the first."""
+    for _ in range(3):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all programs have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -83,39 +83,35 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_checks(size: int, *arguments: str, **variables: str) -> dict[str, str]:
-    """What every check said, by name."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-        str(HERE / "checks.py"),
-    ]
-    env = {**environment(), **variables}
-    done = subprocess.run([*command, *arguments], env=env, timeout=900, capture_output=True, text=True)
+def run_checks(program: str, size: int, *arguments: str, **variables: str) -> dict[str, str]:
+    """Run a program of checks on ``size`` ranks; what every check said, by name."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command = [*torchrun, str(HERE / program), *arguments]
+    done = subprocess.run(command, env={**environment(), **variables}, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    assert lines
+    assert all(line["ok"] for line in lines)
     return {line["check"]: line["said"] for line in lines}
+
+
+MEASURES = {"MEGATRON_FLUX_TUNE_SECONDS": "10"}
+"""For checks that measure, whatever all tests are told."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
-def test_checks(groups: int, tmp_path: Path) -> None:
+def test_checks(groups: int) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
     # One hardware queue, as Megatron asks for: without it, or an SM margin, two groups are refused.
-    said = run_checks(
-        size, "--out", str(tmp_path / "checks.jsonl"), "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1"
-    )
+    said = run_checks("checks.py", size, "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1")
     assert not said["nccl_beside"].startswith("left out")
 
 
 def test_gathers_cross_streams() -> None:
-    run_checks(2, "--only", "across_streams")
+    run_checks("checks.py", 2, "--only", "across_streams")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -125,20 +121,20 @@ def test_beside_nccl_of_another_group(groups: int) -> None:
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
     checks = ("--split", str(groups), "--only", "graphs,nccl_beside,nccl_beside_graphs")
-    said = run_checks(size, *checks, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    said = run_checks("checks.py", size, *checks, CUDA_DEVICE_MAX_CONNECTIONS="1")
     assert "rounds" in said["nccl_beside"]
     assert said["nccl_beside_graphs"].startswith("left out: needs MEGATRON_FLUX_SM_MARGIN")
     # Each of NCCL's channels is a CTA: as many as the margin leaves room for.
     margin = {"MEGATRON_FLUX_SM_MARGIN": "16", "NCCL_MAX_NCHANNELS": "16"}
     for queues in ("1", "8"):
-        said = run_checks(size, *checks, CUDA_DEVICE_MAX_CONNECTIONS=queues, **margin)
+        said = run_checks("checks.py", size, *checks, CUDA_DEVICE_MAX_CONNECTIONS=queues, **margin)
         assert not [line for line in said.values() if line.startswith("left out")], said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
-def test_checks_of_two_that_emulate_more(size: int, tmp_path: Path) -> None:
-    run_checks(2, "--out", str(tmp_path / "checks.jsonl"), "--emulate", str(size), "--rounds", "10")
+def test_checks_of_two_that_emulate_more(size: int) -> None:
+    run_checks("checks.py", 2, "--emulate", str(size), "--rounds", "10")
 
 
 def start(script: str) -> list[subprocess.Popen[str]]:

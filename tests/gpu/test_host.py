@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.gpu.test_fused import GPUS, HERE, TIMEOUT_S, environment, start
+from tests.gpu.test_fused import GPUS, MEASURES, TIMEOUT_S, run_checks, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
 
@@ -42,14 +39,8 @@ os._exit(0)
 @pytest.mark.parametrize("way", ["host", "p2p"])
 def test_checks(way: str, queues: str) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
-    script = [str(HERE / "checks_host.py"), "--way", way]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *script]
-    env = {**environment(), "CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60"}
-    env["MEGATRON_FLUX_TUNE_SECONDS"] = "10"  # a check measures, whatever all tests are told
-    done = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
-    assert all(line["ok"] for line in lines)
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60", **MEASURES}
+    run_checks("checks_host.py", size, "--way", way, **variables)
 
 
 @pytest.mark.parametrize("disk", ["", "full"])

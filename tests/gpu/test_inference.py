@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,16 +19,19 @@ from megatron_flux.comm import group_state
 from megatron_flux.ops.cuda_graphs import captured_calls
 from tests.distributed.megatron_world import flux, gpt_model, megatron, no_random_numbers
 from tests.distributed.paged_attention import varlen, with_kvcache
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_dynamic_engine import generated, spread_logits
 from tests.distributed.test_inference_layers import Pair, bookkeeping, check_workspaces
+from tests.gpu.test_fused import MEASURES, run_checks
 
 pytestmark = pytest.mark.gpus(2)
 
 ROWS, WIDTH = 128, 256
 
 
-def rank_workspaces(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
+@on_ranks("nccl2")
+def test_a_training_behind_inference(backend: str) -> None:
     """A group whose first calls are those of inference: what they leave serves a training, prepared calls too."""
     group = dist.new_group([0, 1])
     try:
@@ -44,12 +43,9 @@ def rank_workspaces(backend: str) -> None:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
-def test_a_training_behind_inference(nccl2: WorkerPool, backend: str) -> None:
-    nccl2.run(rank_workspaces, backend)
-
-
-def rank_graph(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["fused", "auto"])
+@on_ranks("nccl2")
+def test_a_pass_in_a_graph(backend: str) -> None:
     """Replays between eager passes; nothing but the operators runs."""
     pair = Pair(dist.group.WORLD, backend, ROWS, WIDTH)
     with captured_calls(), bookkeeping() as seen:
@@ -75,11 +71,6 @@ def rank_graph(backend: str) -> None:
             expected = pair.inference()
         for one, other in zip(results, expected, strict=True):
             assert torch.equal(one, other), turn
-
-
-@pytest.mark.parametrize("backend", ["fused", "auto"])
-def test_a_pass_in_a_graph(nccl2: WorkerPool, backend: str) -> None:
-    nccl2.run(rank_graph, backend)
 
 
 def flash_attention() -> contextlib.AbstractContextManager[Any]:
@@ -113,7 +104,13 @@ def with_sampling_behind_its_copies() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(TextGenerationController, name, waited)
 
 
-def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, graphs: bool) -> tuple[Any, Any, Any]:
+@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="megatron-core's dynamic engine needs einops")
+@pytest.mark.parametrize(
+    ("sequence_parallel", "graphs"), [(False, False), (True, False), (False, True)], ids=["", "split", "graphs"]
+)
+@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
+@on_ranks("nccl2")
+def test_greedy_tokens_of_the_dynamic_engine(sequence_parallel: bool, backend: str, graphs: bool) -> None:
     """Tokens of stock, of flux, and what ran. In fp16, whose logits lie closer than bf16's: no two are equal."""
     shims = contextlib.ExitStack()
     with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ), flash_attention(), shims:
@@ -129,7 +126,7 @@ def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, grap
 
         def made(**more: Any) -> torch.nn.Module:
             options = {"sequence_parallel": sequence_parallel, "params_dtype": torch.float16, "fp16": True}
-            return gpt_model(family, **options, **more).half().eval()
+            return gpt_model("gpt3", **options, **more).half().eval()
 
         model = made()
         spread_logits(model)
@@ -141,33 +138,14 @@ def rank_dynamic_engine(family: str, sequence_parallel: bool, backend: str, grap
             model, how = captured, {**how, "num_cuda_graphs": 2}
         with flux(FluxConfig(strict=True, backend=backend)) as seen:
             ours = [generated(model, **how) for _ in range(1 if graphs else 2)]
-        return stock, ours, seen.as_dict()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="megatron-core's dynamic engine needs einops")
-@pytest.mark.parametrize(
-    ("sequence_parallel", "graphs"), [(False, False), (True, False), (False, True)], ids=["", "split", "graphs"]
-)
-@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
-def test_greedy_tokens_of_the_dynamic_engine(
-    nccl2: WorkerPool, backend: str, sequence_parallel: bool, graphs: bool
-) -> None:
-    for stock, ours, seen in nccl2.run(rank_dynamic_engine, "gpt3", sequence_parallel, backend, graphs):
         assert all(tokens == stock for tokens in ours), (stock, ours)
         assert len({token for tokens in stock for token in tokens}) > 2, "always the same token: nothing is compared"
         operators = {"all_gather_gemm", "gemm_reduce_scatter"} if sequence_parallel else {"gemm_all_reduce"}
-        assert {name.partition("/")[0] for name in seen["calls"]} == operators, seen
-        assert seen["fallbacks"] == {}
+        assert {name.partition("/")[0] for name in seen.calls} == operators, seen
+        assert seen.fallbacks == {}
 
 
-def test_all_checks_of_gemm_all_reduce(tmp_path: Path) -> None:
+def test_all_checks_of_gemm_all_reduce() -> None:
     """Prepared calls among them."""
-    out = tmp_path / "checks.jsonl"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += [str(Path(__file__).parent / "checks_all_reduce.py"), "--seconds", "400"]
-    environment = {**os.environ, "MEGATRON_FLUX_TUNE_SECONDS": "10"}  # a check measures, whatever all tests are told
-    done = subprocess.run([*words, "--out", str(out)], capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {line["check"] for line in lines if "check" in line} >= {"graphs", "streams", "prepared", "tuned"}
-    assert all(line["ok"] for line in lines), lines
+    said = run_checks("checks_all_reduce.py", 2, "--seconds", "400", MEGATRON_FLUX_TIMEOUT_S="20", **MEASURES)
+    assert said.keys() >= {"graphs", "streams", "prepared", "tuned"}

@@ -21,7 +21,7 @@ from tests.distributed import test_te_gpt as models
 from tests.distributed import test_te_layers as layers
 from tests.distributed.megatron_world import FAMILIES, flux
 from tests.distributed.norm_output_cases import Lora, rank_lora
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import (
     CLASSES,
     NORMS,
@@ -30,12 +30,12 @@ from tests.distributed.te_cases import (
     Sizes,
     build,
     input_of,
-    numbers,
     rank_case,
     rank_recompute,
     rank_small_bias,
     te_megatron,
 )
+from tests.gpu.common import peak_memory
 
 pytestmark = [
     pytest.mark.gpus(2),
@@ -79,7 +79,7 @@ def test_without_sequence_parallelism(nccl2: WorkerPool, kind: str, fusion: bool
 def test_norms(nccl2: WorkerPool, norm: str, dtype: torch.dtype) -> None:
     nccl2.run(rank_case, Case("norm column", dtype=dtype, options=NORMS[norm], fusion=True))
     if dtype == torch.bfloat16:
-        nccl2.run(layers.rank_norm_exact, norm, dtype)
+        layers.test_the_norm_is_stocks_to_the_bit.on(nccl2, norm=norm, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["norm column", "column"])
@@ -93,24 +93,13 @@ def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str, options: dict[s
     ("cached", "overwrite", "kept"), [(True, False, False), (False, False, True), (False, True, False)]
 )
 def test_what_was_in_main_grad(nccl2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
-    assert nccl2.run(layers.rank_main_grad, kind, cached, overwrite) == [[kept, kept]] * 2
+    layers.test_what_was_in_main_grad.on(nccl2, kind=kind, cached=cached, overwrite=overwrite, kept=kept)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_recompute(nccl2: WorkerPool, kind: str) -> None:
     for calls in nccl2.run(rank_recompute, kind):
         assert sum(calls.values()) == 6
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_state_dicts_load_both_ways(nccl2: WorkerPool, kind: str) -> None:
-    nccl2.run(layers.rank_state, kind)
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_no_more_is_saved_for_backward(nccl2: WorkerPool, kind: str) -> None:
-    for stock, ours in nccl2.run(layers.rank_saved, kind):
-        assert 0 < ours <= stock
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))
@@ -124,21 +113,37 @@ def test_no_more_is_saved_for_backward(nccl2: WorkerPool, kind: str) -> None:
     ],
 )
 def test_reasons(nccl2: WorkerPool, kind: str, reason: str) -> None:
-    nccl2.run(layers.rank_reason, kind, reason)
+    layers.test_reasons.on(nccl2, kind=kind, reason=reason)
 
 
-def test_unpatch_restores_the_identical_objects(nccl2: WorkerPool) -> None:
-    nccl2.run(layers.rank_identity)
+OF_KINDS = [layers.test_state_dicts_load_both_ways, layers.test_no_more_is_saved_for_backward]
+ALONE = [
+    layers.test_unpatch_restores_the_identical_objects,
+    layers.test_experts,
+    models.test_data_parallel_with_main_grad,
+    models.test_checkpoint_contents,
+]
 
 
-def test_experts(nccl2: WorkerPool) -> None:
-    nccl2.run(layers.rank_expert)
+@pytest.mark.parametrize(
+    ("test", "given"),
+    [*((test, {"kind": kind}) for test in OF_KINDS for kind in CLASSES), *((test, {}) for test in ALONE)],
+    ids=lambda value: value.get("kind", "") if isinstance(value, dict) else value.__name__,
+)
+def test_as_on_cpus(nccl2: WorkerPool, test: Any, given: dict[str, str]) -> None:
+    test.on(nccl2, **given)
 
 
 # fp8
 
 
-def _rank_fp8(kind: str) -> dict[str, Any]:
+NO_FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+
+
+@pytest.mark.skipif(NO_FP8, reason="this GPU has no fp8")
+@pytest.mark.parametrize("kind", list(CLASSES))
+@on_ranks("nccl2")
+def test_fp8_runs_stock(kind: str) -> None:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -157,61 +162,29 @@ def _rank_fp8(kind: str) -> dict[str, Any]:
             plain = layer(x)[0]  # outside of fp8 the same layer runs flux
         assert torch.equal(ours, stock)
         assert not torch.equal(plain, stock)
-        return {"fallbacks": seen.fallbacks, "active": seen.active_layers}
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_fp8_runs_stock(nccl2: WorkerPool, kind: str) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no fp8")
-    assert nccl2.run(_rank_fp8, kind) == [{"fallbacks": {f"TE {kind}: fp8 (autocast)": 1}, "active": 1}] * 2
+        assert (seen.fallbacks, seen.active_layers) == ({f"TE {kind}: fp8 (autocast)": 1}, 1)
 
 
 # Memory
 
 
-def _rank_peak(kind: str) -> tuple[int, int]:
-    """Peak memory of a forward and backward above what was there before, stock and flux."""
-    from megatron.core.extensions import transformer_engine as extension
-
-    from tests.distributed.megatron_world import model_config
-
-    k, n, s = 4096, 8192, 2048
-    found = []
-    with te_megatron(dist.get_world_size()):
-        config = model_config(hidden_size=k, params_dtype=torch.bfloat16, gradient_accumulation_fusion=True)
-        more = {"input_is_parallel": True} if kind == "row" else {"gather_output": False}
-        layer = getattr(extension, CLASSES[kind])(
-            k, n, config=config, init_method=config.init_method, bias=True, skip_bias_add=True, is_expert=False, **more
-        )
-        layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
-        layer.weight.grad_added_to_main_grad = False
-        tp = dist.get_world_size()
-        shape = (s, 1, k // tp) if kind == "row" else (s // tp, 1, k)
-        x = numbers(*shape, seed=1, dtype=torch.bfloat16).requires_grad_()
-
-        def peak() -> int:
-            for _ in range(3):  # workspaces are there after the first
-                x.grad = None
-                layer.zero_grad(set_to_none=True)
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                y, _ = layer(x)
-                y.backward(torch.ones_like(y))
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - before
-
-        found.append(peak())
-        with flux(STRICT):
-            found.append(peak())
-    return found[0], found[1]
-
-
 @pytest.mark.parametrize("kind", list(CLASSES))
-def test_peak_memory_is_not_above_stocks(nccl2: WorkerPool, kind: str) -> None:
-    for stock, ours in nccl2.run(_rank_peak, kind):
-        assert 0 < ours <= 1.02 * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
+@on_ranks("nccl2")
+def test_peak_memory_is_not_above_stocks(kind: str) -> None:
+    case = Case(kind, skip_bias_add=True, fusion=True, dtype=torch.bfloat16, sizes=Sizes(1024, 1, 4096, 8192))
+    with te_megatron(dist.get_world_size()):
+        layer, x = build(case), input_of(case, 1).requires_grad_()
+
+        def step() -> None:
+            y, _ = layer(x)
+            y.backward(torch.ones_like(y))
+            x.grad = None
+            layer.zero_grad(set_to_none=True)
+
+        stock = peak_memory(step)
+        with flux(STRICT):
+            ours = peak_memory(step)
+    assert 0 < ours <= 1.02 * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
 
 
 # Whole models
@@ -228,14 +201,6 @@ def test_models_with_full_recompute(nccl2: WorkerPool, family: str) -> None:
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for seen in nccl2.run(models.rank_model, family, options):
         assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
-
-
-def test_data_parallel_with_main_grad(nccl2: WorkerPool) -> None:
-    nccl2.run(models.rank_data_parallel)
-
-
-def test_checkpoint_contents(nccl2: WorkerPool) -> None:
-    nccl2.run(models.rank_checkpoint_contents)
 
 
 # Norm outputs that adapters read

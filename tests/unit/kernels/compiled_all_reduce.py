@@ -52,6 +52,7 @@ def main() -> None:
                 "relaunched": relaunched(kernel, operands[name]),
                 "shared": kernel.metadata.shared,
             }
+    found["not specialised"] = [p.name for p in gemm_one_shot_kernel.params if p.do_not_specialize]
     print(json.dumps(found))
 
 

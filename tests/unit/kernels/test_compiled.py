@@ -2,7 +2,8 @@
 
 Of the warp-specialised ones also what decides their speed and would go unnoticed: registers are not spilled, shared
 memory fits, and copies are made 16 bytes at a time. And that later launches, which do not go through Triton, lay the
-parameters out as the compiled kernel wants them.
+parameters out as the compiled kernel wants them: those of gemm_all_reduce, of the 8-bit wire, of the gate and of the
+transpose too.
 """
 
 from __future__ import annotations
@@ -27,19 +28,27 @@ PLAIN = {"8.0 ag_gemm", "8.0 gemm_rs", "9.0 ag_gemm", "9.0 gemm_rs"} | {
     for op in ("ag_gemm", "gemm_rs")
     for scales in ("tensor", "blocks")
 }
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
+
+
+def printed(program: str) -> dict[str, Any]:
+    """What a program of this folder prints. A process of its own: other tests put triton into its interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.unit.kernels.{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    # A process of its own: other tests put triton into its interpreter, which compiles nothing.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.compiled"],
-        capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("compiled")
+
+
+@pytest.fixture(scope="module")
+def wires() -> dict[str, Any]:
+    return printed("compiled_wire")
 
 
 def test_plain_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
@@ -55,7 +64,7 @@ def test_hopper_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
 def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
     for name in kernels.keys() - PLAIN:
         found = kernels[name]
-        assert found["shared"] <= SHARED_BYTES, name
+        assert found["shared"] <= SHARED_BYTES["9.0"], name
         assert found["spilled"] <= 32, name  # addresses that the end of a tile needs
         assert found["wgmma"] > 0, name
         assert not found["waits"], f"{name}: ptxas makes products wait for each other"
@@ -75,7 +84,7 @@ def test_nothing_is_waited_for_between_two_promoted_products(kernels: dict[str, 
     """But for the tensor cores: a team that waits leaves them to the other one alone."""
     promoted = [name for name in kernels.keys() - PLAIN if "promoted" in name or "blocks" in name]
     assert {name: kernels[name]["barriers_before_products"] for name in promoted} == dict.fromkeys(promoted, 0)
-    assert len(promoted) == 5
+    assert len(promoted) == 7
 
 
 def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, Any]) -> None:
@@ -88,6 +97,45 @@ def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, An
 def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str, Any]) -> None:
     """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)
+
+
+def test_sums_for_all_ranks_are_launched_without_triton() -> None:
+    """Of all kernels, or a decode step would be launched by Triton every time; steps of any m share one own GEMM."""
+    found = printed("compiled_all_reduce")
+    assert "m" in found.pop("not specialised")
+    assert len(found) == 16
+    for name, about in found.items():
+        assert about["shared"] <= SHARED_BYTES[name[:3]], name
+        # Pointers, integers and two of scratch memory; a descriptor is its map, two sizes and two strides.
+        assert about["relaunched"] == (21 if "shot" in name else 24 if name.startswith("8.0") else 32), name
+
+
+def test_the_gate_traps(wires: dict[str, Any]) -> None:
+    for capability in (80, 90):
+        assert wires[f"{capability} gate"]["traps"] == 1
+
+
+def test_kernels_of_the_wire(wires: dict[str, Any]) -> None:
+    names = {name for name in wires if not name.endswith(("gate", "transpose"))}
+    assert names == {
+        *(f"{capability} {what} int8" for capability in (80, 90) for what in ("encode", "decode", "add")),
+        *(f"90 {what} fp8" for what in ("encode", "decode", "add")),
+        "80 add exact", "90 add exact",
+    }  # fmt: skip
+    for name in names:
+        about = wires[name]
+        assert about["wide"], f"{name} loads one number at a time"
+        counts = {"encode": (3, 3), "decode": (3, 3), "add": (4, 6)}[name.split()[1]]
+        pointers, integers = counts
+        assert about["parameters"] == [8] * pointers + [4] * integers + [8, 8], "what a launch without Triton lays out"
+        assert about["even"] == (name == "90 encode fp8"), "rounding to the nearest, saturating"
+
+
+def test_the_transpose_reads_and_writes_many_bytes_at_a_time(wires: dict[str, Any]) -> None:
+    for capability in (80, 90):
+        about = wires[f"{capability} transpose"]
+        assert about["parameters"] == [8] * 3 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
+        assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"]
 
 
 GUARDED = """

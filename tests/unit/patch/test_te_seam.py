@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,40 +118,6 @@ def test_a_missing_symbol_is_refused(installed: SimpleNamespace, monkeypatch: py
 # What is asked of a module and of the process
 
 
-class _Subclass(torch.nn.Parameter):
-    pass
-
-
-def _distributed() -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    weight.is_distributed_weight = True  # type: ignore[attr-defined]
-    return weight
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        *(({name: True}, "userbuffers (tp_comm_overlap)") for name in ("ub_overlap_ag_fprop", "ub_bulk_dgrad")),
-        (
-            {"wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: True)},
-            "delayed wgrad (delay_wgrad_compute)",
-        ),
-        ({"primary_weights_in_fp8": True}, "quantized weights"),
-        ({"weight_names": ["q_weight", "k_weight"]}, "parameters_split"),
-        ({"weight": _Subclass(torch.ones(2, 2))}, "weight of type _Subclass"),
-        ({"weight": torch.ones(2, 2)}, "weight of type Tensor"),
-        ({"weight": _distributed()}, "distributed weight (is_distributed_weight)"),
-        ({"fsdp_group": object()}, "TransformerEngine's FSDP"),
-        (
-            {"symmetric_ar_type": "two_shot", "parallel_mode": "row", "sequence_parallel": False},
-            "torch's symmetric all-reduce (symmetric_ar_type=two_shot)",
-        ),
-    ],
-)
-def test_reasons_of_a_module(installed: SimpleNamespace, changes: dict[str, Any], reason: str) -> None:
-    assert why_stock(te_seam.load(), linear(**changes)) == reason
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -180,22 +145,3 @@ def test_a_build_of_a_release_drops_what_the_release_drops(
     for version, drops in (("2.11.0", True), ("2.11.0a0+gabc.nv26.01", True), ("2.20.2", True), ("2.20.3", False)):
         monkeypatch.setattr(te_seam, "version", lambda name, version=version: version)
         assert te_seam.load().loses_gradient is drops
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda i: setattr(i.state, "fp8", True), "fp8 (autocast)"),
-        (lambda i: setattr(i.state, "calibration", True), "fp8 calibration"),
-        (lambda i: setattr(i.state, "offloading", True), "activation offloading to the CPU"),
-        (lambda i: setattr(i.state, "exporting", True), "ONNX export"),
-        (lambda i: setattr(i.debug, "debug_enabled", True), "TransformerEngine's debug tools"),
-    ],
-)
-def test_reasons_of_the_process(
-    installed: SimpleNamespace, change: Callable[[SimpleNamespace], None], reason: str
-) -> None:
-    te: TransformerEngine = te_seam.load()
-    assert why_stock(te, linear()) is None
-    change(installed)  # after load(): it is read at every call
-    assert why_stock(te, linear()) == reason

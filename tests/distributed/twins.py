@@ -1,0 +1,63 @@
+"""The fused backend on the CPU twin, for tests: small plans, calls that are registered, captured or without TMA."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.kernel_config import KernelConfig
+
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
+PLANS = {
+    "halves of tiles": KernelConfig(**TINY),
+    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
+}
+
+
+def twin(config: KernelConfig | None = None) -> Any:
+    """The backend on CPU tensors; the pool has switched Triton's interpreter on."""
+    from megatron_flux.ops.backends.fused import FusedBackend
+
+    backend = FusedBackend("twin", twin=True)
+    backend.config = config
+    return backend
+
+
+@contextlib.contextmanager
+def registered(config: KernelConfig | None = None) -> Iterator[Any]:
+    """Let operators find the backend under the name ``twin``."""
+    backend = twin(config)
+    with mock.patch.dict(registry._backends, {"twin": backend}):
+        yield backend
+
+
+def integers(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """-1, 0 and 1 of torch's own generator: other numbers in every call."""
+    return torch.randint(-1, 2, (rows, cols)).to(dtype)
+
+
+@contextlib.contextmanager
+def one_capture(number: int | None) -> Iterator[None]:
+    """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
+    from megatron_flux.comm import slab
+    from megatron_flux.ops.cuda_graphs import captured_calls
+
+    with captured_calls(), mock.patch.object(slab, "capture_id", return_value=number):
+        yield
+
+
+def use_tma(tma: bool) -> None:
+    """Let kernels have descriptors, or pointers."""
+    from megatron_flux.ops import device
+
+    os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(tma))
+    device.has_tma.cache_clear()

@@ -248,7 +248,8 @@ def _share_a_device() -> None:
     class SharingGloo(c10d.ProcessGroupGloo):
         devices = (c10d.ProcessGroupGloo.create_default_device(),)
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **_: Any) -> None:
+            """``_``: whether groups can be reconfigured (torch 2.14), which no test does."""
             options = c10d.ProcessGroupGloo._Options()
             options._devices, options._timeout = list(self.devices), timeout
             super().__init__(store, rank, size, options)

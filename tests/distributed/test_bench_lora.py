@@ -124,21 +124,28 @@ def rank_te(out: Path) -> Any:
     from megatron_flux.bench import variants
     from tests.distributed.megatron_world import _te_layer
 
-    spec = lambda kind, shape, device: _te_layer(None, {})  # noqa: E731
     with (
         mock.patch.object(variants, "why_no_te", return_value=None),
-        mock.patch("megatron_flux.train.model.layer_spec", spec),
+        mock.patch.object(variants, "block_of", return_value="te"),
+        mock.patch("megatron_flux.train.model.layer_spec", return_value=_te_layer(None, {})),
     ):
-        variants_of_te = ("te", "te_again", "flux_te", "flux_te:backend=reference")
-        return run(2, out, workloads=(workload(),), variants=variants_of_te)["rows"]
+        names = ("te", "te_again", "flux_te", "no_communication", "unsynchronised")
+        return run(2, out, workloads=(workload(),), variants=names)["rows"]
 
 
-def test_stock_te_is_compared_where_its_gradients_are_right(te_world2: WorkerPool, tmp_path: Path) -> None:
-    te, again, *_ = te_world2.run(rank_te, tmp_path)[0]
+def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPool, tmp_path: Path) -> None:
+    """Flux has them. Stock TransformerEngine has not, and its row says so."""
+    te, again, flux, *bounds = te_world2.run(rank_te, tmp_path)[0]
+    for row in (te, again, flux):
+        assert row["agreement"]["with"] == "te, whose adapters gather norm outputs themselves"
+        assert row["agreement"]["ok"]
+        assert row["agreement"]["y"] < 1e-5
     for row in (te, again):
-        found = row["agreement"]
-        assert found["with"] == "te, whose adapters gather norm outputs themselves"
-        assert "drops the gradient of a gathered norm output" in found["left_out"]
-        assert found["ok"]
-        assert found["y"] < 1e-5
-        assert min(found["dx"], found["wgrad"]) > 0.05
+        assert "drops the gradient of a gathered norm output" in row["agreement"]["left_out"]
+        assert min(row["agreement"]["dx"], row["agreement"]["wgrad"]) > 0.05
+    assert "left_out" not in flux["agreement"]
+    assert max(flux["agreement"]["dx"], flux["agreement"]["wgrad"]) < 1e-5
+    assert [row["arm"] for row in bounds] == ["no_communication", "unsynchronised"]
+    for row in bounds:
+        assert row["flux_layers"] == flux["flux_layers"]
+        assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {row["arm"]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,16 @@ def test_te_drops_the_gradient_of_a_gathered_norm_output(te_world2: WorkerPool, 
     """The upstream fault of docs/fine-tuning.md. A TransformerEngine without it fails here: then say so there."""
     found = te_world2.run(rank_dropped_gradient, family)
     assert all(error > 0.01 and math.isfinite(error) for error in found), found
+
+
+def rank_upstream_script() -> dict[str, float]:
+    script = Path(__file__).parents[2] / "docs" / "upstream" / "gathered_norm_gradient.py"
+    with te_megatron(dist.get_world_size()):
+        found: dict[str, float] = runpy.run_path(str(script))["errors"](torch.device("cpu"))
+    return found
+
+
+def test_what_is_reported_upstream(te_world2: WorkerPool) -> None:
+    """With the local output dx is right, with the gathered one it is zero."""
+    right, dropped = pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5)
+    assert te_world2.run(rank_upstream_script) == [{"local": right, "gathered": dropped}] * 2

@@ -62,13 +62,13 @@ class CallTable:
         for row in self.beside:
             seen = row[slot]
             if seen != word and seen >> 32 == number:
-                raise self.different(row)
+                raise self.different(row, self.spec)
 
-    def different(self, row: memoryview) -> OperatorError:
-        """Return the error about the neighbour whose ``row`` has another call of the same number."""
+    def different(self, row: memoryview, spec: int) -> OperatorError:
+        """Return the error about the neighbour whose ``row`` has another call than ``spec`` of the same number."""
         rank = self._neighbours[next(i for i, one in enumerate(self.beside) if one is row)]
         other = self.words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
-        here = self.words.get(self.spec, "a call")
+        here = self.words.get(spec, "a call")
         return OperatorError(
             f"rank {self._ranks[self._rank]} (tp rank {self._rank} of {len(self._ranks)}) makes {here}, and peer rank "
             f"{self._ranks[rank]} (tp rank {rank}) {other}, as the group's call {self.number}: all ranks must make the "

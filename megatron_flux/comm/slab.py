@@ -156,13 +156,11 @@ class Slab:
         self.calls += 1
         if (table := self.table) is not None:  # CallTable.enter, without the time of a call
             number = table.number = (table.number + 1) & 0xFFFFFFFF
-            table.spec = spec
             slot, word = number & LAST, number << 32 | spec
             table.own[slot] = word
             for row in table.beside:
-                seen = row[slot]
-                if seen != word and seen >> 32 == number:
-                    raise table.different(row)
+                if (seen := row[slot]) != word and seen >> 32 == number:
+                    raise table.different(row, spec)
         if synchronise:
             _synchronise(self)
         return half, raw

@@ -131,8 +131,8 @@ class Relaunch:
         """
         parameters, values = self._parameters, self._values
         with _lock:  # another thread must not change the parameters before they are copied
-            for (at, maps), tensor in zip(self._operands, operands, strict=True):
-                address = tensor.data_ptr()
+            for number, (at, maps) in enumerate(self._operands):  # zip with strict takes twice as long
+                address = operands[number].data_ptr()
                 if maps is None:
                     values[at].value = address
                 else:

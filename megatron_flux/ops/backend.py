@@ -22,8 +22,8 @@ class Plan:
     hold the group: a group's state, and with it its plans, goes with the last reference to the group.
     """
 
-    backend = ""
-    """Name that calls are counted under."""
+    counted = "", ""
+    """Operator and backend that calls are counted under."""
     nbytes = 0
     """Bytes that this rank receives in a call."""
     degraded: tuple[str, ...] = ()

@@ -239,6 +239,8 @@ def check_operands(call: OperatorCall) -> None:
     if call.wire not in WIRES:
         raise UserError(f"unknown wire {call.wire!r}; use one of: {', '.join(WIRES)}")
     bias = call.late_bias if call.bias is None else call.bias
+    if call.async_op and bias is not None:
+        raise UserError(f"{operator}: bias cannot be combined with async_op; add it after wait()")
     if weight is None:
         if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:
             raise UserError(

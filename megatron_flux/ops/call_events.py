@@ -183,7 +183,7 @@ def run(call: OperatorCall, plan: Plan) -> Any:
     x, group = call.x, call.group
     seen = Call(
         operator=call.operator, m=call.m, n=call.n, k=call.k, dtype=x.dtype, device=x.device,
-        transposed=call.transposed, backend=plan.backend, group_name=group.group_name, group=group, wire=call.wire,
+        transposed=call.transposed, backend=plan.counted[1], group_name=group.group_name, group=group, wire=call.wire,
         fp8=call.fp8 and call.fp8.kind,
     )  # fmt: skip
     with _segment(seen, first=True):

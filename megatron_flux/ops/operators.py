@@ -129,7 +129,8 @@ def gemm_reduce_scatter(
         OperatorCall,
         ("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias, addend, False),
     )
-    return _sum(call, backend)
+    y = _run(call, backend)
+    return y if bias is None and not async_op and isinstance(y, torch.Tensor) else _finish(y, call)
 
 
 def gemm_all_reduce(
@@ -163,7 +164,8 @@ def gemm_all_reduce(
         OperatorCall,
         ("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias, None, False),
     )
-    return _sum(call, backend)
+    y = _run(call, backend)
+    return y if bias is None and not async_op and isinstance(y, torch.Tensor) else _finish(y, call)
 
 
 def all_gather(
@@ -206,25 +208,20 @@ def _run(call: OperatorCall, backend: str) -> Any:
         if not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):  # what stands in for a call in one graph
             plans[key] = plan
     result = call_events.run(call, plan) if call_events.watching else plan.run(call)
-    stats.calls[call.operator, plan.backend] += 1
+    stats.calls[plan.counted] += 1
     stats.bytes_received += plan.nbytes
     for reason in plan.degraded:
         stats.degraded[reason] += 1
     return result
 
 
-def _sum(call: OperatorCall, backend: str) -> torch.Tensor | Pending:
-    """Run an operator that sums over ranks; its bias is added to the result."""
-    bias = call.late_bias
+def _finish(y: torch.Tensor | Pending, call: OperatorCall) -> torch.Tensor | Pending:
+    """Return the result of an operator that sums over ranks as the caller wants it: pending, or with its bias added."""
     if call.async_op:
-        if bias is not None:
-            raise UserError(f"{call.operator}: bias cannot be combined with async_op; add it after wait()")
-        result = _run(call, backend)
-        return result if isinstance(result, Pending) else Pending(result)
-    y = _run(call, backend)
+        return y if isinstance(y, Pending) else Pending(y)
     if isinstance(y, Pending):
         y = y.wait()
-    return y if bias is None else y.add_(bias.detach())
+    return y if call.late_bias is None else y.add_(call.late_bias.detach())
 
 
 def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, transposed: bool, wire: str) -> Fp8Pair:

@@ -40,10 +40,9 @@ def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
 class LocalPlan(Plan):
     """The GEMM alone, in a group of one rank, and of no rows."""
 
-    backend = "none"
-
     def __init__(self, call: OperatorCall) -> None:
         """``call``: checked."""
+        self.counted = call.operator, "none"
         self._tp, self._shape, self._gathered = call.group.size(), call.result_shape, call.gathered_shape
 
     def run(self, call: OperatorCall) -> Any:

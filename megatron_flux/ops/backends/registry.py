@@ -69,7 +69,7 @@ def plan(call: OperatorCall, name: str) -> Plan:
             reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
             backend = _reference
         made = backend.plan(call)
-    made.backend, made.degraded = backend.name, (*reasons, *made.degraded)
+    made.counted, made.degraded = (call.operator, backend.name), (*reasons, *made.degraded)
     return made
 
 

@@ -130,7 +130,7 @@ def test_auto_is_reference_where_there_is_no_gpu(caplog: pytest.LogCaptureFixtur
     assert registry.plan(call, "reference").degraded == ()
     for count in (1, 2):
         plan = registry.plan(call, "auto")
-        assert (plan.backend, plan.degraded) == ("reference", ("reference: no GPU",))
+        assert (*plan.counted, *plan.degraded) == (call.operator, "reference", "reference: no GPU")
         ops.stats.degraded["reference: no GPU"] = count  # as a call does
     assert caplog.messages == ["megatron_flux: operators run on reference: no GPU"]
     assert megatron_flux.report()["fallbacks"] == {"operators: reference: no GPU": 2}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any, get_type_hints
 
 import torch
@@ -102,10 +103,14 @@ def add_from_command_line(args: Any) -> Any:
 def install(args: Any) -> None:
     """Check ``args`` and patch megatron-core if ``args.flux`` is set; a second call changes and prints nothing.
 
-    Rank 0 prints one summary on its standard output. Errors are those of :func:`validate` and
-    :func:`megatron_flux.patch`.
+    Rank 0 prints one summary on its standard output; where flux is off, a line if ``--flux-*`` were given for nothing.
+    Errors are those of :func:`validate` and :func:`megatron_flux.patch`.
     """
     if not args.flux:
+        defaults = {field.name: field.default for field in fields(FluxConfig)}
+        idle = [name for name, default in defaults.items() if getattr(args, f"flux_{name}", default) != default]
+        if idle and args.rank == 0:
+            _say_off(", ".join(f"--flux-{name.replace('_', '-')}" for name in idle))
         return
     validate(args)
     already = is_patched()
@@ -118,6 +123,11 @@ def install(args: Any) -> None:
         )
         # The ends of lines included: the ranks share a terminal, and print() writes them apart.
         print("".join([f"{head}\n", *(f"    {path}\n" for path in replaced)]), end="", flush=True)
+
+
+@cache
+def _say_off(options: str) -> None:
+    print(f"> megatron-flux is off, and {options} without effect: --flux or MEGATRON_FLUX=1 switches it on", flush=True)
 
 
 def tune(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:

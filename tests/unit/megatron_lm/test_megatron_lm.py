@@ -64,6 +64,19 @@ def test_another_value_of_the_variable_is_an_error(
     assert "error: MEGATRON_FLUX='flase': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in line
 
 
+def test_options_of_a_flux_that_is_off_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    start._say_off.cache_clear()
+    for words in ([], ["--no-flux"]):
+        start.install(argparse.Namespace(**vars(parsed(*words)), rank=0))
+    for rank in (1, 0, 0):
+        words = ("--flux-backend", "fused", "--no-flux-gather-ahead")
+        start.install(argparse.Namespace(**vars(parsed(*words)), rank=rank))
+    assert capsys.readouterr().out == (
+        "> megatron-flux is off, and --flux-backend, --flux-gather-ahead without effect: "
+        "--flux or MEGATRON_FLUX=1 switches it on\n"
+    )
+
+
 # Checks.
 
 

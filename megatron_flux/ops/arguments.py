@@ -57,6 +57,7 @@ class SlabCall:
     """Views and descriptors of the slab that all calls of the plan share."""
     gathered: Any = None  # [m, k] of this rank, where x arrives
     scales: torch.Tensor | None = None  # [tp, kb, ld] of this rank, where scales of blocks arrive
+    own: torch.Tensor | None = None  # [m, k] of the caller's own, where a warp-specialised kernel copies what arrives
 
     def constants(self) -> dict[str, Any]:
         """The constants that all kernels of :class:`KernelConfig` have."""

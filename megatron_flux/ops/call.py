@@ -60,6 +60,7 @@ class CallSpec(NamedTuple):
     fp8: Fp8Kind | None
     scales: tuple[Any, ...] | None  # of FP8 operands: shapes of both, scaling of the weight
     addend: tuple[Any, ...] | None  # shape, dtype and device
+    own_gathered: bool
     captured: bool  # runs as inside a CUDA graph
 
 
@@ -127,7 +128,7 @@ class OperatorCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """The fields of :attr:`spec`: equal to it, and made in less time."""
-        operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias, addend, _ = self
+        operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias, addend, own = self
         inside, device = bias is not None, x.get_device()
         if not inside:
             bias = late_bias
@@ -137,7 +138,7 @@ class OperatorCall(NamedTuple):
             None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
             transposed, None if bias is None else (bias.shape, bias.dtype, bias.get_device()), inside, gathered,
             async_op, wire, None if fp8 is None else fp8.kind, None if fp8 is None else fp8.scale_shapes,
-            None if addend is None else (addend.shape, addend.dtype, addend.get_device()), captured,
+            None if addend is None else (addend.shape, addend.dtype, addend.get_device()), own, captured,
         )  # fmt: skip
 
     @property

@@ -188,14 +188,15 @@ class AllGatherGemmPlan(_Gathering):
         x, weight, bias, fp8, work = call.x, call.weight, call.bias, call.fp8, self._slab
         if work is None or work.calls >= work.limit:
             work = self._bind(call)
-        others: tuple[Any, ...] = () if bias is None else (bias,)
+        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
+        by_kernel = () if own is None or not self.config.ws else (own,)  # copied while it multiplies
+        others: tuple[Any, ...] = by_kernel if bias is None else (*by_kernel, bias)
         if fp8 is None:
             y, scales = x.new_empty(self._shape), 0
         else:
             y = x.new_empty(self._shape, dtype=fp8.out)
             others = (*others, fp8.x.scale_inv, fp8.weight.scale_inv)
             scales = fp8.x.scale_inv.data_ptr()
-        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
         try:
             half, stream = work.claim(self._number)
             self._push(x, half, stream, scales)
@@ -203,14 +204,14 @@ class AllGatherGemmPlan(_Gathering):
                 launch(stream, x, weight, y, x, *others)
             else:
                 gathered = self._gathered[half].view(-1, x.shape[-1])
-                self._first(call, y, half, gathered=gathered, scales=self._scales[half])
+                self._first(call, y, half, gathered=gathered, scales=self._scales[half], own=own if by_kernel else None)
             if self._own_scales:
                 self._own_scales[half].copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
             if self._side is not None:
                 driver.wait(stream, self._side.after)
             else:
                 work.check()
-            if own is not None:
+            if own is not None and not by_kernel:
                 own.copy_(self._gathered[half])
         except BaseException as error:
             work.poison("all_gather_gemm", error)

@@ -37,7 +37,8 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         _descriptor(x, config.bm, config.bk),
         _descriptor(weight, *at.weight_box()),
         _descriptor(out, config.bm, PIECE),
-        x.view(torch.uint8) if call.fp8 else x, x if bias is None else bias,
+        *((x.view(torch.uint8),) * 2 if call.fp8 else (x, x if at.own is None else at.own)),
+        x if bias is None else bias,
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
@@ -45,10 +46,12 @@ def all_gather_gemm(at: SlabCall) -> Launch:
     )  # fmt: skip
     constants = at.constants() | {
         "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
-        "EARLY": edges.early, "LATE": edges.late, "KEEP": call.return_gathered, "STAGES": config.stages,
-        "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams, "num_warps": 8 // config.teams,
+        "EARLY": edges.early, "LATE": edges.late, "KEEP": call.return_gathered, "OWN": at.own is not None,
+        "STAGES": config.stages, "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams,
+        "num_warps": 8 // config.teams,
     }  # fmt: skip
-    operands = ("xd", "b", "c", "x", *(() if bias is None else ("bias",)), *_scale_names(call))
+    own = () if at.own is None else ("kept",)
+    operands = ("xd", "b", "c", "x", *own, *(() if bias is None else ("bias",)), *_scale_names(call))
     return Launch(hopper_ag_gemm_kernel, at.sms, arguments, constants, operands)
 
 

@@ -5,7 +5,8 @@ warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says 
 
 Operands
     Local tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the local shard into the gather
-    buffer if the caller wants the gathered input (KEEP). ``mp`` is a multiple of BM.
+    buffer if the caller wants the gathered input (KEEP), or all shards, as they arrive, into memory of the caller's own
+    (OWN), while tensor cores multiply. ``mp`` is a multiple of BM.
 
 Flags
     The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at
@@ -125,25 +126,45 @@ def _store(
 
 
 @gluon.jit
-def _keep(
-    x, data_table, buf_off, own, mp, k, chunk_k, rank, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr,
-    KEEP: gl.constexpr, CTAS: gl.constexpr,
+def _copy_shard(
+    source, to, own, k, chunk_k, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, CTAS: gl.constexpr
 ):  # fmt: skip
-    """Copy the local shard into the gather buffer."""
-    dtype: gl.constexpr = x.dtype.element_ty
+    dtype: gl.constexpr = source.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([128 // dtype.primitive_bitwidth], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, WIDTH, layout=layout)
-    mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(dtype)) + buf_off, 16)
-    if KEEP:
-        for unit in range(gl.program_id(0), own * KCH * BM, CTAS):
-            row = (unit // (KCH * BM)) * BM + unit % BM
-            col = ((unit // BM) % KCH) * chunk_k
-            end = gl.minimum(col + chunk_k, k)
-            from_row = x + row.to(gl.int64) * k
-            to_row = (rank * mp + row).to(gl.int64) * k
-            for at in range(col, end, WIDTH):
-                value = gl.load(from_row + at + lane, mask=at + lane < end)
-                gl.store(mine + to_row + at + lane, value, mask=at + lane < end)
+    for unit in range(gl.program_id(0), own * KCH * BM, CTAS):
+        row = (unit // (KCH * BM)) * BM + unit % BM
+        col = ((unit // BM) % KCH) * chunk_k
+        end = gl.minimum(col + chunk_k, k)
+        at_row = row.to(gl.int64) * k
+        for at in range(col, end, WIDTH):
+            value = gl.load(source + at_row + at + lane, mask=at + lane < end, cache_modifier=".cg")
+            gl.store(to + at_row + at + lane, value, mask=at + lane < end)
+
+
+@gluon.jit
+def _keep(
+    x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
+    BM: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    WIDTH: gl.constexpr, KEEP: gl.constexpr, OWN: gl.constexpr, CTAS: gl.constexpr,
+):  # fmt: skip
+    """Copy the local shard into the gather buffer, or all shards into ``kept``."""
+    per_source: gl.constexpr = 2 if EARLY or LATE else 1
+    size = mp.to(gl.int64) * k
+    mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(x.dtype.element_ty)) + buf_off, 16)
+    if OWN:
+        _copy_shard(x, gl.multiple_of(kept + rank * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
+        for step in range(1, TP):
+            src = (rank + step) % TP
+            for last in gl.static_range(2):
+                piece = _piece(src, last * (KCH - 1), rank, KCH, TP, EARLY, LATE)
+                unit = src * per_source + piece
+                wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, piece, 500)
+                each_thread(FENCE_PROXY, epoch)
+            whole = gl.multiple_of(mine + src * size, 16)
+            _copy_shard(whole, gl.multiple_of(kept + src * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
+    elif KEEP:
+        _copy_shard(x, gl.multiple_of(mine + rank * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
 
 
 @gluon.jit
@@ -169,15 +190,17 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def hopper_ag_gemm_kernel(
-    a, xd, b, c, x, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
+    a, xd, b, c, x, kept, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
-    KEEP: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, TRANSPOSED: gl.constexpr,
+    KEEP: gl.constexpr, OWN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read,
     without ``SCALES`` (None) no scales; of "blocks" ``xs``, ``gs`` and ``ws`` are descriptors, of "tensor" pointers.
+    ``kept`` is read with OWN alone.
     """
     epoch = gl.load(epochs + slot)
     own = mp // BM
@@ -193,7 +216,8 @@ def hopper_ag_gemm_kernel(
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
                          rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
                 (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
-                (_keep, (x, data_table, buf_off, own, mp, k, chunk_k, rank, BM, KCH, WIDTH, KEEP, CTAS)),
+                (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
+                         BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -206,7 +230,8 @@ def hopper_ag_gemm_kernel(
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
                          rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
                 (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
-                (_keep, (x, data_table, buf_off, own, mp, k, chunk_k, rank, BM, KCH, WIDTH, KEEP, CTAS)),
+                (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
+                         BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),
             ],
             [4, 1, 1, 2],
             [224, 64, 64, 64],

@@ -42,6 +42,8 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128, "ADDEND": 1}),
     "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
     "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
+    "gathered, the caller's own": ("ag_gemm", {"OWN": 1}),
+    "gathered in pieces, the caller's own": ("ag_gemm", {"TP": 8, "KCH": 4, "EARLY": 1, "LATE": 1, "OWN": 1}),
     "gathered in pieces": (
         "ag_gemm",
         {"TP": 8, "TRANSPOSED": 1, "KCH": 4, "EARLY": 1, "LATE": 1, "SPAN": 2, "BIAS": 1},
@@ -63,7 +65,9 @@ PLAIN |= {
 }
 
 POINTERS = {
-    **dict.fromkeys(("a", "b", "c", "bias", "addend", "x", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"),
+    **dict.fromkeys(
+        ("a", "b", "c", "bias", "addend", "x", "kept", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"
+    ),
     **dict.fromkeys(("xs", "gs", "ws"), "*fp32"),
     **dict.fromkeys(("data_table", "flag_table"), "*i64"),
     **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
@@ -143,7 +147,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
     weight = tile(bk, bn, kinds[1]) if transposed else tile(bn, bk, kinds[1])
     types = {**POINTERS, "a": tile(bm, bk, kinds[0]), "xd": tile(bm, bk, kinds[0]), "b": weight, "c": tile(bm, 64)}
     if fp8:
-        types["x"] = "*u8"
+        types["x"] = types["kept"] = "*u8"
     if fp8 == 2:
         types |= {"xs": tile(1, bm, "fp32"), "gs": tile(1, bm, "fp32"), "ws": tile(bn // 128, 4096 // bn, "fp32")}
     if op == "gemm_rs":
@@ -154,7 +158,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants["WORKERS"] = given.get("WORKERS", 132)
         constants["ADDEND"] = bool(given.get("ADDEND", 0))
     else:
-        switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "BIAS")}
+        switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "OWN", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
     kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
@@ -194,7 +198,7 @@ class Recorded:
 def operands_of(op: str, given: dict[str, int]) -> list[str]:
     """Names of a warp-specialised kernel's operands."""
     found = {"gemm_rs": ["a", "b", "out"], "ag_gemm": ["xd", "b", "c", "x"]}[op]
-    more = {"BIAS": ["bias"], "FP8": ["xs", "ws"], "ADDEND": ["addend"]}
+    more = {"OWN": ["kept"], "BIAS": ["bias"], "FP8": ["xs", "ws"], "ADDEND": ["addend"]}
     return found + [name for switch, names in more.items() if switch in given for name in names]
 
 

@@ -40,6 +40,7 @@ def spec(operator: str = "all_gather_gemm", **changed: Any) -> Any:
         {"bias": torch.zeros(6, dtype=F16)},
         {"late_bias": torch.zeros(6)},
         {"late_bias": torch.zeros(6, dtype=F16)},
+        {"own_gathered": True},
         {"addend": torch.zeros(4, 6)},
         {"addend": torch.zeros(2, 6)},
         {"addend": torch.zeros(4, 6, dtype=F16)},

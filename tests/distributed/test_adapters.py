@@ -21,7 +21,7 @@ from tests.distributed.data import integers
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
-from tests.distributed.test_addend import Registered
+from tests.distributed.twins import PLANS, registered
 
 S, B, WIDTH = 8, 2, 32
 RANKS = (8, 16, 64)
@@ -83,7 +83,7 @@ def results(layer: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple[str, torc
 
 
 def rank_same(make: str, how: dict[str, Any], backend: str) -> dict[str, int]:
-    with (te_megatron if make == "over_te" else megatron)(dist.get_world_size()), Registered():
+    with (te_megatron if make == "over_te" else megatron)(dist.get_world_size()), registered(PLANS["halves of tiles"]):
         layer = {"local": local, "over_te": over_te}[make](**how)()
         rows = S * (dist.get_world_size() if make == "over_te" and how["kind"] == "row in" else 1)
         x = integers(rows, B, layer.weight.shape[1], seed=3 + dist.get_rank(), dtype=torch.bfloat16, high=1)

@@ -5,8 +5,6 @@ Numbers are small integers, so that results are exact. The fused kernels run in 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -15,37 +13,17 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.errors import UserError
-from megatron_flux.ops.backends import registry
 from megatron_flux.ops.fp8_operand import quantized
-from tests.distributed.data import integers, require_close
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_fused_twin import PLANS, twin
+from tests.distributed.data import integers, require_close, summed
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import NEEDS_TRITON, PLANS, registered, use_tma
 
 BACKENDS = [
     "reference",
     "chunked",
-    pytest.param("twin", marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")),
+    pytest.param("twin", marks=NEEDS_TRITON),
 ]
 backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-class Registered:
-    """The fused kernels under the name ``twin``; other backends are there already."""
-
-    def __init__(self, plan: str = "halves of tiles", tma: bool = True) -> None:
-        self._plan, self._tma = plan, tma
-
-    def __enter__(self) -> None:
-        from megatron_flux.ops import device
-
-        os.environ["MEGATRON_FLUX_TWIN_TMA"] = str(int(self._tma))
-        device.has_tma.cache_clear()
-        backend = twin()
-        backend.config = PLANS[self._plan]
-        ops.register_backend(backend)
-
-    def __exit__(self, *_: object) -> None:
-        del registry._backends["twin"]
 
 
 def addend_of(*shape: int) -> torch.Tensor:
@@ -54,15 +32,13 @@ def addend_of(*shape: int) -> torch.Tensor:
 
 def expected(product: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """The local rows of the sum over ranks, by torch."""
-    partial = product.float() + addend.float()
-    dist.all_reduce(partial)
-    rows = partial.shape[0] // dist.get_world_size()
-    return partial[dist.get_rank() * rows :][:rows].bfloat16()
+    return summed(product + addend.float()).chunk(dist.get_world_size())[dist.get_rank()].bfloat16()
 
 
 def rank_sums(backend: str, plan: str, tma: bool) -> None:
     tp = dist.get_world_size()
-    with Registered(plan, tma):
+    use_tma(tma)
+    with registered(PLANS[plan]):
         for rows, n, k, transposed in ((32, 64, 48, True), (7, 33, 19, False), (32, 64, 48, True)):
             x = integers(tp * rows, 1, k, seed=dist.get_rank(), dtype=torch.bfloat16, high=1)
             w = integers(*((k, n) if transposed else (n, k)), seed=5 + dist.get_rank(), dtype=torch.bfloat16, high=1)
@@ -83,9 +59,11 @@ def test_sums_of_both(world2: WorkerPool, backend: str) -> None:
         world2.run(rank_sums, backend, plan, tma)
 
 
-def rank_fp8(backend: str) -> None:
+@backends
+@on_ranks("world2")
+def test_fp8(backend: str) -> None:
     tp = dist.get_world_size()
-    with Registered():
+    with registered(PLANS["halves of tiles"]):
         for scaling in ("tensor", "1x128"):
             x = quantized(integers(32 * tp, 128, seed=1 + dist.get_rank()), scaling)
             w = quantized(integers(32, 128, seed=7), "tensor" if scaling == "tensor" else "128x128")
@@ -95,26 +73,20 @@ def rank_fp8(backend: str) -> None:
             require_close("y", y, want, 2**-7)  # the interpreter cuts bf16 off
 
 
-@backends
-def test_fp8(world2: WorkerPool, backend: str) -> None:
-    world2.run(rank_fp8, backend)
-
-
-def rank_refuses(changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changed", [{"size": (6,)}, {"size": (4, 6), "dtype": torch.bfloat16}], ids=["shape", "dtype"])
+@on_ranks("world2")
+def test_an_addend_that_does_not_fit(changed: dict[str, Any]) -> None:
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     with pytest.raises(UserError, match=r"addend must be \[4, 6\] torch.float32"):
         ops.gemm_reduce_scatter(x, w, addend=torch.ones(**changed))
 
 
-@pytest.mark.parametrize("changed", [{"size": (6,)}, {"size": (4, 6), "dtype": torch.bfloat16}], ids=["shape", "dtype"])
-def test_an_addend_that_does_not_fit(world2: WorkerPool, changed: dict[str, Any]) -> None:
-    world2.run(rank_refuses, changed)
-
-
-def rank_gathered_stays(backend: str) -> None:
+@backends
+@on_ranks("world2")
+def test_a_gathered_input_of_the_callers_own_stays(backend: str) -> None:
     """Later calls write to both halves of the group's memory: what the caller owns is not there."""
     tp, w = dist.get_world_size(), torch.ones(32, 48, dtype=torch.bfloat16)
-    with Registered():
+    with registered(PLANS["halves of tiles"]):
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i in range(4):
             shards = [integers(32, 2, 48, seed=10 * i + rank, dtype=torch.bfloat16) for rank in range(tp)]
@@ -124,8 +96,3 @@ def rank_gathered_stays(backend: str) -> None:
             kept += [(found, torch.cat(shards)) for found in (pending.wait(), gathered)]
         for found, want in kept:
             assert torch.equal(found, want)
-
-
-@backends
-def test_a_gathered_input_of_the_callers_own_stays(world2: WorkerPool, backend: str) -> None:
-    world2.run(rank_gathered_stays, backend)

@@ -9,7 +9,6 @@ part; that it drops a gradient is tested too.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.norm_output_cases import Adapted, Lora, errors, input_of, of_this_rank, oracle, rank_lora, train
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, Sizes, te_megatron
-from tests.distributed.test_addend import Registered
+from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 
 pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not()) is not None, reason=str(WHY_NOT))
 
@@ -90,11 +89,6 @@ def test_fp8(te_world2: WorkerPool, recipe: str, returned: str, lora: Lora) -> N
             assert calls["gemm_reduce_scatter/reference"] == 2
 
 
-def rank_on(lora: Lora, backend: str) -> dict[str, int]:
-    with Registered():
-        return rank_lora(lora, backend)[0]
-
-
 ON = {
     "frozen": replace(FP8, sizes=Sizes(16, 2, 64, 64)),
     "trained": replace(FP8, sizes=Sizes(16, 2, 64, 64), frozen=False),
@@ -107,12 +101,14 @@ ON = {
     "backend",
     [
         "chunked",
-        pytest.param("twin", marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")),
+        pytest.param("twin", marks=NEEDS_TRITON),
     ],
 )
-def test_other_backends(te_world2: WorkerPool, lora: Lora, backend: str) -> None:
+@on_ranks("te_world2")
+def test_other_backends(lora: Lora, backend: str) -> None:
     """Two forwards come before either backward: what the adapter has saved must not lie in memory of the group."""
-    for calls in te_world2.run(rank_on, lora, backend):
+    with registered(PLANS["halves of tiles"]):
+        calls = rank_lora(lora, backend)[0]
         assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == 2
 
 
@@ -123,8 +119,9 @@ def test_four_ranks(te_world4: WorkerPool) -> None:
 # What stock does
 
 
-def rank_stock_loses() -> tuple[dict[str, float], dict[str, float], dict[str, int], dict[str, int]]:
-    """Errors of stock's gradients with a gathered and a local output; what is counted where it runs under the patch."""
+@on_ranks("te_world2")
+def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
+    """An error of TransformerEngine's: what lies before an adapter lacks its part. Red once a release adds it."""
     from megatron_flux import FluxConfig, report, set_backend
 
     gathered, local = Lora(dtype=FP32), Lora(dtype=FP32, returned="local")
@@ -137,23 +134,21 @@ def rank_stock_loses() -> tuple[dict[str, float], dict[str, float], dict[str, in
             found = errors(gathered, train(gathered, model), want)
             counted = report()["norm_gradients"]
         assert found == lost
-        return lost, right, counted, seen.fallbacks
-
-
-def test_stock_drops_the_gradient_of_a_gathered_output(te_world2: WorkerPool) -> None:
-    """An error of TransformerEngine's: what lies before an adapter lacks its part. Red once a release adds it."""
-    for lost, right, counted, fallbacks in te_world2.run(rank_stock_loses):
         assert max(right.values()) < 1e-5
         assert {name for name, error in lost.items() if error > 1e-2} == {"dx0", "dx1"}
         assert counted == {"added": 0, "dropped": 1}
-        assert fallbacks == {"TE norm column: chosen with set_backend": 2}
+        assert seen.fallbacks == {"TE norm column: chosen with set_backend": 2}
 
 
 # One of both outputs alone
 
 
-def rank_one_alone(lora: Lora, reads: str) -> dict[str, int]:
+@pytest.mark.parametrize("reads", ["result", "norm output"])
+@pytest.mark.parametrize("returned", ["gathered", "local"])
+@on_ranks("te_world2")
+def test_one_of_both_is_read(reads: str, returned: str) -> None:
     """``dx`` where only the result, or only the norm's output, is read; calls."""
+    lora = Lora(dtype=FP32, returned=returned)
     read = {"result": 0, "norm output": 1}[reads]
     found, gathered = [], lora.returned == "gathered"
     with te_megatron(dist.get_world_size()):
@@ -172,14 +167,7 @@ def rank_one_alone(lora: Lora, reads: str) -> dict[str, int]:
                 found.append(x.grad)
     error = (found[1] - found[0]).norm() / found[0].norm()
     assert error < 1e-5
-    return seen.calls
-
-
-@pytest.mark.parametrize("reads", ["result", "norm output"])
-@pytest.mark.parametrize("returned", ["gathered", "local"])
-def test_one_of_both_is_read(te_world2: WorkerPool, returned: str, reads: str) -> None:
-    for calls in te_world2.run(rank_one_alone, Lora(dtype=FP32, returned=returned), reads):
-        assert calls == {"all_gather_gemm/reference": 1, "gemm_reduce_scatter/reference": 1}
+    assert seen.calls == {"all_gather_gemm/reference": 1, "gemm_reduce_scatter/reference": 1}
 
 
 def rank_no_grad(lora: Lora) -> None:
@@ -201,8 +189,11 @@ def test_no_grad(te_world2: WorkerPool, returned: str) -> None:
         te_world2.run(rank_no_grad, Lora(dtype=FP32, returned=returned, bias=True, skip_bias_add=skip))
 
 
-def rank_in_place(lora: Lora) -> None:
+@pytest.mark.parametrize("returned", ["gathered", "local"])
+@on_ranks("te_world2")
+def test_an_output_that_is_changed_in_place(returned: str) -> None:
     """What a caller writes into the output must not become wgrad's input unseen."""
+    lora = Lora(dtype=FP32, returned=returned, frozen=False)
     with te_megatron(dist.get_world_size()), flux(STRICT):
         model, x = Adapted(lora), of_this_rank("dx", input_of(lora, 0), lora).clone().requires_grad_()
         y, norm_output = model.layer(x)[0]
@@ -217,8 +208,3 @@ def rank_in_place(lora: Lora) -> None:
             y.backward(weight)
         if lora.returned == "gathered":
             assert model.layer.weight.grad.any()
-
-
-@pytest.mark.parametrize("returned", ["gathered", "local"])
-def test_an_output_that_is_changed_in_place(te_world2: WorkerPool, returned: str) -> None:
-    te_world2.run(rank_in_place, Lora(dtype=FP32, returned=returned, frozen=False))

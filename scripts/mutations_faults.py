@@ -339,7 +339,7 @@ FAULTS: tuple[Fault, ...] = (
         "weakref.finalize(state, _states.pop, key, group)",
         (
             f"{LATE}::test_a_group_made_again_under_the_same_name_starts_clean",
-            "tests/unit/comm/test_slab_turns.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
+            "tests/unit/comm/test_group_state.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
         ),
     ),
     _fault(
@@ -347,7 +347,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/comm/slab.py",
         "        if raw != self._raw:\n            self._follow()\n        half",
         "        half",
-        ("tests/unit/comm/test_slab_turns.py::test_eager_calls_follow_a_change_of_stream",),
+        ("tests/unit/comm/test_slab.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),
     ),
     _fault(

@@ -1,8 +1,11 @@
-"""A process group that knows its size and cannot communicate: for what is decided before any communication."""
+"""A process group that cannot communicate, and a slab without memory: for what is decided before any communication."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 
 class SizedGroup:
@@ -18,3 +21,13 @@ class SizedGroup:
 
 def group_of(size: int) -> Any:
     return SizedGroup(size)
+
+
+def slab_on_gpu(tp: int = 2, *, captured: bool = False, table: Any = None) -> Any:
+    """A slab of rank 0 as far as its calls are claimed."""
+    from megatron_flux.comm.slab import Slab
+
+    device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
+    alarm: Any = SimpleNamespace(view=[0])
+    empty = torch.empty(0)
+    return Slab(tp, 0, 0, captured, [], [], device, empty, empty, empty, alarm, table=table)

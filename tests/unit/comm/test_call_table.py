@@ -11,8 +11,8 @@ import torch
 
 from megatron_flux.comm import call_table
 from megatron_flux.comm.call_table import CallTable
-from megatron_flux.comm.slab import Slab
 from megatron_flux.errors import OperatorError
+from tests.unit.groups import slab_on_gpu
 
 
 @pytest.fixture
@@ -34,9 +34,7 @@ def entering(table: CallTable, warm: bool, monkeypatch: pytest.MonkeyPatch) -> C
     if not warm:
         return table.enter
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: -1, raising=False)
-    device: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
-    empty, alarm = torch.empty(0), SimpleNamespace(view=[0])
-    slab = Slab(3, 0, 0, False, [], [], device, empty, empty, empty, alarm, table=table)  # type: ignore[arg-type]
+    slab = slab_on_gpu(3, table=table)
     return lambda: slab.claim(table.spec)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm.slab import MIB, Slab, size_class
+from tests.unit.groups import slab_on_gpu
 
 
 @pytest.mark.parametrize(
@@ -58,16 +59,22 @@ class Streams:
         return half, synchronise.called
 
 
-@pytest.fixture
-def captured_slab() -> Slab:
-    device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(view=[0])
-    empty = torch.empty(0)
-    return Slab(2, 0, 0, True, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
+def test_eager_calls_follow_a_change_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change is a wait, anything else is none."""
+    streams, slab = Streams(monkeypatch), slab_on_gpu()
+    halves = []
+    for streams.current, ends in ((1, False), (1, False), (2, False), (2, True), (3, True), (1, False), (1, True)):
+        half, raw = slab.claim()
+        assert raw == streams.current
+        if ends:
+            slab.end()
+        halves.append(half)
+    assert streams.waits == [(2, 1), (3, 2), (1, 3)]
+    assert halves == [0, 1, 0, 1, 0, 1, 0]
 
 
-def test_captured_mode_orders_streams_outside_of_captures(captured_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
+def test_captured_mode_orders_streams_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, captured_slab = Streams(monkeypatch), slab_on_gpu(captured=True)
     assert streams.call(captured_slab, 1, None) == (0, True)
     assert streams.call(captured_slab, 1, None, end=2) == (0, True)  # a gather, waited for elsewhere
     assert streams.call(captured_slab, 3, None) == (0, True)
@@ -75,10 +82,8 @@ def test_captured_mode_orders_streams_outside_of_captures(captured_slab: Slab, m
     assert not captured_slab.in_graphs
 
 
-def test_streams_of_one_capture_are_ordered_and_know_no_others(
-    captured_slab: Slab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = Streams(monkeypatch)
+def test_streams_of_one_capture_are_ordered_and_know_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, captured_slab = Streams(monkeypatch), slab_on_gpu(captured=True)
     streams.call(captured_slab, 1, None)
     assert streams.call(captured_slab, 7, 100) == (0, True)
     assert streams.call(captured_slab, 8, 100, end=9) == (1, False)

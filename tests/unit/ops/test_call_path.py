@@ -17,13 +17,13 @@ import megatron_flux
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import CopyStream, Slab
+from megatron_flux.comm.slab import CopyStream
 from megatron_flux.ops import fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.unit.groups import group_of
+from tests.unit.groups import group_of, slab_on_gpu
 from tests.unit.ops.fakes import on_gpu
 
 pytest.importorskip("triton")
@@ -87,16 +87,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def slab() -> Slab:
-    device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(view=[0])
-    empty = torch.empty(0)
-    return Slab(2, 0, 0, False, [], [], device, empty, empty, empty, alarm)
-
-
 def made(plan: Any, launches: list[Any]) -> Any:
     """``plan`` as it is after its first two calls."""
-    plan._slab, plan._launches, plan.counted, plan.nbytes = slab(), launches, ("gemm", "tuned"), 99
+    plan._slab, plan._launches, plan.counted, plan.nbytes = slab_on_gpu(), launches, ("gemm", "tuned"), 99
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Turns on a slab that eager calls take: which stream they follow; and whose slab it is."""
+"""The state of a group: whose slab it is, when it is replaced, and that memory is bounded."""
 
 from __future__ import annotations
 
@@ -12,37 +12,9 @@ import torch
 
 from megatron_flux.comm import slab
 from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, state_of
-from megatron_flux.comm.slab import MIB, MOST_CALLS, Slab
+from megatron_flux.comm.slab import MIB, MOST_CALLS
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def eager_slab() -> Slab:
-    device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
-    alarm: Any = SimpleNamespace(view=[0])
-    empty = torch.empty(0)
-    return Slab(2, 0, 0, False, [], [], device, empty, empty, empty, alarm)  # type: ignore[arg-type]
-
-
-def test_eager_calls_follow_a_change_of_stream(eager_slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls take turns on three streams, some with an end: each change is a wait, anything else is none."""
-    current, waits = 0, []
-
-    def stream(number: int) -> Any:
-        return SimpleNamespace(number=number, wait_stream=lambda other: waits.append((number, other.number)))
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(current))
-    halves = []
-    for current, ends in ((1, False), (1, False), (2, False), (2, True), (3, True), (1, False), (1, True)):
-        half, raw = eager_slab.claim()
-        assert raw == current
-        if ends:
-            eager_slab.end()
-        halves.append(half)
-    assert waits == [(2, 1), (3, 2), (1, 3)]
-    assert halves == [0, 1, 0, 1, 0, 1, 0]
 
 
 class Group:

@@ -173,7 +173,12 @@ def own_gathers(model: torch.nn.Module) -> Iterator[bool]:
 
     def switch(on: bool) -> None:
         for adapted in found:
-            adapted.to_wrap.return_layernorm_output_gathered, adapted.adapter.gathers = not on, on
+            base: Any = adapted.to_wrap
+            base.return_layernorm_output_gathered, adapted.adapter.gathers = not on, on
+            # In blocks TransformerEngine's quantizer stays in the layout of what is not gathered, once it was in it.
+            for quantizer in list(base.quantizers["scaling_fwd"])[:1]:
+                if hasattr(quantizer, "all_gather_usage"):
+                    quantizer.all_gather_usage = True
 
     switch(True)
     try:

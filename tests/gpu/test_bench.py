@@ -154,6 +154,24 @@ def test_fp8(tmp_path: Path, recipe: str) -> None:
     assert bound["breakdown"]["gemm_ms"] > 0
 
 
+@pytest.mark.parametrize("more", [(), ("--no-sequence-parallel",), ("--fp8", "current")], ids=["", "whole", "fp8"])
+def test_adapters_beside_frozen_weights(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """In FP8 there are TransformerEngine's layers alone."""
+    names = ("te", "local", "flux_local", "flux_te", "no_communication")
+    ran = [name for name in names if ("te" not in name or HAVE_TE) and not ("local" in name and "--fp8" in more)]
+    summary = layers(tmp_path / "run", "--variants", ",".join(names), "--lora", "16", *more)
+    rows = {row["arm"]: row for row in summary["rows"]}
+    assert [name for name in ran if name not in rows] == ([] if HAVE_TE or "--fp8" not in more else ran)
+    for name, row in rows.items():
+        assert (row["lora"], row["frozen"]) == (16, True)
+        assert not row["training"] or row["agreement"]["ok"], (name, row["agreement"])
+        if name.startswith("flux"):
+            assert (row["flux_layers"], row["flux_fallbacks"]) == (24, {}), "linears, and A and B of each"
+            assert "left_out" not in row["agreement"]
+    if "no_communication" in rows:
+        assert rows["no_communication"]["breakdown"]["communication_ms"] == 0, "no collective of adapters either"
+
+
 def test_cuda_graphs_or_the_reason(tmp_path: Path) -> None:
     names = ("--variants", "te,local,flux_local,no_communication")
     summary = layers(tmp_path / "run", *names, "--set=cuda_graphs=true", "--set=trace=false")

@@ -257,6 +257,20 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_adapters.py::test_megatron_bridge",),
     ),
     _fault(
+        "a delayed wgrad keeps memory of the group",
+        "megatron_flux/layers/precision.py",
+        "return self.delayed is not None and self.precision.gathered_dtype is None",
+        "return False",
+        ("tests/distributed/test_delayed_wgrad.py::test_nothing_of_the_groups_memory_is_kept",),
+    ),
+    _fault(
+        "an early gather for a delayed wgrad is made again",
+        "megatron_flux/layers/prefetch.py",
+        "stays = self.own_gathered or self._begun",
+        "stays = self._begun",
+        ("tests/distributed/test_delayed_wgrad.py::test_two_layers",),
+    ),
+    _fault(
         "a frozen layer saves its input",
         "megatron_flux/layers/precision.py",
         "x if weight.requires_grad else None, weight)",

@@ -35,7 +35,7 @@ wgrad, started early), ``keep`` (no such gather), ``backward`` (shared by both b
 """
 
 from megatron_flux.layers.linears import column_parallel_linear, row_parallel_linear
-from megatron_flux.layers.precision import Norm, Precision
+from megatron_flux.layers.precision import DelayedWgrad, Norm, Precision
 from megatron_flux.layers.prefetch import Returned
 
-__all__ = ["Norm", "Precision", "Returned", "column_parallel_linear", "row_parallel_linear"]
+__all__ = ["DelayedWgrad", "Norm", "Precision", "Returned", "column_parallel_linear", "row_parallel_linear"]

@@ -60,7 +60,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows
-from megatron_flux.layers.precision import EXACT, LinearState, Norm, Precision
+from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Norm, Precision
 from megatron_flux.layers.prefetch import ColumnState, Returned
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -83,7 +83,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     Saved: the shard ``x_sBK`` (the norm's output if there is one), and the norm's input and statistics of its rows.
     Without ``reduce_dgrad`` the sum of ``dx`` over ranks is somebody else's: then nothing is communicated.
 
-    To delay wgrad, delay the one call of ``wgrad`` with its arguments.
+    A delayed wgrad (``linear.delayed``) takes its operands with it, and the sum of ``dy`` that is the bias's gradient.
     """
 
     @staticmethod
@@ -143,13 +143,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
             whole_x = linear.gathered(saved)  # waits for an early gather even where it is not needed
         elif need_dgrad and not linear.reduce_dgrad:
             pending = precision.multiply(local_dy, weight, None, dgrad=True)
-        elif need_dgrad:  # without wgrad nothing runs beside it
-            pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=need_dw, backend=backend, **how)
+        elif need_dgrad:
+            beside = need_dw and linear.delayed is None  # without wgrad nothing runs beside it
+            pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=beside, backend=backend, **how)
         local_dy = weight = addend = None  # backward's memory peaks in wgrad: free what it does not read
         if need_dw:
             whole_x = precision.column_operand(saved, whole_x)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
-        if need_db and db is None:
+        if need_db and db is None and linear.delayed is None:
             db = rows(dy).sum(dim=0)
         if pending is not None:
             dx = pending.wait() if isinstance(pending, Pending) else pending
@@ -249,7 +250,8 @@ class _RowParallelLinear(torch.autograd.Function):
             serves_wgrad = precision.serves_wgrad and need_dw
             dx = ops.all_gather_gemm(
                 local_dy, weight, linear.group, return_gathered=serves_wgrad,
-                backend=linear.backends.dgrad, wire=linear.wires.gradients, **precision.dgrad_options,
+                own_gathered=serves_wgrad and linear.own_gathered, backend=linear.backends.dgrad,
+                wire=linear.wires.gradients, **precision.dgrad_options,
             )  # fmt: skip
             if serves_wgrad:
                 dx, whole_dy = dx
@@ -302,6 +304,7 @@ def column_parallel_linear(
     returned: Returned | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
+    delayed: DelayedWgrad | None = None,
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
     epilogue_bias: bool = False,
@@ -326,6 +329,7 @@ def column_parallel_linear(
             each rank has a part of. None: it is not returned.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
+        delayed: who computes wgrad behind backward.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         wires: wire formats that a tuner may choose; exact alone with another precision than exact.
         epilogue_bias: see there; for the exact precision.
@@ -347,8 +351,9 @@ def column_parallel_linear(
     main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
-        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, kernels
-    )
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed,
+        kernels,
+    )  # fmt: skip
     linear.reduce_dgrad, linear.returned = reduce_dgrad, returned
     if sequence_parallel:
         if precision.serves_wgrad and returned != "gathered":
@@ -367,6 +372,7 @@ def row_parallel_linear(
     sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
+    delayed: DelayedWgrad | None = None,
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
     precision: Precision = EXACT[False],
@@ -386,6 +392,6 @@ def row_parallel_linear(
     main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
     autocast = autocast_of(x) if any_autocast() else None
     linear = LinearState(
-        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision
+        weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed
     )
     return _RowParallelLinear.apply(x, weight, linear)

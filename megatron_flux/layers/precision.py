@@ -46,6 +46,17 @@ class Norm(Protocol):
         """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
 
 
+class DelayedWgrad(Protocol):
+    """Takes wgrad's operands in backward, and computes it when its owner says so."""
+
+    def put(self, linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
+        """Keep ``x`` and ``dy``, which no later call overwrites; return backward's result for the weight.
+
+        They are ``[m, k]`` and ``[m, n]``, or as the precision's GEMM takes them. A bias that the layer adds gets its
+        gradient there too, unless quantising ``dy`` has given it.
+        """
+
+
 @dataclass(slots=True)
 class LinearState:
     """State of a layer's backward beside its saved tensors; ``ctx.linear`` of its autograd function.
@@ -67,6 +78,13 @@ class LinearState:
     sequence_parallel: bool
     """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision
+    delayed: DelayedWgrad | None = None
+    """Who computes wgrad behind backward. None: backward does."""
+
+    @property
+    def own_gathered(self) -> bool:
+        """True if what is gathered outlives backward: it is wgrad's operand itself. Bytes are transposed for it."""
+        return self.delayed is not None and self.precision.gathered_dtype is None
 
 
 class Precision:
@@ -134,7 +152,10 @@ class Precision:
         x = saved[4]
         if x is None:
             return None
-        return ops.all_gather(x, linear.group, backend=linear.backends.wgrad, wire=linear.wires.activations)
+        return ops.all_gather(
+            x, linear.group, backend=linear.backends.wgrad, wire=linear.wires.activations,
+            own_gathered=linear.own_gathered,
+        )  # fmt: skip
 
     def column_operand(self, saved: Saved, gathered: Any) -> Any:
         """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
@@ -146,14 +167,20 @@ class Precision:
         """
         if gathered is not None or not linear.sequence_parallel:
             return saved[4], dy if gathered is None else gathered
-        wire = linear.wires.gradients
-        return saved[4], ops.all_gather(dy, linear.group, backend=linear.backends.wgrad, wire=wire).wait()
+        pending = ops.all_gather(
+            dy, linear.group, backend=linear.backends.wgrad, wire=linear.wires.gradients,
+            own_gathered=linear.own_gathered,
+        )  # fmt: skip
+        return saved[4], pending.wait()
 
     def wgrad(self, linear: LinearState, x: Any, dy: Any) -> torch.Tensor | None:
         """Return the weight's gradient ``[n, k]``. With ``main_grad`` it is added there, and backward returns a tensor
-        that is never read.
+        that is never read. Where it is delayed, neither is done here.
         """
         main_grad = linear.main_grad
+        if linear.delayed is not None:
+            # Detached: what waits in a queue keeps no graph alive.
+            return linear.delayed.put(linear, rows(x).detach().contiguous(), rows(dy).detach().contiguous(), True)
         if main_grad is None:
             return dy.reshape(-1, dy.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
         if linear.overwrite_main_grad:

@@ -109,7 +109,8 @@ class ColumnState(LinearState):
             kept, self.kept = self.kept, None
             return kept.take()
         pending, self._pending = self._pending, None
-        if pending is not None and self._begun != ops.all_gathers_begun(self.group):
+        stays = self.own_gathered or self._begun == ops.all_gathers_begun(self.group)
+        if pending is not None and not stays:
             pending.wait()  # it must be finished all the same
             pending = self.precision.gather_x(saved, self)
         return None if pending is None else pending.wait()

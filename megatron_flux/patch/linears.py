@@ -172,6 +172,7 @@ class LinearPatch(StockReasons):
                 "backend": backends,
             }
             bias = layer.bias if layer.apply_bias else None
+            options["delayed"] = self.te.delayed(layer, None if fp8 or kind == TE_ROW else bias)
             linear: Any = row_parallel_linear
             operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:

@@ -47,6 +47,7 @@ from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather
 from megatron_flux.layers.precision import LinearState, Precision, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
+from megatron_flux.patch.te_wgrad import gemm_options
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
@@ -417,18 +418,12 @@ class Fp8Call(Precision):
 
     def wgrad(self, linear: LinearState, x: Fp8Operand, dy: Fp8Operand) -> torch.Tensor | None:
         """See the protocol: ``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``."""
-        main_grad = linear.main_grad
-        dw, *_ = self._api.gemm(
-            self._stored(x, self._x_quantizer, transposed=True),
-            self._stored(dy, self._dy_quantizer, transposed=True),
-            layout="NT",
-            grad=True,
-            out=main_grad,
-            out_dtype=self._dtype if main_grad is None else main_grad.dtype,
-            accumulate=main_grad is not None and not linear.overwrite_main_grad,
-            use_split_accumulator=self._wgrad_split,
-        )
-        return dw if main_grad is None else unread_gradient(linear.parameter, self._dtype)
+        stored_x = self._stored(x, self._x_quantizer, transposed=True)
+        stored_dy = self._stored(dy, self._dy_quantizer, transposed=True)
+        if linear.delayed is not None:
+            return linear.delayed.put(linear, stored_x, stored_dy, self._wgrad_split)
+        dw, *_ = self._api.gemm(stored_x, stored_dy, **gemm_options(linear, self._dtype, self._wgrad_split))
+        return dw if linear.main_grad is None else unread_gradient(linear.parameter, self._dtype)
 
     def end_backward(self) -> None:
         """See the protocol."""

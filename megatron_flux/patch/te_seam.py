@@ -6,8 +6,9 @@ Used of it
       ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8, of which :mod:`megatron_flux.patch.te_fp8` has all else,
       and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
-      userbuffers, delayed wgrad, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of
-      a module; weights that are distributed once more (2.19), which say so;
+      userbuffers, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of a module;
+      weights that are distributed once more (2.19), which say so;
+    * where wgrad is delayed, its GEMM and the module's store (:mod:`megatron_flux.patch.te_wgrad`);
     * that a ``LayerNormLinear`` returns the norm's output as well, also gathered, where its attributes say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -39,6 +41,7 @@ from megatron_flux.layers import Norm, Returned
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import TransformerEngineFp8
+from megatron_flux.patch.te_wgrad import WgradStore
 
 logger = logging.getLogger("megatron_flux")
 
@@ -63,6 +66,9 @@ NEWEST_SEAMS = {
     "transformer_engine.pytorch.distributed:gather_along_first_dim": "66ac93668616",
 }
 """Digests of this code, and of that of :mod:`megatron_flux.patch.te_fp8`, in 2.20.2; scripts/seams.py prints them."""
+
+DELAYS_WGRAD = SpecifierSet(">=2.11")
+"""Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""
 
 _userbuffers = attrgetter(
     "ub_overlap_ag_fprop",
@@ -164,8 +170,8 @@ class TransformerEngine:
         symmetric = getattr(layer, "symmetric_ar_type", None)
         if symmetric is not None and layer.parallel_mode == "row" and not layer.sequence_parallel:
             return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
-        if layer.wgrad_store.delay_wgrad_compute():
-            return "delayed wgrad (delay_wgrad_compute)"
+        if layer.wgrad_store.delay_wgrad_compute() and (reason := self._why_not_delayed(layer, weight)) is not None:
+            return reason
         if not fp8 and self.in_fp8():
             return "fp8 (autocast)"
         if self._fp8_calibration():
@@ -187,6 +193,31 @@ class TransformerEngine:
         if self._debug.debug_enabled:
             return "TransformerEngine's debug tools"
         return None
+
+    def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
+        if isinstance(self.wgrad_gemm, str):
+            return self.wgrad_gemm
+        if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+            return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
+        return None
+
+    @cached_property
+    def wgrad_gemm(self) -> Callable[..., Any] | str:
+        """Return the GEMM of a delayed wgrad, or why it cannot be used."""
+        release = release_of(self.installed)
+        if release is None or release not in DELAYS_WGRAD:
+            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
+        try:
+            return cast(Callable[..., Any], _symbol("transformer_engine.pytorch.cpp_extensions:general_gemm"))
+        except (ImportError, AttributeError) as error:
+            return f"delayed wgrad: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
+
+    def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
+        """Return who delays the wgrad of this call; None: nobody does. ``bias``: see there."""
+        store = layer.wgrad_store
+        if not store.delay_wgrad_compute():
+            return None
+        return WgradStore(cast(Callable[..., Any], self.wgrad_gemm), store, bias)
 
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why it must run a call under its FP8 autocast itself, or None."""

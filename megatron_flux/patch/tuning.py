@@ -58,6 +58,12 @@ class _Linear(NamedTuple):
         return self.weight is None or self.weight.requires_grad
 
 
+def _delays_wgrad(layer: Any) -> bool:
+    """Return True if no wgrad runs beside dgrad."""
+    store = getattr(layer, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
 class _Wanted(NamedTuple):
     """A call of a layer, as far as calls of different layers may be the same one for the tuner."""
 
@@ -130,7 +136,7 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
             returns |= not dgrad and linear.returned == "gathered" and gemm is None
             yield _Wanted(backend, operator, rows, *sizes[dgrad], dgrad, wire, return_gathered=returns, fp8=gemm)
         elif not gathers and not (dgrad and getattr(linear.layer, "allreduce_dgrad", True) is False):
-            beside = dgrad and linear.trained
+            beside = dgrad and linear.trained and not _delays_wgrad(linear.layer)
             yield _Wanted(backend, "gemm_all_reduce", m, *sizes[dgrad], dgrad, EXACT, beside_wgrad=beside, fp8=gemm)
     # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
     # blocks.

@@ -58,6 +58,8 @@ class Case:
     micro_batches: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     sizes: Sizes | None = None
+    delayed: bool = False
+    """wgrad is computed by ``backward_dw``."""
 
     @property
     def size(self) -> Sizes:
@@ -98,6 +100,8 @@ def build(case: Case) -> torch.nn.Module:
     config = model_config(
         hidden_size=case.size.k, params_dtype=case.dtype, gradient_accumulation_fusion=case.fusion, **case.options
     )
+    # The configuration allows this only beside experts whose communication overlaps; layers read it as they are built.
+    config.delay_wgrad_compute = case.delayed
     more = {"input_is_parallel": True} if case.kind == "row" else {"gather_output": False}
     layer = getattr(extension, CLASSES[case.kind])(
         case.size.k,

@@ -326,7 +326,6 @@ def _patched(module: str, name: str, value: Any) -> Callable[[Any], Any]:
 REASONS: dict[str, Callable[[Any], Any]] = {
     "torch's symmetric all-reduce": _set(sequence_parallel=False, symmetric_ar_type="two_shot"),
     "userbuffers (tp_comm_overlap)": _set(ub_overlap_ag_fprop=True),
-    "delayed wgrad (delay_wgrad_compute)": lambda layer: _set(enabled=True)(layer.wgrad_store),
     "fp8 (autocast)": _fp8_state("fp8_enabled"),
     "fp8 calibration": _fp8_state("fp8_calibration"),
     "fp8 (hybrid)": _configured(fp8="hybrid"),

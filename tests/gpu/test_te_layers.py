@@ -107,7 +107,6 @@ def test_recompute(nccl2: WorkerPool, kind: str) -> None:
     "reason",
     [
         "userbuffers (tp_comm_overlap)",
-        "delayed wgrad (delay_wgrad_compute)",
         "fp8 (hybrid)",
         "ONNX export",
     ],

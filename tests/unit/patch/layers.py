@@ -97,6 +97,9 @@ class Te:
         assert weight is layer.weight
         return self.reason
 
+    def delayed(self, layer: Any, bias: torch.Tensor | None) -> None:
+        return None
+
     def norm(self, layer: Any) -> str:
         return "norm"
 

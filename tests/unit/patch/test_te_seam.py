@@ -33,6 +33,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": fp8},
         "transformer_engine.pytorch.cpu_offload": {"is_cpu_offload_enabled": lambda: state.offloading},
         "transformer_engine.pytorch.export": {"is_in_onnx_export_mode": lambda: state.exporting},
+        "transformer_engine.pytorch.cpp_extensions": {"general_gemm": print},
         "transformer_engine.debug": {},
         "transformer_engine.debug.pytorch": {},
         "transformer_engine.debug.pytorch.debug_state": {"TEDebugState": debug},
@@ -113,6 +114,19 @@ def test_a_missing_symbol_is_refused(installed: SimpleNamespace, monkeypatch: py
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     with pytest.raises(UnsupportedVersionError, match=r"2\.11\.0 is not as expected"):
         te_seam.load()
+
+
+def test_which_release_delays_wgrad(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SimpleNamespace(delay_wgrad_compute=lambda: True, put=print)
+    layer = linear(wgrad_store=store, fuse_wgrad_accumulation=False)
+    assert why_stock(te_seam.load(), layer) is None
+    assert te_seam.load().delayed(layer, None) is not None
+    assert te_seam.load().delayed(linear(), None) is None
+    monkeypatch.setattr(te_seam, "version", lambda name: "2.10.0")
+    assert why_stock(te_seam.load(), layer) == "delayed wgrad with TransformerEngine 2.10.0, supported is >=2.11"
+    monkeypatch.setattr(te_seam, "version", lambda name: "2.11.0")
+    monkeypatch.delattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm")
+    assert "delayed wgrad: TransformerEngine 2.11.0 is not as expected" in str(why_stock(te_seam.load(), layer))
 
 
 # What is asked of a module and of the process

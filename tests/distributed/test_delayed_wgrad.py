@@ -1,0 +1,244 @@
+"""Delayed wgrad of layers over TransformerEngine, patched against stock: its own ``backward_dw`` takes what flux has
+put into its store.
+
+Micro-batches run as in Megatron's combined 1F1B: all forwards, all backwards, then a ``backward_dw`` for each.
+Gradients of weights and biases are stock's to the bit: TransformerEngine's GEMM gets stock's operands. On fused kernels
+in Triton's interpreter what is gathered lies in memory of the group, which the next micro-batches write to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FallbackError, FluxConfig, ops
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import flux
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import (
+    CLASSES,
+    STRICT,
+    Case,
+    Sizes,
+    build,
+    gradient_of,
+    input_of,
+    te_megatron,
+)
+from tests.distributed.te_fp8_cases import RECIPES, autocast, both, built, fp8_case, recipe_of, why_not
+from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
+
+pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+no_fp8 = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+WHOLE = {"sequence_parallel": False}
+BIASES = ((False, True), (True, True), (True, False))  # none, returned, added
+MICRO_BATCHES = 3
+SIX = [*zip([*CLASSES, *CLASSES], (0, 1, 2, 3, 4, 5), strict=True)]
+"""A layer of each kind with fused accumulation, and one without."""
+
+
+def train(case: Case, layer: Any, recipe: str | None = None) -> dict[str, torch.Tensor]:
+    """Results, and what the hooks of Megatron's DistributedDataParallel find behind each ``backward_dw``."""
+    found: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = {}
+
+    def hook() -> None:
+        """As Megatron's, for the parameters that it marks; no other hook sees them."""
+        for name, parameter in layer.named_parameters():
+            if not getattr(parameter, "skip_backward_post_hook", False) or parameter.grad is None:
+                continue
+            if not getattr(parameter, "grad_added_to_main_grad", False):
+                sums[name] = parameter.grad + sums.get(name, 0)
+            parameter.grad = None
+
+    layer.register_wgrad_accumulation_and_reduce_hooks(hook)
+    inputs, results = [], []
+    for i in range(case.micro_batches):
+        inputs.append(input_of(case, 7 + i).requires_grad_())
+        with autocast(None if recipe is None else recipe_of(recipe)):
+            y, bias = layer(inputs[i])
+        results.append(y if bias is None else y + bias)
+    for i, y in enumerate(results):
+        y.backward(gradient_of(y, 70 + i))
+        found |= {f"y{i}": y.detach(), f"dx{i}": inputs[i].grad}
+    if case.fusion:
+        assert (layer.weight.main_grad == 7).all(), "backward has computed wgrad"
+    else:
+        assert layer.weight.grad is None
+    for i in range(case.micro_batches):
+        layer.backward_dw()
+        found |= {f"{name} after {i}": t.clone() for name, t in sums.items()}
+        if case.fusion:
+            found[f"main_grad after {i}"] = layer.weight.main_grad.clone()
+    assert layer.wgrad_store.context.empty()
+    return found | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def require_equal(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], rounded_otherwise: bool) -> None:
+    """To the bit; of GEMMs that round otherwise, what ``backward_dw`` has computed is."""
+    assert stock.keys() == ours.keys()
+    names = [name for name in stock if not rounded_otherwise or " after " in name]
+    assert names
+    for name in names:
+        assert stock[name].any(), name
+        assert torch.equal(ours[name], stock[name]), f"{name} differs by {(ours[name] - stock[name]).abs().max()}"
+
+
+def rank_case(case: Case, backend: str = "reference") -> dict[str, int]:
+    with te_megatron(dist.get_world_size()), registered(PLANS["halves of tiles"]):
+        stock = train(case, build(case))
+        with flux(FluxConfig(strict=True, backend=backend)) as seen:
+            ours = train(case, build(case))
+    require_equal(stock, ours, backend == "twin")
+    assert (seen.active_layers, seen.fallbacks) == (1, {})
+    return seen.calls
+
+
+def delayed(kind: str, number: int, **more: Any) -> Case:
+    bias, returned = BIASES[number % 3]
+    return Case(kind, bias, returned, delayed=True, micro_batches=MICRO_BATCHES, fusion=bool(number % 2), **more)
+
+
+@pytest.mark.parametrize(("kind", "number"), [*product(CLASSES, range(6))])
+def test_gradients_are_stocks_to_the_bit(te_world2: WorkerPool, kind: str, number: int) -> None:
+    """Without a bias, with one that is returned, and one that is added; wgrad into main_grad, and not."""
+    calls = {"all_gather_gemm/reference": 3, "gemm_reduce_scatter/reference": 3}
+    if kind != "row":
+        calls["all_gather/reference"] = 3
+    assert te_world2.run(rank_case, delayed(kind, number)) == [calls] * 2
+
+
+@pytest.mark.parametrize(("kind", "number"), SIX)
+def test_without_sequence_parallelism(te_world2: WorkerPool, kind: str, number: int) -> None:
+    te_world2.run(rank_case, delayed(kind, number, options=WHOLE, dtype=torch.bfloat16))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("kind", "number"), SIX)
+def test_nothing_of_the_groups_memory_is_kept(te_world2: WorkerPool, kind: str, number: int) -> None:
+    for calls in te_world2.run(rank_case, delayed(kind, number, dtype=torch.bfloat16), "twin"):
+        assert calls["all_gather_gemm/twin"] == calls["gemm_reduce_scatter/twin"] == 3
+        assert calls.get("all_gather/twin", 0) == (0 if kind == "row" else 3)
+
+
+def rank_frozen_input(kind: str, backend: str) -> None:
+    """A row-parallel layer whose dgrad nobody wants gathers for wgrad alone."""
+    case = delayed(kind, 0, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        layer = build(case)
+        for i in range(case.micro_batches):
+            y, _ = layer(input_of(case, 7 + i))
+            y.backward(gradient_of(y, 70 + i))
+        layer.backward_dw()
+        return layer.weight.grad
+
+    with te_megatron(dist.get_world_size()), registered(PLANS["halves of tiles"]):
+        stock = run()
+        with flux(FluxConfig(strict=True, backend=backend)):
+            assert torch.equal(run(), stock)
+
+
+@NEEDS_TRITON
+def test_an_input_without_gradient(te_world2: WorkerPool) -> None:
+    for kind in ("column", "row"):
+        te_world2.run(rank_frozen_input, kind, "twin")
+
+
+def rank_fp8(case: Case, recipe: str, backend: str) -> dict[str, int]:
+    with registered(PLANS["halves of tiles"]):
+        config = FluxConfig(strict=True, backend=backend, fp8=True)
+        stock, ours, seen = both(lambda: train(case, built(case), recipe), config)
+    require_equal(stock, ours, True)
+    assert seen.fallbacks == {}
+    return seen.calls
+
+
+FP8_SETTINGS = [(*how, *more) for how, more in zip(product(CLASSES, RECIPES), cycle(((True, {}), (False, WHOLE))))]
+
+
+@no_fp8
+@pytest.mark.parametrize(("kind", "recipe", "fusion", "options"), FP8_SETTINGS)
+def test_fp8(te_world2: WorkerPool, kind: str, recipe: str, fusion: bool, options: dict[str, Any]) -> None:
+    case = fp8_case(kind, delayed=True, micro_batches=MICRO_BATCHES, fusion=fusion, options=options)
+    te_world2.run(rank_fp8, case, recipe, "reference")
+
+
+@no_fp8
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("column", "blockwise"), ("column", "tensorwise"), ("row", "blockwise"), ("row", "delayed")]
+)
+def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    case = fp8_case(kind, delayed=True, micro_batches=MICRO_BATCHES, sizes=Sizes(64, 2, 256, 128))
+    for calls in te_world2.run(rank_fp8, case, recipe, "twin"):
+        assert calls["all_gather_gemm/twin"] == 3
+
+
+def gathered_again(backend: str) -> None:
+    """As another layer that uses the group."""
+    ops.all_gather(torch.zeros(8, 16, dtype=torch.bfloat16), backend=backend).wait()
+
+
+def rank_pair(backend: str, ahead: bool) -> dict[str, int]:
+    """Two layers, of which the second gathers the input of the first ahead; another gather comes in between."""
+    first = delayed("norm column", 0, dtype=torch.bfloat16)
+    second = replace(first, kind="row", sizes=replace(first.size, k=first.size.n, n=first.size.k))
+
+    def run() -> dict[str, torch.Tensor]:
+        layers = [build(first), build(second)]
+        inputs = [input_of(first, 7 + i).requires_grad_() for i in range(MICRO_BATCHES)]
+        between = [layers[0](x)[0] for x in inputs]
+        results = [layers[1](y)[0] for y in between]
+        for y in between:
+            y.register_hook(lambda _: gathered_again(backend))
+        found = {}
+        for i, y in enumerate(results):
+            y.backward(gradient_of(y, 70 + i))
+            found |= {f"y{i}": y.detach(), f"dx{i}": inputs[i].grad}
+        for i, layer in product(range(MICRO_BATCHES), layers):
+            layer.backward_dw()
+            found[f"weight of the {CLASSES[first.kind] in type(layer).__name__} layer {i}"] = layer.weight.grad
+        return found
+
+    with te_megatron(dist.get_world_size()), registered(PLANS["halves of tiles"]):
+        stock = run()
+        with flux(FluxConfig(strict=True, backend=backend, gather_ahead=ahead)) as seen:
+            ours = run()
+    assert stock.keys() == ours.keys()
+    for name, expected in stock.items():
+        error = float((ours[name].float() - expected.float()).norm() / expected.float().norm())
+        assert error < (2**-5 if backend == "twin" else 2**-7), (name, error)
+    return seen.calls
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("ahead", [True, False])
+def test_two_layers(te_world2: WorkerPool, ahead: bool) -> None:
+    for calls in te_world2.run(rank_pair, "twin", ahead):
+        assert calls["all_gather/twin"] == 2 * MICRO_BATCHES, "what has been gathered is still there"
+
+
+def rank_no_main_grad() -> None:
+    """``backward_dw`` would drop the gradient: stock's backward says that it is missing."""
+    case = delayed("column", 1)
+    with te_megatron(dist.get_world_size()):
+        layer = build(case)
+        del layer.weight.main_grad
+        x = input_of(case, 7)
+        with flux(STRICT) as seen:
+            with pytest.raises(FallbackError, match="without main_grad"):
+                layer(x)
+            with torch.no_grad():
+                layer(x)
+        assert seen.active_layers == 1
+
+
+def test_fusion_without_main_grad(te_world2: WorkerPool) -> None:
+    te_world2.run(rank_no_main_grad)

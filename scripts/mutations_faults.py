@@ -103,8 +103,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "what has not come is forwarded",
         "megatron_flux/comm/p2p_schedule.py",
-        "after=IN if forwards and i == 0 else None",
-        "after=None",
+        "after = IN if forwards else None",
+        "after = None",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(

@@ -241,12 +241,16 @@ class ProgramBuilder:
         on_read: Callable[[int], None] = lambda use: None,
         *,
         last: bool,
+        after: int | None = None,
     ) -> None:
-        """Add ``count`` writes and reads in the order that the module gives; ``on_read`` is called behind each read."""
+        """Add ``count`` writes and reads in the order that the module gives; ``on_read`` is called behind each read.
+
+        The first write waits for what the lane ``after`` has been given so far.
+        """
         ahead = slots - 2
         for i in range(count + ahead):
             if i < count:
-                self.step(DOWN, write(i))
+                self.step(DOWN, write(i), after if i == 0 else None)
             if i == count - 1:
                 self.flush(DOWN, last=last)
             if (j := i - ahead) >= 0:

@@ -226,6 +226,8 @@ def program(
             return Transfer(waits(use), [copy], [WordOp(WRITE, own + layout.word(use, round_.target), FULL)])
 
         def receive(use: int) -> Transfer:
+            if number == use == 0 and not exchange:
+                builder.end_part()
             offset, nbytes = chunk[use]
             word = regions[round_.source] + layout.word(use, rank)
             return Transfer(
@@ -241,17 +243,9 @@ def program(
 
     builder.write(IN, opening(0))
     for number, (piece, round_) in enumerate(plan):
-        (send, receive), count, ahead = transfers(number), len(parts[piece]), layout.slots - 2
+        (send, receive), last = transfers(number), number == len(plan) - 1
         forwards = round_.sent != rank and plan[number - 1][1].sent == rank
-        for i in range(count + ahead):
-            if i < count:
-                builder.step(OUT, send(i), after=IN if forwards and i == 0 else None)
-            if i == count - 1:
-                builder.flush(OUT, last=number == len(plan) - 1)
-            if i >= ahead:
-                if number == 0 and i == ahead and not exchange:
-                    builder.end_part()
-                builder.step(IN, receive(i - ahead))
-        builder.flush(IN, last=number == len(plan) - 1)
+        after = IN if forwards else None
+        builder.interleave(len(parts[piece]), layout.slots, send, receive, last=last, after=after)
         builder.end_part(() if exchange else [(round_.received, piece)])
     return builder.program

@@ -6,7 +6,6 @@ registers, counts of instructions and how many parameters a launch lays out that
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import re
@@ -206,7 +205,6 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
     """How many parameters there are: they come where the compiled kernel has them, and only operands change."""
     recorded = Recorded()
     relaunch.driver = recorded
-    relaunch._lock = contextlib.nullcontext()
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
     about = SimpleNamespace(
         metadata=compiled.metadata, src=compiled.src, asm=compiled.asm, function=7,

@@ -56,6 +56,21 @@ def _fault(
 
 
 FAULTS: tuple[Fault, ...] = (
+    # Adapters beside frozen weights.
+    _fault(
+        "without sequence parallelism nobody sums the gradient of an adapter's input",
+        "megatron_flux/train/lora.py",
+        '"disable_grad_reduce": unsummed}',
+        '"disable_grad_reduce": True}',
+        ("tests/distributed/test_lora.py::test_gradients_are_those_of_one_rank",),
+    ),
+    _fault(
+        "adapters begin beside random weights instead of the loaded ones",
+        "megatron_flux/train/checkpoint.py",
+        'trainer.model.load_state_dict(_read(state, checkpoint, config)["model"], strict=False)',
+        "_read(state, checkpoint, config)",
+        ("tests/train/test_lora.py::test_adapters_on_loaded_weights",),
+    ),
     # The link through host memory.
     _fault(
         "reading runs further behind than there are slots",

@@ -152,11 +152,12 @@ def least_memory(run: config.RunConfig) -> float:
 
     bf16 weights (2 bytes a parameter), fp32 gradients (4) and, shared by the data-parallel ranks where the optimizer
     is distributed, fp32 weights and two moments (12). Source: Megatron-LM's documentation of its distributed optimizer.
+    Weights beside LoRA's adapters take 2; the adapters are left out.
     """
     optimizer = 12 / run.dp if run.distributed_optimizer else 12
     variants = 2 if run.command == "compare" else 1
     share = parameters(run.shape, run.padded_vocab_size) / (run.tp * run.pp)
-    return variants * share * (2 + 4 + optimizer) / 2**30
+    return variants * share * (2 if run.lora is not None else 2 + 4 + optimizer) / 2**30
 
 
 def check_time(time: str, lead: int) -> None:

@@ -190,9 +190,10 @@ def _check_owner(config: RunConfig, save: Path) -> None:
 
 
 def least_bytes(config: RunConfig) -> int:
-    """Return the least that one checkpoint (in a comparison, of both) takes on disk; biases and norms left out."""
+    """Return the least that one checkpoint (in a comparison, of both) takes; biases, norms and adapters left out."""
     # For each weight the optimizer's two moments and its own copy (which plain fp32 Adam does without) in fp32.
     moments = 8 if config.precision == "fp32" and not config.distributed_optimizer else 12
+    moments = 0 if config.lora is not None else moments
     weights = parameters(config.shape, config.padded_vocab_size) + config.padded_vocab_size * config.shape.hidden_size
     return len(folders(Path(), config)) * weights * (config.dtype.itemsize + moments)
 

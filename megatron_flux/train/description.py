@@ -52,7 +52,7 @@ def description(config: RunConfig) -> dict[str, Any]:
 
 def run_info(config: RunConfig) -> dict[str, Any]:
     """Return versions, device, link, wire, job and layout; no paths of the machine, since wandb gets it too."""
-    layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision", "fp8")
+    layout = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "micro_batches", "precision", "fp8", "lora")
     return {
         "versions": environment.versions(),
         "device": {"name": environment.device_name(), "kind": config.device, "count": config.world_size},

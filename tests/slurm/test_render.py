@@ -139,6 +139,8 @@ def test_memory_is_checked_for_both_variants() -> None:
     assert job.least_memory(both) == 2 * job.least_memory(one)
     # 12 bytes a parameter at dp 2: weights 2, gradients 4, half of the optimizer's 12.
     assert job.least_memory(one) * 2**30 == pytest.approx(12 * job.parameters(one.shape, one.padded_vocab_size) / 64)
+    adapters = job.resolve(Job.load("llama2-70b"), small, "flux", {"lora": 64}).run
+    assert job.least_memory(adapters) == pytest.approx(job.least_memory(one) * 2 / 12), "frozen weights alone"
     with pytest.raises(UserError, match=r"both variants .* profile pcie-l20 has 48; use more nodes"):
         job.resolve(Job.load("gpt3-175b"), small, "compare")
     job.resolve(Job.load("gpt3-175b"), small, "flux")

@@ -35,6 +35,8 @@ def test_adapters_on_loaded_weights(command: Run, tmp_path: Path) -> None:
     assert losses(both / "flux") == losses(both / "baseline")
     assert summary(both)["max_relative_grad_norm_difference"] == 0
     assert losses(both / "flux")[-1] != losses(both / "flux")[0]
+    assert summary(both)["layout"]["lora"] == 4
+    assert "lora 4" in (both / "report.html").read_text()
 
     before = tensors(base / "iter_0000001", tmp_path / "before.pt")
     after, later = (tensors(saved / "flux" / f"iter_000000{n}", tmp_path / f"{n}.pt") for n in (2, 4))

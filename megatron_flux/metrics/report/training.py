@@ -16,7 +16,7 @@ from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import VALIDATION, Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
-_LAYOUT = ("tp", "pp", "dp", "precision", "fp8")
+_LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """Comparable between baseline and flux: waiting for peers is in one of the three in either."""

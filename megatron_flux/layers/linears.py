@@ -49,6 +49,7 @@ of recomputed layers is such a forward, and no pair reaches across it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
-from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows
+from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows, unread_gradient
 from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Norm, Precision
 from megatron_flux.layers.prefetch import ColumnState, Returned
 
@@ -128,6 +129,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         saved = linear.saved_tensors(ctx)
         need_dx, need_norm_dw, need_norm_db, need_dw, need_db, _ = ctx.needs_input_grad
         need_dgrad = need_dx or need_norm_dw or need_norm_db
+        deferred = need_dw and linear.deferred is not None and linear.deferred(dy)
+        need_dw = need_dw and not deferred
         local_dy, weight, dy_for_wgrad, db = precision.gradient(dy, saved, need_dgrad, need_db)
         pending = dx = dw = norm_dw = norm_db = whole_x = None
         if linear.sequence_parallel:
@@ -150,6 +153,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if need_dw:
             whole_x = precision.column_operand(saved, whole_x)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
+        if deferred:
+            dw = unread_gradient(linear.parameter, dy.dtype)
         if need_db and db is None and linear.delayed is None:
             db = rows(dy).sum(dim=0)
         if pending is not None:
@@ -305,6 +310,7 @@ def column_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
     delayed: DelayedWgrad | None = None,
+    deferred: Callable[[torch.Tensor], bool] | None = None,
     backend: str | Backends = "auto",
     wires: Wires = ALL_EXACT,
     epilogue_bias: bool = False,
@@ -330,6 +336,8 @@ def column_parallel_linear(
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         delayed: who computes wgrad behind backward.
+        deferred: takes ``dy`` at the beginning of backward, for a wgrad that the caller computes later and adds to
+            ``weight.main_grad``; ``x`` is not gathered then. False: wgrad is computed here.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         wires: wire formats that a tuner may choose; exact alone with another precision than exact.
         epilogue_bias: see there; for the exact precision.
@@ -354,8 +362,8 @@ def column_parallel_linear(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed,
         kernels,
     )  # fmt: skip
-    linear.reduce_dgrad, linear.returned = reduce_dgrad, returned
-    if sequence_parallel:
+    linear.reduce_dgrad, linear.returned, linear.deferred = reduce_dgrad, returned, deferred
+    if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
             dtype = precision.gathered_dtype  # of that size; no elements are read
             like = x if dtype is None else x.new_empty(1, dtype=dtype).expand(x.shape)

@@ -37,6 +37,7 @@ Hazards
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,6 +61,8 @@ class ColumnState(LinearState):
     """Without sequence parallelism ``dx`` is summed over ranks here."""
     returned: Returned | None = None
     """The norm's output, which forward has returned too."""
+    deferred: Callable[[torch.Tensor], bool] | None = None
+    """Takes ``dy`` for a wgrad that its owner computes later, with an input that it has too. False: not this time."""
     gather_ahead: bool = False
     """A row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None

@@ -109,6 +109,7 @@ class LinearPatch(StockReasons):
                 sequence_parallel=kwargs["sequence_parallel"],
                 reduce_dgrad=kwargs["allreduce_dgrad"],
                 gradient_accumulation_fusion=kwargs["gradient_accumulation_fusion"],
+                deferred=deferred_to(kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")),
                 backend=backends,
                 wires=self.config.wires,
                 **self._gather_options(layer),
@@ -267,6 +268,23 @@ class LinearPatch(StockReasons):
         """End the patch. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
+
+
+def deferred_to(buffer: list[torch.Tensor] | None, limit: int | None) -> Callable[[torch.Tensor], bool] | None:
+    """Return what takes ``dy`` of an output layer whose wgrad Megatron computes behind the pipeline, as stock's
+    backward does: into ``buffer``, of at most ``limit`` (0 or None: any number). The inputs are in a list that the
+    layer's own forward fills.
+    """
+    if buffer is None:
+        return None
+
+    def take(dy: torch.Tensor) -> bool:
+        has_room = not limit or len(buffer) < limit
+        if has_room:
+            buffer.append(dy)
+        return has_room
+
+    return take
 
 
 def asks_for_graphs(config: Any) -> bool:

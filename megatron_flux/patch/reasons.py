@@ -32,6 +32,7 @@ CHOICE = "_megatron_flux_backends"
 """A layer's own backends are in its ``__dict__``: found without a search through parameters, gone with the layer."""
 
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
+_DEFERRED = frozenset({"grad_output_buffer", "wgrad_deferral_limit"})
 _EXPERT = "expert layer with explicit communication"
 _FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
 
@@ -66,12 +67,16 @@ class StockReasons:
             return _EXPERT
         if args:
             return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
+        deferred: frozenset[str] = frozenset()
         if kwargs.get("grad_output_buffer") is not None:
-            return "deferred embedding wgrad (defer_embedding_wgrad_compute)"
+            deferred = _DEFERRED
+            fused = kwargs.get("gradient_accumulation_fusion") and hasattr(weight, "main_grad")
+            if torch.is_grad_enabled() and not (fused and weight.requires_grad):
+                return "deferred embedding wgrad (defer_embedding_wgrad_compute) without main_grad"
         group = kwargs.get("tp_group")
         if group is None or group.size() == 1:
             return "tp = 1"
-        for name in kwargs.keys() - _EXPECTED:
+        for name in kwargs.keys() - _EXPECTED - deferred:
             value, neutral = kwargs[name], self._neutral.get(name, ...)
             # The types are compared first: == of a tensor is a tensor, and has no truth value.
             if type(value) is not type(neutral) or value != neutral:

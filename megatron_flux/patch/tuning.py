@@ -61,7 +61,8 @@ class _Linear(NamedTuple):
 def _delays_wgrad(layer: Any) -> bool:
     """Return True if no wgrad runs beside dgrad."""
     store = getattr(layer, "wgrad_store", None)
-    return store is not None and store.delay_wgrad_compute()
+    delayed = store is not None and store.delay_wgrad_compute()
+    return delayed or getattr(layer, "grad_output_buffer", None) is not None  # of an output layer
 
 
 class _Wanted(NamedTuple):

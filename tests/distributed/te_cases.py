@@ -126,6 +126,12 @@ def build(case: Case) -> torch.nn.Module:
     return layer
 
 
+def mark_bias(layer: Any) -> None:
+    """As TransformerEngine marks it where wgrad is delayed; on CPUs megatron-core makes another one after that."""
+    for name in layer.bias_names:
+        getattr(layer, name).skip_backward_post_hook = True
+
+
 def input_of(case: Case, seed: int) -> torch.Tensor:
     """This rank's: rows of the sequence for column layers, columns of all rows for row layers."""
     size, tp = case.size, dist.get_world_size()

@@ -118,6 +118,7 @@ def rmsnorm_bwd(
     return [dx.to(x.dtype), (dz.float() * normed).sum(0).to(gamma.dtype)]
 
 
+@torch.no_grad()
 def generic_gemm(
     a: Any,
     transa: bool,

@@ -87,17 +87,6 @@ def frozen_with_a_bias() -> torch.nn.Module:
     return layer
 
 
-def deferred_embedding_wgrad() -> torch.nn.Module:
-    """The output layer of a last pipeline stage, its weight gradient left for later."""
-    config = model_config()
-    # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
-    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 0
-    layer = make("column", config, embedding_activation_buffer=[], grad_output_buffer=[])
-    layer.gradient_accumulation_fusion = True
-    layer.weight.main_grad = torch.zeros(layer.weight.shape)
-    return layer
-
-
 WHOLE = {"sequence_parallel": False}
 EXPERT = "expert layer with explicit communication"
 STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
@@ -111,11 +100,6 @@ STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
         lambda: make("row", model_config(**WHOLE), input_is_parallel=False),
     ),
     "frozen weight": ("column", "trainable bias on a frozen weight", frozen_with_a_bias),
-    "deferred": (
-        "column",
-        "deferred embedding wgrad (defer_embedding_wgrad_compute)",
-        deferred_embedding_wgrad,
-    ),
     "subclass": ("row", "Doubled overrides _forward_impl", lambda: make("row", model_config(), cls=doubled())),
 }
 

@@ -59,7 +59,10 @@ COMMON: dict[str, Callable[[Any], Any]] = {
     "dtypes torch.float32 and torch.bfloat16": lambda layer: layer.bfloat16(),
 }
 COLUMN: dict[str, dict[str, Any]] = {
-    "deferred embedding wgrad (defer_embedding_wgrad_compute)": {"grad_output_buffer": []},
+    "deferred embedding wgrad (defer_embedding_wgrad_compute) without main_grad": {
+        "grad_output_buffer": [],
+        "gradient_accumulation_fusion": True,
+    },
     "tp = 1": {"tp_group": group_of(1)},
     "unsupported keyword wgrad_deferral_limit=3": {"wgrad_deferral_limit": 3},
     "_forward_impl was called without allreduce_dgrad": {"allreduce_dgrad": REMOVED},

@@ -1,0 +1,105 @@
+"""Deferred wgrad of the output layer (``defer_embedding_wgrad_compute``), patched against stock.
+
+Backward puts ``dy`` into the list that Megatron has given the layer; behind the pipeline's last backward Megatron's own
+function gathers the inputs, which the layer's forward has kept, and computes the gradients. Numbers are small integers,
+so that results are exact.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FallbackError, FluxConfig
+from megatron_flux.layers.backward import accumulate
+from megatron_flux.train.shims import gradient_accumulation_fusion
+from tests.distributed.data import integers
+from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_stock_layers import IN, B, S, make
+
+STRICT = FluxConfig(strict=True, backend="reference")
+MICRO_BATCHES = 4
+
+
+def output_layer(limit: int, **options: Any) -> Any:
+    config = model_config(**options)
+    # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, limit
+    layer = make("column", config, embedding_activation_buffer=[], grad_output_buffer=[])
+    layer.config.gradient_accumulation_fusion = layer.gradient_accumulation_fusion = True
+    layer.weight.main_grad = torch.full(layer.weight.shape, 7.0)
+    layer.weight.grad_added_to_main_grad = False
+    return layer
+
+
+def train(layer: Any) -> dict[str, torch.Tensor]:
+    """All forwards, all backwards, then what Megatron does behind the pipeline."""
+    from megatron.core.utils import drain_embedding_wgrad_compute
+
+    rows = S if layer.sequence_parallel else S * dist.get_world_size()
+    ranks_rows = dist.get_rank() if layer.sequence_parallel else 0
+    found = {}
+    inputs = [integers(rows, B, IN, seed=10 * i + ranks_rows).requires_grad_() for i in range(MICRO_BATCHES)]
+    results = [layer(x)[0] for x in inputs]
+    for i, (x, y) in enumerate(zip(inputs, results, strict=True)):
+        y.backward(integers(*y.shape, seed=80 + 10 * i + dist.get_rank()))
+        found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    assert layer.weight.grad_added_to_main_grad
+    assert layer.weight.grad is not None, "no hook of data parallelism runs"
+    found["in backward"] = layer.weight.main_grad.clone()
+    found |= {f"dy{i}": dy for i, dy in enumerate(layer.grad_output_buffer)}
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, dy, main_grad: accumulate(main_grad, dy, x))
+    with mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": kernels}):
+        drain_embedding_wgrad_compute(
+            layer.config, layer.embedding_activation_buffer, layer.grad_output_buffer, layer.weight, layer.tp_group
+        )
+    return found | {"main_grad": layer.weight.main_grad}
+
+
+def rank_trains(limit: int, options: dict[str, Any]) -> dict[str, int]:
+    with megatron(tp=dist.get_world_size()), gradient_accumulation_fusion():
+        stock = train(output_layer(limit, **options))
+        with flux(STRICT) as seen:
+            ours = train(output_layer(limit, **options))
+    assert stock.keys() == ours.keys()
+    assert sum(name[:2] == "dy" for name in stock) == (limit or MICRO_BATCHES)
+    assert (stock["in backward"] == 7).all() == (limit == 0)
+    for name, expected in stock.items():
+        assert expected.any(), name
+        assert torch.equal(ours[name], expected), name
+    assert seen.fallbacks == {}
+    return seen.calls
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_dy_is_left_for_megatron(world2: WorkerPool, limit: int) -> None:
+    """Beyond the limit backward computes wgrad, and only then gathers its input."""
+    calls = {"all_gather_gemm/reference": MICRO_BATCHES, "gemm_reduce_scatter/reference": MICRO_BATCHES}
+    if limit:
+        calls["all_gather/reference"] = MICRO_BATCHES - limit
+    assert world2.run(rank_trains, limit, {}) == [calls] * 2
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_without_sequence_parallelism(world2: WorkerPool, limit: int) -> None:
+    calls = {"gemm_all_reduce/reference": MICRO_BATCHES}
+    assert world2.run(rank_trains, limit, {"sequence_parallel": False}) == [calls] * 2
+
+
+@on_ranks("world2")
+def test_nowhere_to_add_it() -> None:
+    """Stock's own error, since what is taken away is what Megatron adds to."""
+    with megatron(tp=dist.get_world_size()), flux(STRICT):
+        layer, x = output_layer(0), integers(S, B, IN, seed=3)
+        with torch.no_grad():
+            layer(x)
+        del layer.weight.main_grad
+        with pytest.raises(FallbackError, match="without main_grad"):
+            layer(x)

@@ -113,11 +113,15 @@ def delaying_config(**options: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize(("family", "fused"), [("gpt3", True), ("llama", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("family", "fused", "recomputed"), [("gpt3", True, []), ("llama", True, ["mlp"]), ("llama", False, ["core_attn"])]
+)
 @on_ranks("te_world2")
-def test_delayed_wgrad_with_data_parallel(family: str, fused: bool) -> None:
+def test_delayed_wgrad_with_data_parallel(family: str, fused: bool, recomputed: list[str]) -> None:
     """As combined 1F1B: a micro-batch's forward comes before the backward of the last one, and its ``backward_dw``."""
     from megatron_flux.train.shims import gradient_accumulation_fusion
+
+    recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}
 
     def train() -> dict[str, torch.Tensor]:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -126,7 +130,7 @@ def test_delayed_wgrad_with_data_parallel(family: str, fused: bool) -> None:
         model_parallel_cuda_manual_seed(123)
         torch.manual_seed(1234)
         with mock.patch.object(megatron_world, "model_config", delaying_config):
-            model = gpt_model(family, te=True, gradient_accumulation_fusion=fused)
+            model = gpt_model(family, te=True, gradient_accumulation_fusion=fused, **recompute)
         linears = [layer for layer in model.modules() if hasattr(layer, "wgrad_store")]
         for layer in linears:
             mark_bias(layer)

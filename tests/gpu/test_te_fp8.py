@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import te_fp8_cases as cases
+from tests.distributed import test_delayed_wgrad as delayed
 from tests.distributed.megatron_world import flux
 from tests.distributed.norm_output_cases import Lora, rank_lora
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -46,6 +47,14 @@ def _supported(request: pytest.FixtureRequest) -> None:
         able, why = quantization.check_fp8_block_scaling_support()
     if not able:
         pytest.skip(why)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_delayed_wgrad(nccl2: WorkerPool, kind: str, recipe: str) -> None:
+    case = fp8_case(kind, sizes=GPU_SIZES, delayed=True, micro_batches=delayed.MICRO_BATCHES)
+    for calls in nccl2.run(delayed.rank_fp8, case, recipe, "fused"):
+        assert calls["all_gather_gemm/fused"] == delayed.MICRO_BATCHES
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig
+from tests.distributed import test_delayed_wgrad as delayed
 from tests.distributed import test_te_gpt as models
 from tests.distributed import test_te_layers as layers
 from tests.distributed.megatron_world import FAMILIES, flux
@@ -94,6 +95,15 @@ def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str, options: dict[s
 )
 def test_what_was_in_main_grad(nccl2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
     layers.test_what_was_in_main_grad.on(nccl2, kind=kind, cached=cached, overwrite=overwrite, kept=kept)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_delayed_wgrad(nccl2: WorkerPool, kind: str, number: int, backend: str) -> None:
+    case = delayed.delayed(kind, number, dtype=torch.bfloat16)
+    for calls in nccl2.run(delayed.rank_case, case, backend):
+        assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == delayed.MICRO_BATCHES
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

@@ -286,6 +286,8 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, *, b
             f"{given} with compare: megatron-core makes the CUDA graphs of one model in a process; use two runs, "
             "megatron-flux train with and without --no-flux, and megatron-flux report RUN OTHER --out FOLDER for both"
         )
+    if options.lora is not None:
+        raise UserError(f"{given} with --lora: captured layers with adapters have not been tried; leave one out")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
     backends = _named_backends(options)

@@ -227,8 +227,8 @@ def own_gathered(group):
             for transposed in (False, True):
                 for _ in range(5):
                     x, _, w = operands(group, 256, 512, 1032, torch.bfloat16, transposed)
+                    poison(group)  # not while a gather is open: its shards have arrived
                     pending = ops.all_gather(x, group, backend=NAME, own_gathered=True)
-                    poison(group)
                     options = {"return_gathered": True, "own_gathered": True, "transposed": transposed}
                     y, gathered = ops.all_gather_gemm(x, w, group, backend=NAME, **options)
                     want = gather(x, group)

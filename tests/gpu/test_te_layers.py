@@ -98,9 +98,15 @@ def test_what_was_in_main_grad(nccl2: WorkerPool, kind: str, cached: bool, overw
 
 
 @pytest.mark.parametrize("backend", ["reference", "fused"])
-@pytest.mark.parametrize("number", [0, 1, 2, 5])
-@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        *((kind, n) for kind in CLASSES for n in (0, 3)),
+        *((kind, n) for kind in CLASSES if kind != "row" for n in (2, 5)),
+    ],
+)
 def test_delayed_wgrad(nccl2: WorkerPool, kind: str, number: int, backend: str) -> None:
+    """Without a bias, or with one that the GEMM adds: with another, stock's own second ``backward_dw`` fails here."""
     case = delayed.delayed(kind, number, dtype=torch.bfloat16)
     for calls in nccl2.run(delayed.rank_case, case, backend):
         assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == delayed.MICRO_BATCHES

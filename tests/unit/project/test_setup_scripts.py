@@ -159,7 +159,8 @@ def test_what_was_interrupted_is_made_anew(checkout: Path) -> None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=30)
-    assert (process.returncode, said.splitlines()[-1]) == (130, "interrupted; run it again")
+    assert process.returncode == 130
+    assert "interrupted; run it again" in said.splitlines()  # a shell may say behind it what it has stopped
     (checkout / "hang-in-pip").unlink()
     code, said = run(checkout, "--dry-run")
     assert code == 0

@@ -38,7 +38,9 @@ def set_backend(
     ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
     leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
     :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
-    is all tensor-parallel linears. ``forward``, ``dgrad`` and ``wgrad`` are as in :class:`~megatron_flux.FluxConfig`.
+    is all tensor-parallel linears. A linear that has an adapter is found by its own name too: ``*.linear_qkv`` finds
+    ``….linear_qkv.to_wrap``, and not the adapter. ``forward``, ``dgrad`` and ``wgrad`` are as in
+    :class:`~megatron_flux.FluxConfig`.
 
     Returns the names of the layers.
 
@@ -77,7 +79,7 @@ def _mark(function: str, model: Model, names: str, attribute: str, value: object
     chosen, known = [], []
     for name, module in linears_of(model, classes):
         known.append(name)
-        if fnmatchcase(name, names):
+        if fnmatchcase(name, names) or fnmatchcase(_without_wrappers(name), names):
             chosen.append(name)
             if value is None:
                 module.__dict__.pop(attribute, None)
@@ -88,6 +90,13 @@ def _mark(function: str, model: Model, names: str, attribute: str, value: object
         kind = "tensor-parallel" if classes is LINEARS else "column-parallel"
         raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
     return chosen
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name that a linear had before an adapter wrapped it: Megatron-Bridge's ``to_wrap``, peft's
+    ``base_layer`` and, around the whole model, ``base_model.model``.
+    """
+    return name.removeprefix("base_model.model.").removesuffix(".to_wrap").removesuffix(".base_layer")
 
 
 def chunks_of(model: Model) -> list[torch.nn.Module]:

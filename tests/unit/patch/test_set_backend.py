@@ -17,14 +17,15 @@ from megatron_flux.patch.reasons import backends_of
 DEFAULT = Backends("auto", "auto", "auto")
 
 
+def linear(cls: Any) -> torch.nn.Module:
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    return module
+
+
 @pytest.fixture
 def model() -> torch.nn.Module:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    def linear(cls: Any) -> torch.nn.Module:
-        module = cls.__new__(cls)
-        torch.nn.Module.__init__(module)
-        return module
 
     class Special(ColumnParallelLinear):
         pass
@@ -51,6 +52,33 @@ def test_names_choose_layers(model: torch.nn.Module) -> None:
     }
     assert len(set_backend(model, None)) == 3
     assert chosen(model) == {}
+
+
+WRAPPED = {
+    "Megatron-Bridge": ("{}", "to_wrap", "adapter"),
+    "peft": ("base_model.model.{}", "base_layer", "lora_A"),
+}
+
+
+@pytest.mark.parametrize("framework", WRAPPED)
+def test_an_adapted_linear_is_found_by_its_own_name(framework: str) -> None:
+    """And by its full name; its adapter is not."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    prefix, base, adapter = WRAPPED[framework]
+    wrapper = torch.nn.ModuleDict({base: linear(ColumnParallelLinear), adapter: linear(RowParallelLinear)})
+    model: torch.nn.Module = torch.nn.ModuleDict(
+        {"decoder": torch.nn.ModuleDict({"qkv": wrapper}), "output": linear(ColumnParallelLinear)}
+    )
+    for word in reversed(prefix.split(".")[:-1]):
+        model = torch.nn.ModuleDict({word: model})
+    model = torch.nn.ModuleDict({"module": model})
+    wrapped, output = prefix.format(f"decoder.qkv.{base}"), prefix.format("output")
+    for name in ("*.qkv", "decoder.qkv", f"*.{base}", wrapped):
+        assert set_backend(model, "reference", names=name) == [wrapped]
+    assert set_keep_gathered(model, True, names="decoder.qkv") == [wrapped]
+    assert set_backend(model, "stock", names="output") == [output]
+    assert set_backend(model, "reference", names="*.qkv.*") == [wrapped, prefix.format(f"decoder.qkv.{adapter}")]
 
 
 @pytest.mark.parametrize(

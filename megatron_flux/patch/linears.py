@@ -39,7 +39,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -131,7 +131,7 @@ class LinearPatch(StockReasons):
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
             y = row_parallel_linear(
-                input_,
+                input_ if layer.input_is_parallel else own_columns(input_, layer.tp_group),
                 weight,
                 layer.tp_group,
                 sequence_parallel=layer.sequence_parallel,
@@ -268,6 +268,13 @@ class LinearPatch(StockReasons):
         """End the patch. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
+
+
+def own_columns(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return this rank's columns of ``x``, as stock cuts them; backward gathers their gradients."""
+    from megatron.core.tensor_parallel import layers
+
+    return cast(torch.Tensor, layers.scatter_to_tensor_model_parallel_region(x, group=group))
 
 
 def deferred_to(buffer: list[torch.Tensor] | None, limit: int | None) -> Callable[[torch.Tensor], bool] | None:

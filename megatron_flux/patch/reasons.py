@@ -100,8 +100,8 @@ class StockReasons:
             return f"forward was called with unknown argument(s) {[*args, *kwargs]}"
         if layer.tp_group is None or layer.tp_group.size() == 1:
             return "tp = 1"
-        if not layer.input_is_parallel:
-            return "input_is_parallel=False"
+        if not layer.input_is_parallel and layer.sequence_parallel:
+            return "input_is_parallel=False together with sequence parallelism"  # stock refuses it
         if "_forward_impl" in layer.__dict__:
             return set_on(layer, "_forward_impl")
         cls = type(layer)

@@ -37,6 +37,8 @@ class Case:
     frozen: bool = False
     input_grad: bool = True
     weight_passed: bool = False
+    splits_input: bool = False
+    """A row layer's ``input_is_parallel=False``."""
     dtype: torch.dtype = torch.float32
     exact: bool = True
     seed: int = 1
@@ -99,7 +101,9 @@ def whole(case: Case) -> Whole:
     # Row: every rank has the whole bias, and sees the gradient of the rows of the sequence that it has.
     y_own, dy_own = (cut(y, 0), cut(dy, 0)) if case.sequence_parallel else (y, dy)
     own = Run(y_own, bias, cut(dx, 2), cut(dw, 1), dy_own.double().sum((0, 1)))
-    return Whole(cut(x, 2), dy_own, cut(weight, 1), bias, own)
+    if case.splits_input:
+        own.dx = dx
+    return Whole(x if case.splits_input else cut(x, 2), dy_own, cut(weight, 1), bias, own)
 
 
 def build(case: Case, w: Whole) -> torch.nn.Module:
@@ -117,7 +121,8 @@ def build(case: Case, w: Whole) -> torch.nn.Module:
             **common,
         )
     else:
-        layer = RowParallelLinear(IN, OUT, input_is_parallel=True, skip_bias_add=case.skip_bias_add, **common)
+        common |= {"input_is_parallel": not case.splits_input, "skip_bias_add": case.skip_bias_add}
+        layer = RowParallelLinear(IN, OUT, **common)
     with torch.no_grad():
         if layer.weight is not None:
             layer.weight.copy_(w.weight).requires_grad_(not case.frozen)
@@ -201,6 +206,10 @@ CASES = {
     **{f"row, {name}": Case("row", **options) for name, options in OPTIONS.items()},
 }
 CASES |= {f"{name}, whole": replace(case, options=WHOLE) for name, case in CASES.items() if "runtime" not in name}
+CASES |= {
+    f"row, splits its input{more}": Case("row", splits_input=True, options=WHOLE, **options)
+    for more, options in (("", {}), (", frozen", {"frozen": True}), (", no input gradient", {"input_grad": False}))
+}
 
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))

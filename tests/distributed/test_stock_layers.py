@@ -94,11 +94,6 @@ STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
     "expert row": ("row", EXPERT, lambda: make("row", model_config(**WHOLE), is_expert=True)),
     "set on a column": ("column", EXPERT, lambda: expert_on_a_built_layer("column")),
     "set on a row": ("row", EXPERT, lambda: expert_on_a_built_layer("row")),
-    "whole input": (
-        "row",
-        "input_is_parallel=False",
-        lambda: make("row", model_config(**WHOLE), input_is_parallel=False),
-    ),
     "frozen weight": ("column", "trainable bias on a frozen weight", frozen_with_a_bias),
     "subclass": ("row", "Doubled overrides _forward_impl", lambda: make("row", model_config(), cls=doubled())),
 }
@@ -109,7 +104,7 @@ STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
 def test_a_layer_runs_stock(name: str) -> None:
     kind, reason, made = STOCK[name]
     with megatron(tp=dist.get_world_size()):
-        stock_either_way(kind, made(), IN if name == "whole input" else width_of(kind), reason)
+        stock_either_way(kind, made(), width_of(kind), reason)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

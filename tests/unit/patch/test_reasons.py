@@ -70,7 +70,7 @@ COLUMN: dict[str, dict[str, Any]] = {
 }
 ROW: dict[str, Callable[[], Any]] = {
     "tp = 1": lambda: Layer(tp_group=group_of(1)),
-    "input_is_parallel=False": lambda: Layer(input_is_parallel=False),
+    "input_is_parallel=False together with sequence parallelism": lambda: Layer(input_is_parallel=False),
     "Other overrides _forward_impl": Other,
     f"_forward_impl set on the layer: {__name__}.configured": lambda: with_method(Layer()),
     "unsupported layer attribute gtp_remat_size=2": lambda: Layer(gtp_remat_size=2),

@@ -1,0 +1,112 @@
+"""LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step, without
+sequence parallelism: losses and adapters' gradients are stock's to the bit, and caches stay bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_flux import FluxConfig, report
+from megatron_flux.comm import group_state
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model, megatron
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import te_megatron
+
+STRICT = FluxConfig(strict=True, backend="reference")
+LENGTHS: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,), (9, 8)]
+"""Of the sequences of a step: 8, 16, 2, 10, 4 and 17 tokens."""
+WITH_TE = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+
+
+class PackedAttention(torch.nn.Module):
+    """TransformerEngine's attention over ``[tokens, heads, channels]``: causal in each sequence. That needs a GPU."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> torch.Tensor:
+        assert packed_seq_params.qkv_format == "thd"
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        parts = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
+        done = [F.scaled_dot_product_attention(*(t[None] for t in part), is_causal=True)[0] for part in parts]
+        return torch.cat(done, 1).transpose(0, 1).flatten(1)
+
+
+def adapted(te: bool) -> Any:
+    """A model with random adapters, in which no gradient is zero."""
+    from megatron_flux.train.lora import add_adapters
+
+    model = gpt_model("llama", te=te, sequence_parallel=False)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = PackedAttention()
+    init_b = lambda weight: torch.nn.init.normal_(weight, std=0.3)  # noqa: E731
+    add_adapters(model, model.config, 4, alpha=4, init_b=init_b)
+    return model
+
+
+def step(model: torch.nn.Module, lengths: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    """The losses and gradients of one step on sequences of these ``lengths``."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model.zero_grad(set_to_none=True)
+    text = torch.randint(0, VOCABULARY, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(seed))
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    most = max(lengths)
+    losses = model(
+        input_ids=text[:, :-1],
+        labels=text[:, 1:],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        attention_mask=None,
+        packed_seq_params=PackedSeqParams("thd", ends, ends, max_seqlen_q=most, max_seqlen_kv=most),
+    )
+    losses.float().mean().backward()
+    return {"loss": losses.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def rank_packed(te: bool) -> None:
+    from megatron.core import parallel_state
+
+    with (te_megatron if te else megatron)(dist.get_world_size()):
+        model = adapted(te)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert len(trained) == model.config.num_layers * 4 * 2
+        stock = [step(model, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+        plans = group_state.state_of(parallel_state.get_tensor_model_parallel_group()).plans
+        plans.clear()
+        made = []
+        with flux(STRICT) as seen:
+            for bound in (group_state.MOST_ENTRIES, 7):
+                with mock.patch.object(group_state, "MOST_ENTRIES", bound):
+                    for _ in range(2):
+                        for seed, lengths in enumerate(LENGTHS):
+                            ours = step(model, lengths, seed)
+                            assert ours.keys() == stock[seed].keys() == {"loss", *trained}
+                            for name, expected in stock[seed].items():
+                                assert expected.any(), name
+                                assert torch.equal(ours[name], expected), (lengths, name)
+                        made.append(len(plans))
+                plans.clear()
+            layers = report(model)["layers"]
+        assert set(layers.values()) == {"flux"}
+        assert seen.fallbacks == {}
+        # A step makes 10 different calls. A length that comes again makes none that is new, and where there is no room
+        # the oldest plans go, those of the same step too.
+        assert made == [10 * len(LENGTHS), 10 * len(LENGTHS), 7, 7]
+        # In forward 4 of each layer; in backward 8, of the first layer 6 (no gradient goes below it), 1 of the output's.
+        assert seen.calls == {"gemm_all_reduce/reference": (2 * 4 + 8 + 6 + 1) * 4 * len(LENGTHS)}
+
+
+@pytest.mark.parametrize("te", [False, pytest.param(True, marks=WITH_TE)], ids=["local", "TransformerEngine"])
+def test_another_number_of_tokens_in_every_step(request: pytest.FixtureRequest, te: bool) -> None:
+    pool: WorkerPool = request.getfixturevalue("te_world2" if te else "world2")
+    pool.run(rank_packed, te)

@@ -102,7 +102,7 @@ def rank_packed(te: bool) -> None:
         # A step makes 10 different calls. A length that comes again makes none that is new, and where there is no room
         # the oldest plans go, those of the same step too.
         assert made == [10 * len(LENGTHS), 10 * len(LENGTHS), 7, 7]
-        # In forward 4 of each layer; in backward 8, of the first layer 6 (no gradient goes below it), 1 of the output's.
+        # Forward: 4 a layer. Backward: 8, and 6 of the first layer, below which no gradient goes; 1 of the output's.
         assert seen.calls == {"gemm_all_reduce/reference": (2 * 4 + 8 + 6 + 1) * 4 * len(LENGTHS)}
 
 

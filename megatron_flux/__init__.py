@@ -22,6 +22,8 @@ from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
 from megatron_flux.patch import (
+    by_variable,
+    first_linear,
     is_patched,
     patch,
     patched,
@@ -30,11 +32,10 @@ from megatron_flux.patch import (
     set_keep_gathered,
     tune_model,
     unpatch,
-    unused,
 )
 from megatron_flux.version import __version__
 
-unused.watch()  # here, too: torch may load no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+first_linear.watch(by_variable.switch_on)  # here, too: torch may load no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 __all__ = [
     "FallbackError",

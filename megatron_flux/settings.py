@@ -1,7 +1,8 @@
 """What the environment says: how kernels run, as of CUDA's start in this process, and where caches are.
 
 ===============================  =====================================================================================
-``MEGATRON_FLUX``                whether Megatron-LM's scripts run with flux; read when their arguments are parsed
+``MEGATRON_FLUX``                whether trainings run with flux; read when Megatron-LM's arguments are parsed, or when
+                                 the first tensor-parallel linear is built
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
@@ -47,7 +48,7 @@ _held: dict[str, str | None] | None = None
 
 
 def switched_on() -> bool:
-    """Whether flux is on in a Megatron-LM script that does not say so itself."""
+    """Whether flux is on in a training that does not say so itself."""
     given = os.environ.get("MEGATRON_FLUX", "")
     if given.lower() not in (*OFF, *ON):
         raise UserError(f"MEGATRON_FLUX={given!r}: set it to one of {', '.join(ON)} (on) or {', '.join(OFF[1:])} (off)")

@@ -19,7 +19,7 @@ from megatron_flux import settings
 from megatron_flux.cli import bench, command_line, doctor, quant, report, slurm, train
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.options import Options
-from megatron_flux.patch import unused
+from megatron_flux.patch import first_linear
 from megatron_flux.run import rank
 from megatron_flux.version import __version__
 
@@ -96,7 +96,7 @@ def run(words: Sequence[str]) -> None:
 def main() -> None:
     """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
     _have_streams()
-    unused.settle()
+    first_linear.settle()
     try:
         if sys.getfilesystemencoding() == "ascii":
             raise UserError("this Python reads files and their names as ASCII, which torch cannot; set PYTHONUTF8=1")

@@ -3,7 +3,8 @@
 Contract
     * nothing of Megatron is imported here: the hooks wait for the script to do it;
     * each name is wrapped before anything can import it by name (``initialize`` does so with ``validate_args``);
-    * a script that never calls these functions trains stock, and is told so (:mod:`megatron_flux.patch.unused`);
+    * a script that never calls these functions is switched on by its first linear
+      (:mod:`megatron_flux.patch.first_linear`);
     * a function that is missing, or lacks a parameter the wrapper reads, is an error that names it: a Megatron-LM that
       this does not fit must not train stock unnoticed.
 
@@ -26,7 +27,7 @@ import wrapt
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.megatron_lm.start import add_arguments, add_from_command_line, install, tune
 from megatron_flux.megatron_lm.training_log import log
-from megatron_flux.patch import unused
+from megatron_flux.patch import by_variable, first_linear
 
 _registered = False
 
@@ -36,13 +37,13 @@ def register() -> None:
     global _registered
     if not _registered:
         _registered = True
-        unused.watch()
+        first_linear.watch(by_variable.switch_on)
         for module in _WRAPPED:
             wrapt.register_post_import_hook(_wrap, module)
 
 
 def _with_flux(args: Any, _: Any) -> None:
-    unused.settle()
+    first_linear.settle()
     install(add_from_command_line(args))
 
 

@@ -5,8 +5,8 @@
 
 Reading order: ``patcher`` (install and undo), ``layer_options`` (single layers), ``megatron_core`` (differences between
 releases), ``linears`` (the replaced methods), ``reasons`` (when a call runs stock), ``originals`` (objects exchanged by
-other libraries), ``te_seam`` and ``te_fp8`` (assumptions about TransformerEngine), ``tuning``, ``unused`` (a switch
-that had no effect).
+other libraries), ``te_seam`` and ``te_fp8`` (assumptions about TransformerEngine), ``tuning``,
+``first_linear`` and ``by_variable`` (``MEGATRON_FLUX=1`` outside of Megatron-LM).
 """
 
 from megatron_flux.patch.layer_options import set_backend, set_keep_gathered

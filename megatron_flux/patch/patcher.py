@@ -27,7 +27,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import compiled, te_seam, tuning, unused
+from megatron_flux.patch import compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
@@ -93,7 +93,7 @@ def patch(config: FluxConfig | None = None) -> None:
     line = checked_line(strict=strict)
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    unused.settle()
+    first_linear.settle()
     linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
     methods: list[tuple[type, str, str, Any]] = [
         (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),

@@ -20,7 +20,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
-from megatron_flux.patch import unused
+from megatron_flux.patch import first_linear
 
 logger = logging.getLogger("megatron_flux")
 
@@ -73,7 +73,7 @@ def serve(work: Callable[[], None]) -> None:
 def recorded(work: Callable[[], None]) -> None:
     """Do a launched rank's ``work``; an exception goes to the launcher's error file as well."""
     end_with_parent()
-    unused.settle()
+    first_linear.settle()
     record(work, WholeErrorFile())()
 
 

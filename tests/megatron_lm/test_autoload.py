@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -39,25 +40,36 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 from megatron.core import parallel_state
 parallel_state.initialize_model_parallel()
 for _ in range(2):
-    RowParallelLinear(4, 4, config=config, init_method=None, bias=False, input_is_parallel=True, skip_bias_add=True)
+    layer = RowParallelLinear(4, 4, config=config, init_method=None, bias=False, input_is_parallel=True,
+                              skip_bias_add=True)
+"""
+STEPS = """
+with cpu_shims():
+    layer(torch.ones(2, 1, 4))
+for _ in range(2):
+    torch.optim.SGD(layer.parameters(), 0.1).step()
 """
 
 
-@pytest.mark.parametrize(
-    ("autoload", "imports", "reason"),
-    [
-        ("1", "", "it works through Megatron-LM's megatron.training"),
-        ("0", "import megatron_flux", "with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it"),
-    ],
-)
-def test_a_script_without_megatron_training_is_told(
-    run: Run, installed: Path, autoload: str, imports: str, reason: str
-) -> None:
-    """As Megatron-Bridge and NeMo have none."""
-    script = BUILDS.format(imports=imports)
-    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+def test_a_script_without_megatron_training_is_switched_on(run: Run, installed: Path) -> None:
+    """By its first linear; rank 0 says so, and after the first optimizer step what ran."""
+    script = BUILDS.format(imports="from megatron_flux.train.shims import cpu_shims") + STEPS
+    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1")
     assert result.code == 0, result.err
-    assert result.err.count(f"MEGATRON_FLUX=1 has switched nothing on: {reason}") == 1
+    on, ran = (line for line in result.out.splitlines() if line.startswith("> megatron-flux"))
+    assert re.fullmatch(r"> megatron-flux \S+ is on: megatron-core [\d.]+, \d+ methods replaced", on)
+    assert ran.startswith(
+        "> megatron-flux after the first optimizer step: layers that run flux: 0; calls: {}; stock: {"
+    )
+    assert "row: tp = 1" in ran
+
+
+def test_it_is_told_where_torch_loads_no_plugins(run: Run, installed: Path) -> None:
+    script = BUILDS.format(imports="import megatron_flux")
+    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.code == 0, result.err
+    told = "MEGATRON_FLUX=1 has switched nothing on: with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it"
+    assert result.err.count(told) == 1
 
 
 def test_inert_without_the_variable(run: Run, installed: Path) -> None:
@@ -93,9 +105,10 @@ def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, instal
 @pytest.mark.slow
 @pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 @pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"needs Megatron-Bridge in {BRIDGE}: scripts/test.sh puts it there")
-def test_megatron_bridge_is_told(run: Run, installed: Path) -> None:
+def test_megatron_bridge_is_switched_on(run: Run, installed: Path) -> None:
     script = str(Path(__file__).with_name("bridge.py"))
     result = run(script, path=(installed, BRIDGE), MEGATRON_FLUX="1")
     assert result.code == 0, result.err
-    assert result.out.split()[-1] == "False"
-    assert result.err.count("MEGATRON_FLUX=1 has switched nothing on: it works through Megatron-LM's") == 1
+    assert result.out.split()[-1] == "False", "megatron.training was not needed"
+    assert result.out.count("> megatron-flux ") == 1
+    assert " is on: megatron-core " in result.out

@@ -1,0 +1,71 @@
+"""Wait for the first tensor-parallel linear that is built, where ``MEGATRON_FLUX=1``, and switch flux on there.
+
+Megatron-LM's ``megatron.training`` reads the variable as it parses its arguments (:mod:`megatron_flux.megatron_lm`).
+Frameworks that only use ``megatron.core`` never call that: Megatron-Bridge, verl, ms-swift, NeMo-RL.
+
+Contract
+    * nothing is imported or patched before such a linear is built: processes of the same job that build none (drivers,
+      rollout engines) stay as they are;
+    * what switches flux on or off by other means comes first, and ends the wait;
+    * where torch loads no plugins (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) nothing is patched, and rank 0 says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron_flux.patch.megatron_core import LINEARS
+from megatron_flux.settings import OFF, switched_on
+
+logger = logging.getLogger("megatron_flux")
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_handle: Any = None
+_settled = False
+
+
+def watch(switch_on: Callable[[], None]) -> None:
+    """Call ``switch_on`` as the first linear is built, if ``MEGATRON_FLUX`` is on. Idempotent.
+
+    The hook sees parameters as they are registered: no forward has more to do.
+    """
+    global _handle
+    if _handle is None and not _settled and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
+        _handle = register_module_parameter_registration_hook(lambda module, *_: _look(module, switch_on))
+
+
+def settle() -> None:
+    """End the wait: flux was switched on or off by other means, the options of a command for instance."""
+    global _handle, _settled
+    _settled = True
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def rank() -> int:
+    """Return the rank of this process, also before torch.distributed is initialised."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _look(module: Any, switch_on: Callable[[], None]) -> None:
+    if not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+        return
+    settle()
+    autoload = os.environ.get(_AUTOLOAD, "1")
+    if autoload == "1":
+        if switched_on():  # or raises: a value that is neither on nor off
+            switch_on()
+    elif rank() == 0:
+        logger.warning(
+            "megatron_flux: MEGATRON_FLUX=%s has switched nothing on: with %s=%s torch does not load it, and layers "
+            "run stock; unset that, start with python -m megatron_flux.run SCRIPT, or call megatron_flux.patch() before"
+            " the model is built",
+            os.environ.get("MEGATRON_FLUX", ""), _AUTOLOAD, autoload,
+        )  # fmt: skip

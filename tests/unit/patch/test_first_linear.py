@@ -1,0 +1,81 @@
+"""MEGATRON_FLUX=1 outside of Megatron-LM: once, at the first tensor-parallel linear; else nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_flux import UserError, patched
+from megatron_flux.patch import first_linear
+from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
+
+Calls = list[str]
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """What was switched on, on rank 0 of a process that has just begun."""
+    first_linear.settle()
+    monkeypatch.setattr(first_linear, "_settled", False)
+    monkeypatch.setenv("MEGATRON_FLUX", "1")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    yield []
+    first_linear.settle()
+
+
+def build(module: str = LAYERS, name: str = "RowParallelLinear") -> None:
+    layer = type(name, (torch.nn.Module,), {"__module__": module})
+    of_a_script = type("Adapted", (layer,), {})()
+    of_a_script.weight = torch.nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(("module", "name"), [(LAYERS, "ColumnParallelLinear"), (TE_LAYERS, "TERowParallelLinear")])
+def test_once_by_the_first_linear(calls: Calls, module: str, name: str) -> None:
+    first_linear.watch(lambda: calls.append("on"))
+    torch.nn.Linear(1, 1)
+    assert calls == []
+    build(module, name)
+    build()
+    first_linear.watch(lambda: calls.append("again"))
+    build()
+    assert calls == ["on"]
+
+
+@pytest.mark.parametrize("why", ["off", "patched", "settled"])
+def test_not_switched_on(calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "off":
+        monkeypatch.setenv("MEGATRON_FLUX", "0")
+    if why == "settled":
+        first_linear.settle()
+    first_linear.watch(lambda: calls.append("on"))
+    if why == "patched":
+        with patched():
+            build()
+    build()
+    assert calls == []
+
+
+def test_a_value_that_is_neither_on_nor_off(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX", "maybe")
+    first_linear.watch(lambda: calls.append("on"))
+    with pytest.raises(UserError, match="MEGATRON_FLUX='maybe'"):
+        build()
+    assert calls == []
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_told_once_where_torch_loads_no_plugins(
+    calls: Calls, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setenv("RANK", rank)
+    first_linear.watch(lambda: calls.append("on"))
+    build()
+    build()
+    said = [record.getMessage() for record in caplog.records if record.name == "megatron_flux"]
+    assert len(said) == lines
+    assert all("MEGATRON_FLUX=1 has switched nothing on: with TORCH_DEVICE_BACKEND_AUTOLOAD=0" in line for line in said)
+    assert calls == []

@@ -54,6 +54,10 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
 fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
+# Liger-Kernel, whose kernels run in Triton's interpreter.
+if [[ -z ${MEGATRON_FLUX_LIGER_SOURCE:-} ]]; then
+    fetch_apart "$PREFIX/liger-source" liger-kernel==0.8.5
+fi
 # The oldest wandb that pyproject.toml allows, beside the newest.
 fetch_apart "$PREFIX/oldest-wandb" wandb==0.30.0
 

@@ -1,0 +1,138 @@
+"""Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer, and its
+tensor-parallel fused linear cross entropy instead of the output layer. ``scripts/test.sh`` fetches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, report
+from tests.distributed.data import TOLERANCE, require_close
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import on_ranks
+from tests.distributed.twins import NEEDS_TRITON
+
+SOURCE = Path(os.environ.get("MEGATRON_FLUX_LIGER_SOURCE") or Path(sys.prefix, "liger-source"))
+pytestmark = [
+    NEEDS_TRITON,
+    pytest.mark.skipif(
+        not (SOURCE / "liger_kernel").is_dir(),
+        reason=f"needs Liger-Kernel: pip install --no-deps --target {SOURCE} liger-kernel==0.8.5",
+    ),
+]
+STRICT = FluxConfig(strict=True, backend="reference")
+
+
+def liger(module: str) -> Any:
+    if str(SOURCE) not in sys.path:
+        sys.path.append(str(SOURCE))
+    return importlib.import_module(f"liger_kernel.{module}")
+
+
+@contextlib.contextmanager
+def liger_cross_entropy() -> Iterator[None]:
+    """Megatron's two cross entropies are Liger-Kernel's, by its own patch; undone at the end."""
+    names = (
+        "megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy",
+        "megatron.core.tensor_parallel.vocab_parallel_cross_entropy",
+        "megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy",
+        "megatron.core.models.common.language_module.language_module.fused_vocab_parallel_cross_entropy",
+    )
+    with contextlib.ExitStack() as stack:
+        for module, _, name in (path.rpartition(".") for path in names):
+            owner = sys.modules[module]
+            stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
+        liger("megatron").apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
+        yield
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[torch.Size]]:
+    """The shapes that torch.distributed.all_reduce is called with."""
+    shapes: list[torch.Size] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tensor.shape)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        yield shapes
+
+
+def require_equal(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
+    """A step is stock's to the bit; the losses, and what each layer ran."""
+    model.zero_grad(set_to_none=True)
+    losses, gradients = loss_and_gradients(model)
+    with flux(STRICT):
+        same, ours = loss_and_gradients(model)
+        layers = report(model)["layers"]
+    assert torch.equal(same, losses)
+    assert ours.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, gradient in gradients.items():
+        assert gradient.any(), name
+        assert torch.equal(ours[name], gradient), name
+    return losses, layers
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks("world2")
+def test_the_cross_entropy_behind_a_fused_output_layer(sequence_parallel: bool) -> None:
+    """Its all-reduces, of a number for each token, are stock's: flux replaces linears alone.
+
+    Only where Megatron's own is fused: to the other one megatron-core 0.16 gives no group, and Liger-Kernel 0.8.5 takes
+    that for a group of one.
+    """
+    with megatron(dist.get_world_size()):
+        model = gpt_model("llama", sequence_parallel=sequence_parallel, cross_entropy_loss_fusion=True)
+        stock, _ = loss_and_gradients(model)
+        with liger_cross_entropy():
+            losses, layers = require_equal(model)
+            with counted_reductions() as shapes, flux(STRICT):
+                loss_and_gradients(model)
+        require_close("loss", losses, stock, TOLERANCE)
+        assert layers["output_layer"] == "flux"
+        assert set(layers.values()) == {"flux"}
+        per_token = [shape for shape in shapes if shape.numel() == losses.numel()]
+        assert len(per_token) == 3, shapes  # the largest logit, the sum, and the label's
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks("world2")
+def test_a_fused_head_instead_of_the_output_layer(sequence_parallel: bool) -> None:
+    """It reads ``output_layer.weight``: that layer is not called, which report() says, and all others run flux."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    head = liger("ops.fused_linear_scaled_cross_entropy")
+    with megatron(dist.get_world_size()):
+        model = gpt_model("llama", sequence_parallel=sequence_parallel)
+        stock, _ = loss_and_gradients(model)
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def loss(hidden_states: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+            x = hidden_states
+            if sequence_parallel:  # the head sums its dx over ranks itself
+                x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+            losses = head.LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+                x.flatten(0, 1), model.output_layer.weight, labels.t().flatten(), group
+            )
+            return losses.view(x.shape[:2]).t()
+
+        # It asks for CUDA before its own fallback in torch, which does not.
+        with mock.patch.object(model, "_postprocess", loss), mock.patch.object(head, "_validate_tp_inputs"):
+            losses, layers = require_equal(model)
+        require_close("loss", losses, stock, TOLERANCE)
+        assert layers.pop("output_layer") == "not called"
+        assert set(layers.values()) == {"flux"}

@@ -7,6 +7,7 @@ Public face::
     megatron_flux.patch()                 # megatron-core's tensor-parallel linears now run the fused operators
     megatron_flux.unpatch()               # the identical stock methods are back
     with megatron_flux.patched(): ...     # both, as a context
+    megatron_flux.flux_spec(layer_spec)   # without a patch: a layer spec whose linears run flux
     megatron_flux.tune_model(model, sequence, micro_batch_size)  # before the first step, not in it
 
     megatron_flux.ops.all_gather_gemm     # the operators on their own
@@ -24,12 +25,14 @@ from megatron_flux.errors import FallbackError, FluxError, OperatorError, Unsupp
 from megatron_flux.patch import (
     by_variable,
     first_linear,
+    flux_spec,
     is_patched,
     patch,
     patched,
     report,
     set_backend,
     set_keep_gathered,
+    spec_provider,
     tune_model,
     unpatch,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "UnsupportedVersionError",
     "UserError",
     "__version__",
+    "flux_spec",
     "is_patched",
     "ops",
     "patch",
@@ -52,6 +56,7 @@ __all__ = [
     "report",
     "set_backend",
     "set_keep_gathered",
+    "spec_provider",
     "tune_model",
     "unpatch",
 ]

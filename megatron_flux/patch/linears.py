@@ -74,6 +74,9 @@ class LinearPatch(StockReasons):
     ) -> None:
         """See :class:`~megatron_flux.patch.reasons.StockReasons`."""
         super().__init__(config, line, row, te)
+        self.patched = False  # megatron-core's own classes run flux
+        self.subclasses: dict[type, type] = {}
+        """Classes of layer specs that run flux (:mod:`megatron_flux.patch.spec`), by the class that each stands for."""
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """True once a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
@@ -88,6 +91,10 @@ class LinearPatch(StockReasons):
     def active_layers(self) -> int:
         """Layers alive in this process of which flux has run a call; it need not have been one that communicates."""
         return len(self._active)
+
+    def covers(self, layer: torch.nn.Module) -> bool:
+        """Return True if flux sees the calls of ``layer``, a tensor-parallel linear."""
+        return self.patched or isinstance(layer, tuple(self.subclasses.values()))
 
     def column_forward_impl(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of ``ColumnParallelLinear._forward_impl``."""

@@ -5,6 +5,8 @@ Contract
     * reversible: ``unpatch()`` restores the identical stock objects and verifies it;
     * all or nothing: every symbol is checked before the first one is replaced;
     * where another replacement came on top, ``unpatch()`` refuses rather than throw it away;
+    * subclasses for layer specs (:mod:`megatron_flux.patch.spec`) share configuration and counts; they outlive
+      ``unpatch()``;
     * TransformerEngine's layers are replaced where megatron-core could import it, and it is never imported for that.
 
 Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
@@ -46,27 +48,29 @@ from megatron_flux.settings import LINKS, WIRES
 logger = logging.getLogger("megatron_flux")
 
 
-class _Replacement(NamedTuple):
+class Replacement(NamedTuple):
     """One attribute of one class, before and after."""
 
     owner: type
     name: str
+    kind: str  # of layer, as fallbacks are counted; empty: inference-optimized
     stock: Callable[..., Any]
     flux: Callable[..., Any]
     inherited: bool  # the class had no such attribute of its own: undoing removes it
 
     @property
     def path(self) -> str:
+        """Dotted name."""
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
 _linears: LinearPatch | None = None
-_replacements: list[_Replacement] = []
+_replacements: list[Replacement] = []
 
 
 def is_patched() -> bool:
     """Return True if megatron-core's layers currently run flux."""
-    return _linears is not None
+    return bool(_replacements)
 
 
 def patch(config: FluxConfig | None = None) -> None:
@@ -80,6 +84,24 @@ def patch(config: FluxConfig | None = None) -> None:
             value of one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
+    linears = use(config)
+    if is_patched():
+        return
+    replacements = replacements_of(linears)
+    for r in replacements:
+        setattr(r.owner, r.name, r.flux)
+        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
+    linears.patched, _replacements[:] = True, replacements
+    compiled.forget(r.owner for r in replacements)
+    total, backend = len(replacements), linears.config.backend
+    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
+
+
+def use(config: FluxConfig | None) -> LinearPatch:
+    """Return what the layers of this process run by, from now on with ``config`` if one is given; replace nothing.
+
+    Raises as :func:`patch`.
+    """
     global _linears
     if config is not None or _linears is None:
         check(config or FluxConfig())
@@ -87,23 +109,35 @@ def patch(config: FluxConfig | None = None) -> None:
         if config is not None and config != _linears.config:
             _linears.config = config
             _want(config)
-            _log("megatron_flux: already patched, now with %s", config)
-        return
+            _log("megatron_flux: already %s, now with %s", "patched" if is_patched() else "registered", config)
+        return _linears
     strict = (config or FluxConfig()).strict
     line = checked_line(strict=strict)
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     first_linear.settle()
     linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
+    if te_layers() is not None:
+        try:
+            linears.te = te_seam.load(strict=strict)
+        except UnsupportedVersionError as error:
+            linears.te = str(error)
+    _linears = linears
+    _want(linears.config)
+    return linears
+
+
+def replacements_of(linears: LinearPatch) -> list[Replacement]:
+    """Return the replacements: those that are installed, or new ones."""
+    if _replacements:
+        return list(_replacements)
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
     methods: list[tuple[type, str, str, Any]] = [
         (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),
         (RowParallelLinear, "forward", "row", linears.row_forward),
     ]
     if (over_te := te_layers()) is not None:
-        try:
-            linears.te = te_seam.load(strict=strict)
-        except UnsupportedVersionError as error:
-            linears.te = str(error)
         kinds = dict(zip(te_layer_classes(over_te), TE_KINDS, strict=True))
         methods += [(owner, "forward", kind, partial(linears.te_forward, kind)) for owner, kind in kinds.items()]
         methods += [
@@ -120,15 +154,8 @@ def patch(config: FluxConfig | None = None) -> None:
         flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
         flux.__doc__ = stock.__doc__
         flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-        replacements.append(_Replacement(owner, name, stock, flux, inherited))
-    for r in replacements:
-        setattr(r.owner, r.name, r.flux)
-        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    _linears, _replacements[:] = linears, replacements
-    compiled.forget(r.owner for r in replacements)
-    _want(linears.config)
-    total, backend = len(replacements), linears.config.backend
-    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
+        replacements.append(Replacement(owner, name, kind, stock, flux, inherited))
+    return replacements
 
 
 def unpatch() -> None:
@@ -138,7 +165,7 @@ def unpatch() -> None:
         FluxError: a method was replaced once more after ``patch()``; nothing is changed then.
     """
     global _linears
-    if _linears is None:
+    if _linears is None or not is_patched():
         return
     for r in _replacements:
         current = r.owner.__dict__.get(r.name)
@@ -153,10 +180,12 @@ def unpatch() -> None:
         else:
             setattr(r.owner, r.name, r.stock)
     compiled.forget(r.owner for r in _replacements)
-    _linears.close()
     _log("megatron_flux: %d replacements undone", len(_replacements))
-    _linears = None
     _replacements.clear()
+    _linears.patched = False
+    if not _linears.subclasses:
+        _linears.close()
+        _linears = None
 
 
 @contextmanager
@@ -165,15 +194,15 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 
     Backward of a forward that ran inside the block is flux, wherever it is called: autograd remembers it.
     """
-    outer = _linears.config if _linears is not None else None
+    outer, before = None if _linears is None else _linears.config, is_patched()
     patch(config)
     try:
         yield
     finally:
-        if outer is None:
+        if not before:
             unpatch()
-        else:
-            patch(outer)
+        if outer is not None:
+            use(outer)
 
 
 def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
@@ -194,7 +223,7 @@ def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
 
 
 def report(model: Model | None = None) -> dict[str, Any]:
-    """Return what the patch has done so far in this process, ready for JSON.
+    """Return what the patch, and classes of layer specs, have done so far in this process, ready for JSON.
 
     Returns:
         ``patched``; ``replaced``: dotted names of the replaced methods; ``active_layers``: layers that ran flux;
@@ -206,13 +235,16 @@ def report(model: Model | None = None) -> dict[str, Any]:
         ``peak_bytes``, how many were kept in ``total``, and for how many there was ``no_room``; ``cuda_graphs``:
         whether layers ask for Megatron's CUDA graphs. Counts are of what Python called: where graphs are replayed, it
         is not called any more. With ``model`` also ``layers``: of each of its tensor-parallel linears, by name, what
-        it ran: ``flux``, ``stock: `` and why, both, or ``not called``.
+        it ran: ``flux``, ``stock: `` and why, both, ``not called``, or ``not patched``.
     """
     now = _linears
-    ran = (lambda _: "not patched") if now is None else now.what_ran
+
+    def ran(layer: torch.nn.Module) -> str:
+        return "not patched" if now is None or not now.covers(layer) else now.what_ran(layer)
+
     fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
     return {
-        "patched": now is not None,
+        "patched": is_patched(),
         "replaced": [r.path for r in _replacements],
         "active_layers": 0 if now is None else now.active_layers,
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},

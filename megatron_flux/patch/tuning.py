@@ -197,7 +197,7 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
     numbers = _layer_numbers(chunk) if kinds and linears.config.fp8 else {}
     for layer in chunk.modules():
         stock = isinstance(layer, optimized) and not layer.training
-        if stock or backends_of(layer, linears.config.backends) == STOCK:
+        if stock or not linears.covers(layer) or backends_of(layer, linears.config.backends) == STOCK:
             continue
         found = None
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):

@@ -1,0 +1,158 @@
+"""Flux without a patch: layer specs whose tensor-parallel linears are subclasses of megatron-core's that run flux.
+
+For those who want no class of another package changed. A subclass has its base's name, parameters and checkpoints, and
+replaces the one method that :func:`megatron_flux.patch` would, by the same code; configuration and counts are the
+process's. While ``patch()`` is on, it does as its base does, so that no call is counted twice.
+
+megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction
+(``get_mlp_module_spec_for_backend`` and the like), not for a whole layer: there :func:`flux_spec` turns the finished
+spec into one that runs flux. What no spec reaches stays stock, and is called ``not patched`` in the report: the output
+layer.
+
+Left to megatron-core, with one warning each:
+    * down projections of multi-latent attention, which megatron-core compares with its own classes;
+    * subclasses that override the method, such as inference-optimized layers: theirs would come first.
+
+Hazard: libraries that look a layer's class up in a table of their own (ModelOpt) may not find a subclass.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_flux.config import FluxConfig
+from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch.megatron_core import te_layers
+from megatron_flux.patch.patcher import Replacement, replacements_of, use
+from megatron_flux.patch.provenance import name_of
+
+logger = logging.getLogger("megatron_flux")
+
+_COMPARED = frozenset({"linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"})
+"""Fields of ``MLASelfAttentionSubmodules``; megatron-core raises ValueError for a class it does not list."""
+
+_Spec = TypeVar("_Spec")
+
+
+def flux_spec(spec: _Spec, config: FluxConfig | None = None) -> _Spec:
+    """Return a copy of ``spec`` whose tensor-parallel linears run flux; ``spec`` itself stays as it is.
+
+    ``spec`` is a ``ModuleSpec``, a block's or layer's submodules, a list of them, the class of a linear, or a function
+    that returns one of these. ``config`` is that of the process, as of :func:`megatron_flux.patch`, whose errors this
+    raises.
+    """
+    use(config)
+    if isinstance(spec, FunctionType | MethodType):
+        return _converting(spec)  # type: ignore[return-value]
+    if isinstance(spec, functools.partial) and isinstance(spec.func, FunctionType | MethodType):
+        return functools.partial(_converting(spec.func), *spec.args, **spec.keywords)  # type: ignore[return-value]
+    converted: _Spec = _convert(spec)
+    return converted
+
+
+def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
+    """Return a ``BackendSpecProvider`` of megatron-core whose tensor-parallel linears run flux.
+
+    It is as ``base`` in all else: by default ``TESpecProvider`` where megatron-core has TransformerEngine, else
+    ``LocalSpecProvider``. ``config`` and errors are as of :func:`flux_spec`.
+    """
+    use(config)
+    if base is None:
+        if te_layers() is not None:
+            from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider as Default
+        else:
+            from megatron.core.models.backends import LocalSpecProvider as Default
+        base = Default()
+    kind: Any = type(base)
+    names = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
+    members = {name: _converting(getattr(kind, name)) for name in names}
+    provider = copy.copy(base)
+    provider.__class__ = type(kind)(kind.__name__, (kind,), {**members, "__module__": __name__})
+    return provider
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original`` with its result converted."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _convert(original(*args, **kwargs))
+
+    return call
+
+
+def _convert(spec: Any, name: str = "") -> Any:
+    """Return ``spec`` with flux's classes; the same object if it has no tensor-parallel linear. ``name`` of a field."""
+    if isinstance(spec, type):
+        converted: Any = _class(spec)
+        if converted is not spec and name in _COMPARED:
+            _leave(f"{name}, a {spec.__name__}, to megatron-core: it takes no other class there")
+            return spec
+        return converted
+    if isinstance(spec, list | tuple) and type(spec) in (list, tuple):
+        items = [_convert(item) for item in spec]
+        return spec if all(map(is_, items, spec)) else type(spec)(items)
+    if isinstance(spec, dict):
+        values = {key: _convert(value) for key, value in spec.items()}
+        return spec if all(map(is_, values.values(), spec.values())) else values
+    if isinstance(spec, functools.partial):
+        parts = _convert(spec.func), _convert(spec.args), _convert(spec.keywords)
+        same = all(map(is_, parts, (spec.func, spec.args, spec.keywords)))
+        return spec if same else functools.partial(parts[0], *parts[1], **parts[2])
+    if is_dataclass(spec):
+        values = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+        changed = {key: _convert(value, key) for key, value in values.items()}
+        changed = {key: value for key, value in changed.items() if value is not values[key]}
+        return replace(spec, **changed) if changed else spec  # type: ignore[type-var]
+    return spec
+
+
+def _class(cls: type) -> type:
+    """Return the subclass of ``cls`` that runs flux; ``cls`` if it is no tensor-parallel linear, or is one already."""
+    linears = use(None)
+    if cls in linears.subclasses.values():
+        return cls
+    if cls not in linears.subclasses:
+        found = next((r for r in replacements_of(linears) if r.kind and issubclass(cls, r.owner)), None)
+        if found is None:
+            return cls
+        if getattr(cls, found.name) is not getattr(found.owner, found.name):
+            _leave(f"{cls.__module__}.{cls.__qualname__}, which overrides {found.name}")
+            return cls
+        members = {found.name: _method(linears, found), "__module__": __name__, "__doc__": cls.__doc__}
+        linears.subclasses[cls] = type(cls)(cls.__name__, (cls,), members)
+        logger.info("megatron_flux: a subclass of %s.%s runs flux", cls.__module__, cls.__qualname__)
+    return linears.subclasses[cls]
+
+
+def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
+    """Return the method of a subclass: flux, unless its base has another than stock's by now."""
+    owner, name, kind, stock, flux = r.owner, r.name, r.kind, r.stock, r.flux
+
+    def method(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(owner, name)
+        if now is stock:
+            return flux(layer, *args, **kwargs)
+        if not linears.patched:  # another library has replaced it
+            linears.runs_stock(kind, f"{owner.__qualname__}.{name} replaced by {name_of(now)}", layer)
+        return now(layer, *args, **kwargs)
+
+    method.__wrapped__ = stock  # type: ignore[attr-defined]
+    method.__doc__ = stock.__doc__
+    method.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+    return torch.compiler.disable(method)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@functools.cache
+def _leave(what: str) -> None:
+    """Say once that layers stay stock."""
+    logger.warning("megatron_flux: flux_spec leaves %s", what)

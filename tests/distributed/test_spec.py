@@ -1,0 +1,241 @@
+"""Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report, and
+what patch() does beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_flux
+from megatron_flux import FluxConfig, ops, report
+from megatron_flux.patch import patcher
+from tests.distributed import megatron_world, te_stand_in
+from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.te_cases import te_megatron
+from tests.distributed.test_gpt import LAYERS, expected_calls
+from tests.distributed.test_tune_ahead import counting
+
+CONFIG = FluxConfig(backend="reference")
+OUTPUT = {"output_layer": "not patched"}
+LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+@contextlib.contextmanager
+def process() -> Iterator[None]:
+    """A process that has neither patched nor made subclasses, and counts from zero."""
+    assert patcher._linears is None
+    ops.stats.reset()
+    try:
+        yield
+    finally:
+        megatron_flux.unpatch()
+        patcher._linears = None
+
+
+def flux_model(family: str, *, te: bool = False, config: FluxConfig = CONFIG, **options: Any) -> Any:
+    """A model of the same specs as ``gpt_model``'s, turned into flux ones."""
+    name = "_te_layer" if te else "_local_layer"
+    stock = getattr(megatron_world, name)
+
+    def converted(of: Any, spec: dict[str, Any]) -> Any:
+        layer, norm = stock(of, spec)
+        before = copy.deepcopy(layer)
+        made = megatron_flux.flux_spec(layer, config)
+        assert layer == before, "the spec that was given has changed"
+        return made, norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_world, name, converted)
+        return gpt_model(family, te=te, **options)
+
+
+def require_equal(ours: Any, stock: Any) -> None:
+    assert torch.equal(ours[0], stock[0])
+    assert ours[1].keys() == stock[1].keys()
+    for name, gradient in stock[1].items():
+        assert gradient.any(), f"the gradient of {name} is zero: nothing is compared"
+        assert torch.equal(ours[1][name], gradient), name
+
+
+def ran(model: Any) -> dict[str, str]:
+    return dict(report(model)["layers"])
+
+
+FLUX = {f"decoder.layers.{i}.{name}": "flux" for i in range(LAYERS) for name in LINEARS}
+
+
+def check_model(family: str, *, te: bool, sequence_parallel: bool) -> None:
+    """The same numbers as stock's to the bit; what runs before, while and after megatron-core is patched."""
+    options = {"te": te, "sequence_parallel": sequence_parallel}
+    with process():
+        model = gpt_model(family, **options)
+        stock = loss_and_gradients(model)
+        ours = flux_model(family, **options)
+        require_checkpoints_alike(ours, model)
+        ours.load_state_dict(model.state_dict())
+        calls = [expected_calls(LAYERS, output=n, sequence_parallel=sequence_parallel) for n in (0, 1)]
+        require_equal(loss_and_gradients(ours), stock)
+        now = report(ours)
+        assert (now["patched"], now["replaced"], now["active_layers"]) == (False, [], 4 * LAYERS)
+        assert (now["fallbacks"], now["calls"], now["layers"]) == ({}, calls[0], FLUX | OUTPUT)
+
+        with megatron_flux.patched(CONFIG):
+            ops.stats.reset()
+            require_equal(loss_and_gradients(ours), stock)
+            now = report(ours)
+            assert (now["patched"], now["active_layers"], now["fallbacks"]) == (True, 4 * LAYERS + 1, {})
+            assert (now["calls"], now["layers"]) == (calls[1], FLUX | {"output_layer": "flux"})
+
+        ops.stats.reset()
+        require_equal(loss_and_gradients(ours), stock)
+        now = report(ours)
+        assert (now["patched"], now["calls"], now["layers"]) == (False, calls[0], FLUX | OUTPUT)
+        require_equal(loss_and_gradients(model), stock)
+        assert report()["calls"] == calls[0], "a model of the stock spec ran flux"
+        assert set(ran(model).values()) == {"not patched"}
+
+
+def require_checkpoints_alike(ours: Any, model: Any) -> None:
+    """Both ways: the same keys, shapes and shards, and each loads what the other has saved."""
+    for one, other in ((ours, model), (model, ours)):
+        state = {name: copy.deepcopy(value) for name, value in other.state_dict().items()}
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value += 1
+        before = copy.deepcopy(one.state_dict())
+        one.load_state_dict(state)
+        for name, value in one.state_dict().items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, state[name]), name
+        one.load_state_dict(before)
+    shards = [one.sharded_state_dict() for one in (ours, model)]
+    assert shards[0].keys() == shards[1].keys()
+    for name, shard in shards[0].items():
+        same = shards[1][name]
+        assert type(shard) is type(same), name
+        for about in ("key", "global_shape", "global_offset", "replica_id"):
+            assert getattr(shard, about, None) == getattr(same, about, None), (name, about)
+
+
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("gpt3", True), ("llama", False)])
+@on_ranks("world2")
+def test_a_local_spec(family: str, sequence_parallel: bool) -> None:
+    with megatron(tp=dist.get_world_size()):
+        check_model(family, te=False, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("gpt3", False)])
+@on_ranks("te_world2")
+def test_a_spec_over_transformer_engine(family: str, sequence_parallel: bool) -> None:
+    with te_megatron(dist.get_world_size()):
+        check_model(family, te=True, sequence_parallel=sequence_parallel)
+
+
+@on_ranks("world2")
+def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
+    """Also of layers made while megatron-core was patched."""
+    with megatron(tp=dist.get_world_size()), process():
+        megatron_flux.patch(CONFIG)
+        model = flux_model("gpt3")
+        megatron_flux.unpatch()
+        stock = loss_and_gradients(model)
+        assert report(model)["layers"] == FLUX | OUTPUT
+        megatron_flux.set_backend(model, "stock", names="*.linear_fc1")
+        chosen = {"column: chosen with set_backend": LAYERS}
+        require_equal(loss_and_gradients(model), stock)
+        assert report()["fallbacks"] == chosen
+        with megatron_flux.patched():
+            require_equal(loss_and_gradients(model), stock)
+            assert report()["fallbacks"] == {name: 2 * count for name, count in chosen.items()}
+
+
+@on_ranks("world2")
+def test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reason() -> None:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    with megatron(tp=dist.get_world_size()), process(), pytest.MonkeyPatch.context() as patch:
+        model, original, called = flux_model("gpt3"), RowParallelLinear.forward, []
+
+        def wrapper(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(layer)
+            return original(layer, *args, **kwargs)
+
+        patch.setattr(RowParallelLinear, "forward", wrapper)
+        loss_and_gradients(model)
+        assert len(called) == 2 * LAYERS
+        ((reason, count),) = report()["fallbacks"].items()
+        assert reason.startswith("row: RowParallelLinear.forward replaced by ")
+        assert reason.endswith(".wrapper")
+        assert count == 2 * LAYERS
+
+
+@on_ranks("world2")
+def test_a_provider() -> None:
+    """As megatron-core's functions take it: the MLP, dense or of experts."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    with megatron(tp=dist.get_world_size()), process():
+        provider = megatron_flux.spec_provider(LocalSpecProvider(), CONFIG)
+        assert isinstance(provider, LocalSpecProvider)
+        column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+        assert issubclass(column, ColumnParallelLinear)
+        assert issubclass(row, RowParallelLinear)
+        assert (column.__name__, row.__name__) == ("ColumnParallelLinear", "RowParallelLinear")
+        assert column is megatron_flux.flux_spec(ColumnParallelLinear)
+        assert provider.layer_norm() is LocalSpecProvider().layer_norm()
+        assert provider.column_parallel_layer_norm_linear() is None
+        made = [get_mlp_module_spec_for_backend(backend=provider, num_experts=n) for n in (None, 4)]
+        expected = [get_mlp_module_spec_for_backend(backend=LocalSpecProvider(), num_experts=n) for n in (None, 4)]
+        assert made != expected
+        assert made == megatron_flux.flux_spec(expected)
+        whole = megatron_flux.flux_spec(get_gpt_layer_local_spec)(normalization=FAMILIES["gpt3"]["normalization"])
+        assert whole.submodules.mlp == made[0]
+        assert whole.submodules.self_attention.submodules.linear_qkv is column
+
+
+@on_ranks("world2")
+def test_classes_that_megatron_core_compares_are_left_to_it() -> None:
+    """Multi-latent attention is built, and all but its down projections run flux."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    with megatron(tp=dist.get_world_size()), process():
+        attention = megatron_flux.flux_spec(get_gpt_layer_local_spec(multi_latent_attention=True), CONFIG)
+        linears = attention.submodules.self_attention.submodules
+        assert linears.linear_q_down_proj is linears.linear_kv_down_proj is ColumnParallelLinear
+        assert linears.linear_q_up_proj is linears.linear_kv_up_proj is megatron_flux.flux_spec(ColumnParallelLinear)
+
+        class Overrides(ColumnParallelLinear):
+            def _forward_impl(self, *args: Any, **kwargs: Any) -> Any:
+                return super()._forward_impl(*args, **kwargs)
+
+        assert megatron_flux.flux_spec(Overrides) is Overrides
+
+
+def rank_tunes(folder: Path) -> tuple[int, list[Any], list[Any]]:
+    """Calls tuned ahead, those of all layers but the output layer, and what the first step still measures."""
+    with megatron(tp=dist.get_world_size()), process(), counting(folder) as tuned:
+        model = flux_model("gpt3", config=FluxConfig())
+        count = megatron_flux.tune_model(model, megatron_world.SEQUENCE, megatron_world.BATCH)
+        before = list(tuned.measured)
+        loss_and_gradients(model)
+        return count, before, tuned.measured[len(before) :]
+
+
+def test_calls_are_tuned_ahead(world2: WorkerPool, tmp_path: Path) -> None:
+    for count, before, during in world2.run(rank_tunes, tmp_path):
+        assert count == len(before) > 0
+        assert during == []
+        output = megatron_world.VOCABULARY // 2, 32  # n and k
+        assert output not in [call[2:4] for call in before], "the output layer was asked for, too"

@@ -12,7 +12,8 @@ Why methods: the classes keep their identity, so names imported earlier, ``isins
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
 megatron-core's inference-optimized layers inherit from the last three and have a ``forward`` of their own, with its own
-kernels. They run it, counted as stock; the replacement is there to count.
+kernels. They run it, counted as stock; the replacement is there to count. So is that of MLPs that TransformerEngine's
+op fuser runs: it takes the parameters of their linears and does not call them.
 
 Every path to stock (:mod:`megatron_flux.patch.reasons`) goes through :meth:`LinearPatch.runs_stock`: a silent fallback
 could not be told from the feature working.
@@ -52,6 +53,7 @@ from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.reasons import (
     CHOSEN,
     INFERENCE_OPTIMIZED,
+    OP_FUSER,
     TE_NORM_COLUMN,
     TE_ROW,
     StockReasons,
@@ -213,6 +215,19 @@ class LinearPatch(StockReasons):
                 chosen = backends_of(layer, self.config.backends) == STOCK
                 self.runs_stock(kind, CHOSEN if chosen else INFERENCE_OPTIMIZED, layer)
             return stock(layer, *args, **kwargs)
+
+        return forward
+
+    def fused_mlp_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of ``forward`` of an MLP that TransformerEngine's op fuser runs: stock, counted by its
+        linears, whose own ``forward`` is not called.
+        """
+
+        def forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+            for kind, linear in ((TE_NORM_COLUMN, mlp.linear_fc1), (TE_ROW, mlp.linear_fc2)):
+                chosen = backends_of(linear, self.config.backends) == STOCK
+                self.runs_stock(kind, CHOSEN if chosen else OP_FUSER, linear)
+            return stock(mlp, *args, **kwargs)
 
         return forward
 

@@ -134,6 +134,11 @@ def inference_layers(over_te: ModuleType) -> list[tuple[type, type]]:
     return [(cls, base) for cls in own for base in te_layer_classes(over_te) if issubclass(cls, base)]
 
 
+def fused_mlp(over_te: ModuleType) -> type | None:
+    """Return the class of MLPs that TransformerEngine's op fuser runs; None where there is none."""
+    return getattr(over_te, "TEFusedMLP", None)
+
+
 def _folder() -> Path | None:
     """Return the folder of what ``import megatron.core`` finds, without importing it; None: nothing is found."""
     try:

@@ -35,6 +35,7 @@ from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
     LINEARS,
     checked_line,
+    fused_mlp,
     inference_layers,
     installed_megatron_core,
     te_layer_classes,
@@ -144,6 +145,8 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
             (owner, "forward", "", partial(linears.inference_forward, kinds[base]))
             for owner, base in inference_layers(over_te)
         ]
+        if (mlp := fused_mlp(over_te)) is not None:
+            methods.append((mlp, "forward", "", linears.fused_mlp_forward))
     replacements = []
     for owner, name, kind, make in methods:
         current, inherited = getattr(owner, name), name not in owner.__dict__

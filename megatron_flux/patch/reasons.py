@@ -28,6 +28,7 @@ TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "T
 CHOSEN = "chosen with set_backend"
 """A reason that is no fallback, so ``strict`` does not refuse it; counted all the same."""
 INFERENCE_OPTIMIZED = "megatron-core's inference-optimized layer (transformer_impl=inference_optimized)"
+OP_FUSER = "TransformerEngine's op fuser (use_transformer_engine_op_fuser)"
 CHOICE = "_megatron_flux_backends"
 """A layer's own backends are in its ``__dict__``: found without a search through parameters, gone with the layer."""
 

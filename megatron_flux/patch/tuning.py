@@ -34,7 +34,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.ops.tuner import keys
 from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
-from megatron_flux.patch.megatron_core import inference_layers, te_layer_classes, te_layers
+from megatron_flux.patch.megatron_core import fused_mlp, inference_layers, te_layer_classes, te_layers
 from megatron_flux.patch.reasons import TE_KINDS, TE_NORM_COLUMN, TE_ROW, backends_of
 
 logger = logging.getLogger("megatron_flux")
@@ -194,9 +194,11 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
     module = te_layers() if linears.te is not None else None
     kinds = {} if module is None else dict(zip(TE_KINDS, te_layer_classes(module), strict=True))
     optimized = () if module is None else tuple(owner for owner, _ in inference_layers(module))
+    fuser = None if module is None else fused_mlp(module)
+    fused = {child for mlp in chunk.modules() if fuser and isinstance(mlp, fuser) for child in mlp.children()}
     numbers = _layer_numbers(chunk) if kinds and linears.config.fp8 else {}
     for layer in chunk.modules():
-        stock = isinstance(layer, optimized) and not layer.training
+        stock = layer in fused or (isinstance(layer, optimized) and not layer.training)
         if stock or not linears.covers(layer) or backends_of(layer, linears.config.backends) == STOCK:
             continue
         found = None

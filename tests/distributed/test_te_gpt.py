@@ -7,6 +7,7 @@ that ``--transformer-impl transformer_engine`` builds.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -222,3 +223,46 @@ def test_checkpoint_contents() -> None:
         assert tensors == {key for key in local if "_extra_state" not in key}
         assert {key: local[key] for key in tensors} == {key: stock[key] for key in tensors}
         assert len(tensors) == 4 + 12 + 1
+
+
+def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    assert quantizer is None
+    gate, value = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * value
+
+
+def dswiglu(dy: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(swiglu(x, None), x, dy)[0]
+
+
+@on_ranks("te_world2")
+def test_mlps_of_the_op_fuser_run_stock_and_are_counted() -> None:
+    """It takes the parameters of FC1 and FC2, and calls neither."""
+    from megatron_flux import FallbackError, FluxConfig, report, set_backend
+    from megatron_flux.patch.reasons import OP_FUSER
+
+    with te_megatron(dist.get_world_size()):
+        from transformer_engine.pytorch.ops.basic import activation
+
+        kernels = SimpleNamespace(swiglu=swiglu, dswiglu=dswiglu)
+        model = gpt_model("llama", te=True, spec={"use_te_op_fuser": True})
+        with mock.patch.object(activation, "tex", kernels):
+            losses, gradients = loss_and_gradients(model)
+            with flux() as seen:
+                same, ours = loss_and_gradients(model)
+                layers = report(model)["layers"]
+            assert torch.equal(same, losses)
+            for name, gradient in gradients.items():
+                assert torch.equal(ours[name], gradient), name
+            with flux(FluxConfig(strict=True)), pytest.raises(FallbackError, match="op fuser"):
+                loss_and_gradients(model)
+            set_backend(model, "stock", names="*.mlp.*")
+            with flux(STRICT):
+                loss_and_gradients(model)
+        assert seen.fallbacks == {f"TE norm column: {OP_FUSER}": LAYERS, f"TE row: {OP_FUSER}": LAYERS}
+        assert {name for name, ran in layers.items() if ran == f"stock: {OP_FUSER}"} == {
+            f"decoder.layers.{i}.mlp.{name}" for i in range(LAYERS) for name in ("linear_fc1", "linear_fc2")
+        }
+        assert sorted(layers.values()).count("flux") == 2 * LAYERS + 1

@@ -57,6 +57,7 @@ from megatron_flux.patch.reasons import (
     TE_NORM_COLUMN,
     TE_ROW,
     StockReasons,
+    asks_for_graphs,
     backends_of,
     set_on,
 )
@@ -314,12 +315,3 @@ def deferred_to(buffer: list[torch.Tensor] | None, limit: int | None) -> Callabl
         return has_room
 
     return take
-
-
-def asks_for_graphs(config: Any) -> bool:
-    """Return True if Megatron will capture layers of this configuration, or a whole iteration of them.
-
-    megatron-core 0.15 to 0.20 all have ``cuda_graph_impl``; they turn its older names into it. A
-    ``ModelParallelConfig`` has none of them.
-    """
-    return getattr(config, "cuda_graph_impl", "none") not in (None, "none")

@@ -4,6 +4,10 @@ Each ``why_stock_*`` returns the reason as it stands in the report, or None wher
 in every call: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers. Whatever is not
 recognised runs stock.
 
+TransformerEngine's activation offloading runs stock: one of its two kinds takes only what its own layers have marked.
+Megatron's (``fine_grained_activation_offloading``) takes whatever a function saves, by torch's hooks on saved tensors.
+It also makes TransformerEngine say that it offloads, so that layers keep the parameter itself; those here do always.
+
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
 since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all: as stock, flux sums only
 where ``allreduce_dgrad`` says so.
@@ -35,6 +39,8 @@ CHOICE = "_megatron_flux_backends"
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
 _DEFERRED = frozenset({"grad_output_buffer", "wgrad_deferral_limit"})
 _EXPERT = "expert layer with explicit communication"
+_OFFLOADING = "activation offloading to the CPU"
+_FINE_GRAINED = f"{_OFFLOADING} (fine_grained_activation_offloading)"
 _FROZEN = "trainable bias on a frozen weight"  # stock gives that bias no gradient: stay with it
 
 
@@ -135,6 +141,8 @@ class StockReasons:
         fp8 = self.runs_fp8()
         reason = self._why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
         reason = reason or self.why_stock_common(layer, x, weight)
+        if reason is None and fp8 and getattr(layer.config, "fine_grained_activation_offloading", False):
+            reason = f"{_FINE_GRAINED} in fp8"
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
@@ -177,14 +185,23 @@ class StockReasons:
             return "Megatron-FSDP weight"
         offloading = getattr(config, "_cpu_offloading_context", None)
         if offloading is not None and offloading.inside_context:
-            return "activation offloading to the CPU"
-        if getattr(config, "fine_grained_activation_offloading", False):
-            return "activation offloading to the CPU (fine_grained_activation_offloading)"
+            return _OFFLOADING
+        if asks_for_graphs(config) and getattr(config, "fine_grained_activation_offloading", False):
+            return f"{_FINE_GRAINED} with CUDA graphs"
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"
         return None
+
+
+def asks_for_graphs(config: Any) -> bool:
+    """Return True if Megatron will capture layers of this configuration, or a whole iteration of them.
+
+    megatron-core 0.15 to 0.20 all have ``cuda_graph_impl``; they turn its older names into it. A
+    ``ModelParallelConfig`` has none of them.
+    """
+    return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 
 
 def _owner(cls: type, name: str) -> type:

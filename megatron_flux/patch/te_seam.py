@@ -186,7 +186,8 @@ class TransformerEngine:
             return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
-        if self._offloading():
+        # Megatron's own offloading makes TransformerEngine say so too: see patch.reasons.
+        if self._offloading() and not getattr(layer.config, "fine_grained_activation_offloading", False):
             return "activation offloading to the CPU"
         if self._exporting():
             return "ONNX export"

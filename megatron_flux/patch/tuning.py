@@ -33,9 +33,9 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.ops.tuner import keys
-from megatron_flux.patch.linears import LinearPatch, asks_for_graphs
+from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import fused_mlp, inference_layers, te_layer_classes, te_layers
-from megatron_flux.patch.reasons import TE_KINDS, TE_NORM_COLUMN, TE_ROW, backends_of
+from megatron_flux.patch.reasons import TE_KINDS, TE_NORM_COLUMN, TE_ROW, asks_for_graphs, backends_of
 
 logger = logging.getLogger("megatron_flux")
 

@@ -335,8 +335,8 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "distributed weight (is_distributed_weight)": _with_weight(_marked),
     "TransformerEngine's FSDP": _set(fsdp_group=object()),
     "quantization of single modules (te_quant_params)": _set(te_quant_params=object()),
-    "activation offloading to the CPU (fine_grained_activation_offloading)": _configured(
-        fine_grained_activation_offloading=True
+    "activation offloading to the CPU (fine_grained_activation_offloading) with CUDA graphs": _configured(
+        fine_grained_activation_offloading=True, cuda_graph_impl="transformer_engine"
     ),
     "activation offloading to the CPU": _patched("pytorch.cpu_offload", "is_cpu_offload_enabled", lambda: True),
     "ONNX export": _patched("pytorch.export", "_IN_ONNX_EXPORT_MODE", True),
@@ -363,7 +363,8 @@ def test_reasons(kind: str, reason: str) -> None:
 @on_ranks("te_world2")
 def test_a_stock_layer_is_stock() -> None:
     """A reason that stock runs with here as on a GPU: the results are stock's and the call is counted."""
-    case, reason = Case("norm column"), "activation offloading to the CPU (fine_grained_activation_offloading)"
+    case = Case("norm column")
+    reason = "activation offloading to the CPU (fine_grained_activation_offloading) with CUDA graphs"
     with te_megatron(dist.get_world_size()):
         layer = build(case)
         x = input_of(case, 7)

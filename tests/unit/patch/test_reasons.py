@@ -53,8 +53,8 @@ COMMON: dict[str, Callable[[Any], Any]] = {
     "fp8 (hybrid)": lambda layer: configured(layer, fp8="hybrid"),
     "fp4 (e2m1)": lambda layer: configured(layer, fp4="e2m1"),
     "Megatron-FSDP weight": lambda layer: on_the_weight(layer, __fsdp_param__=True),
-    "activation offloading to the CPU (fine_grained_activation_offloading)": lambda layer: configured(
-        layer, fine_grained_activation_offloading=True
+    "activation offloading to the CPU (fine_grained_activation_offloading) with CUDA graphs": lambda layer: configured(
+        layer, fine_grained_activation_offloading=True, cuda_graph_impl="local"
     ),
     "dtypes torch.float32 and torch.bfloat16": lambda layer: layer.bfloat16(),
 }

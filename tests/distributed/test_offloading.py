@@ -1,0 +1,95 @@
+"""Megatron's fine-grained activation offloading: what layers save goes to the CPU by hooks on saved tensors, and comes
+back in backward. Flux layers run under it, with stock's losses and gradients, and the same bytes are offloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, report
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients
+from tests.distributed.pool import on_ranks
+from tests.distributed.te_cases import te_megatron
+
+pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+
+STRICT = FluxConfig(strict=True, backend="reference")
+OFFLOADED = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+STEPS = 3
+
+
+@contextlib.contextmanager
+def offloading(module: Any) -> Iterator[list[int]]:
+    """A new manager, with memory that is not pinned. Yields the number of elements of each tensor that it takes away.
+
+    Where Megatron releases the memory of a tensor by force, it is gone here too.
+    """
+    taken: list[int] = []
+    offload = module.ChunkOffloadHandler.offload
+
+    def counting(handler: Any, tensor: torch.Tensor, **_: Any) -> Any:
+        taken.append(tensor.numel())
+        return offload(handler, tensor, pin_memory=False, use_cpu_pool=False)
+
+    with (
+        mock.patch.object(module.ChunkOffloadHandler, "offload", counting),
+        mock.patch.object(torch.Tensor, "record_stream"),
+        mock.patch.multiple(torch.cuda.nvtx, range_push=mock.DEFAULT, range_pop=mock.DEFAULT),
+    ):
+        module.PipelineOffloadManager.reset_instance()
+        try:
+            yield taken
+        finally:
+            module.PipelineOffloadManager.reset_instance()
+
+
+def steps(model: torch.nn.Module, module: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """Losses and gradients of some steps, the first of which is Megatron's warm-up, and what was offloaded."""
+    found: list[torch.Tensor] = []
+    with offloading(module) as taken:
+        for seed in range(STEPS):
+            losses, gradients = loss_and_gradients(model, seed)
+            found += [losses, *(gradients[name].clone() for name, _ in model.named_parameters())]
+            module.FineGrainedActivationOffloadingInterface.reset()  # as schedules do between steps
+    return found, taken
+
+
+@pytest.mark.parametrize(
+    ("te", "sequence_parallel", "v1"),
+    [(False, True, False), (False, False, True), (True, True, True), (True, False, False)],
+)
+@on_ranks("te_world2")
+def test_offloaded_activations(te: bool, sequence_parallel: bool, v1: bool) -> None:
+    """``v1``: TransformerEngine asks its older module whether it offloads, and Megatron has set it there."""
+    with te_megatron(dist.get_world_size()):
+        from transformer_engine.pytorch import cpu_offload
+
+        module = importlib.import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+        options = {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": OFFLOADED,
+            "min_offloaded_tensor_size": 1,
+            "sequence_parallel": sequence_parallel,
+        }
+        model = gpt_model("llama", te=te, **options)
+        with mock.patch.object(cpu_offload, "NVTE_CPU_OFFLOAD_V1", v1):
+            stock, taken = steps(model, module)
+            with flux(STRICT) as seen:
+                ours, taken_too = steps(model, module)
+                layers = report(model)["layers"]
+        assert seen.fallbacks == {}
+        assert set(layers.values()) == {"flux"}
+        assert len(taken) > 10 * STEPS
+        assert sorted(taken_too) == sorted(taken)
+        for one, other in zip(ours, stock, strict=True):
+            assert other.any()
+            assert torch.equal(one, other)

@@ -9,6 +9,7 @@ Public face::
     with megatron_flux.patched(): ...     # both, as a context
     megatron_flux.flux_spec(layer_spec)   # without a patch: a layer spec whose linears run flux
     megatron_flux.tune_model(model, sequence, micro_batch_size)  # before the first step, not in it
+    megatron_flux.release()               # between steps: free workspaces and kept inputs until the next call
 
     megatron_flux.ops.all_gather_gemm     # the operators on their own
     megatron_flux.ops.gemm_reduce_scatter
@@ -22,6 +23,7 @@ import torch  # noqa: F401
 from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
+from megatron_flux.layers.release import release
 from megatron_flux.patch import (
     by_variable,
     first_linear,
@@ -53,6 +55,7 @@ __all__ = [
     "ops",
     "patch",
     "patched",
+    "release",
     "report",
     "set_backend",
     "set_keep_gathered",

@@ -657,6 +657,29 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     _fault(
+        "a rank frees workspaces that its peers keep",
+        "megatron_flux/layers/release.py",
+        'of_all_ranks(mine, world, "freeing workspaces")',
+        "[mine]",
+        ("tests/distributed/test_release.py::test_all_ranks_refuse_and_free_nothing",),
+    ),
+    _fault(
+        "wgrad takes a shard for the gathered input that was released",
+        "megatron_flux/layers/prefetch.py",
+        "if self.kept is not None and self.kept.gathered is None:",
+        "if False:",
+        ("tests/distributed/test_release.py::test_backward_gathers_what_was_kept",),
+    ),
+    _fault(
+        "a layer of flux_spec goes past another library's method",
+        "megatron_flux/patch/spec.py",
+        "if now is stock:",
+        "if True:",
+        (
+            "tests/distributed/test_spec.py::test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reason",
+        ),
+    ),
+    _fault(
         "a decode step does not read the cache that was filled",
         "megatron_flux/bench/variants.py",
         "inference_context=context),)",

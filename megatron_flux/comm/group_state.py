@@ -165,10 +165,37 @@ class GroupState:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         of_all_ranks(None, self.group, "new workspaces")  # no peer's kernel or copy is under way to what is freed here
+        self._drop_slabs()
+
+    def _drop_slabs(self) -> None:
         for slab in self.slabs.values():
             self._retire(slab)
         self.slabs.clear()
         self.forget_calls()
+
+    def why_held(self) -> str | None:
+        """Return why :meth:`free` must not be called now, as far as this rank knows; None if it may."""
+        for slab in [*self.slabs.values(), *self.graph_slabs]:
+            if slab.alarm.view[0]:
+                return slab.alarm.message()
+            if slab.in_graphs:
+                return "a CUDA graph was captured, which holds workspaces"
+            if slab.open_gather is not None:
+                return "an all_gather was begun and not waited for"
+        return next((why for one in self._device_links() if (why := one.why_held()) is not None), None)
+
+    def free(self) -> None:
+        """Free the GPU memory of slabs and transports; the next calls make them again.
+
+        All ranks do so, with no call under way on any of them, and :meth:`why_held` is None on all.
+        """
+        for transport in self._device_links():
+            transport.alarm.close()
+        self.transports = {key: one for key, one in self.transports.items() if not getattr(one, "device_bytes", 0)}
+        self._drop_slabs()
+
+    def _device_links(self) -> list[Any]:
+        return [one for one in self.transports.values() if getattr(one, "device_bytes", 0)]
 
     def forget_calls(self) -> None:
         """Compare all calls anew: a call has failed on all ranks, and some of them may have counted it."""
@@ -179,7 +206,7 @@ class GroupState:
     def slab_bytes(self) -> int:
         """Return the bytes of symmetric memory that this rank holds for the group."""
         slabs = sum(2 * (slab.half_bytes + 4 * FLAG_WORDS) for slab in [*self.slabs.values(), *self.graph_slabs])
-        return slabs + sum(getattr(transport, "device_bytes", 0) for transport in self.transports.values())
+        return slabs + sum(transport.device_bytes for transport in self._device_links())
 
 
 _states: dict[int, GroupState] = {}

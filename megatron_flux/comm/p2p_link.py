@@ -77,6 +77,12 @@ class P2PLink(HostLink):
             store(own + word, CLOSED)
         of_all_ranks(None, group, "closing slots")  # nobody opens a slot before everybody's are closed
 
+    def why_held(self) -> str | None:
+        """Return why its memory must not be freed now, as far as this rank knows; None if it may."""
+        if self.alarm.view[0]:
+            return self.alarm.message()
+        return None if self._latest is None else f"a call through {self.through} was begun and not waited for"
+
     def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
         """Return an exchange's ``(peer, piece)`` in sending order."""
         order = of_rank(self._rounds[p2p_schedule.exchange], self.rank)

@@ -62,7 +62,7 @@ class Kept:
     nbytes: int
     count: int  # the ledger's, when it was reserved
     gathered: Any = None
-    """A tensor, or FP8 bytes with their scale."""
+    """A tensor, or FP8 bytes with their scale. None in backward: released (:mod:`megatron_flux.layers.release`)."""
 
     def take(self) -> Any:
         """Return the gathered input and give its bytes back to the budget."""
@@ -126,6 +126,15 @@ class _Ledger:
     def alive_bytes(self) -> int:
         """Return the bytes that this rank holds."""
         return sum(kept.nbytes for kept in self.alive)
+
+    def release(self) -> int:
+        """See :func:`release`."""
+        freed = self.alive_bytes()
+        for kept in list(self.alive):
+            kept.gathered = None
+        self.alive.clear()
+        self.reserved_bytes, self.count = 0, self.count + 1
+        return freed
 
     def _known_at_once(self, x: torch.Tensor) -> bool:
         return self.requested_bytes is not None or not x.is_cuda
@@ -194,6 +203,11 @@ def report() -> dict[str, int]:
         "total": sum(ledger.num_kept for ledger in ledgers),
         "no_room": sum(ledger.num_denied for ledger in ledgers),
     }
+
+
+def release() -> int:
+    """Drop all kept inputs and return their bytes; their backwards gather instead. All ranks of a group do so."""
+    return sum(ledger.release() for ledger in _ledgers())
 
 
 def reset_peak() -> None:

@@ -95,6 +95,8 @@ class ColumnState(LinearState):
 
     def gather(self, saved: Saved) -> None:
         """Start gathering, unless that was done early, or in forward."""
+        if self.kept is not None and self.kept.gathered is None:
+            self.kept = None
         if self._pending is None and self.kept is None:
             self._pending = self.precision.gather_x(saved, self)
             self._begun = ops.all_gathers_begun(self.group)

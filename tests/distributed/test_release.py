@@ -1,0 +1,156 @@
+"""release(): memory of workspaces, slots and kept inputs goes between steps, and is there again at the next call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_flux
+from megatron_flux import UserError, ops
+from megatron_flux.comm.group_state import drop_slabs, slab_bytes, state_of
+from megatron_flux.layers import keep
+from megatron_flux.ops.kernel_config import KernelConfig
+from tests.distributed import test_chunked
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_keep_gathered import Block, gathered_bytes, held, one_input, require_equal
+from tests.distributed.twins import NEEDS_TRITON, TINY, one_capture, registered
+
+CPU = torch.device("cpu")
+GATHER = "an all_gather was begun and not waited for"
+
+
+def step(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Calls on all slabs of a group."""
+    x = torch.full((16, 32), float(1 + group.rank())).half()
+    w = (torch.arange(32 * 32).view(32, 32) % 5 - 2).half()
+    y, gathered = ops.all_gather_gemm(x, w, group, backend="twin", return_gathered=True)
+    return [
+        y,
+        gathered.clone(),
+        ops.gemm_reduce_scatter(gathered.clone(), w, group, backend="twin"),
+        ops.gemm_all_reduce(x, w, group, backend="twin"),
+        ops.all_gather(x, group, backend="twin").wait().clone(),
+    ]
+
+
+@NEEDS_TRITON
+@on_ranks("world2")
+def test_workspaces_of_all_groups_come_back() -> None:
+    drop_slabs()
+    groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
+    with registered(KernelConfig(**TINY)):
+        before = [step(group) for group in groups]
+        size = slab_bytes()
+        slabs = [weakref.ref(slab) for group in groups for slab in state_of(group).slabs.values()]
+        assert len(slabs) > len(groups)
+        for _ in range(2):
+            freed = megatron_flux.release()
+            assert freed == size > 0
+            assert (slab_bytes(), megatron_flux.release()) == (0, 0)
+            gc.collect()
+            assert [ref() for ref in slabs] == [None] * len(slabs), "something holds a workspace"
+            for group, expected in zip(groups, before, strict=True):
+                require_equal(step(group), expected)
+            assert slab_bytes() == size
+            slabs = [weakref.ref(slab) for group in groups for slab in state_of(group).slabs.values()]
+    dist.destroy_process_group(groups.pop())
+    drop_slabs()
+
+
+@on_ranks("world2")
+def test_slots_in_peers_memory_come_back() -> None:
+    drop_slabs()
+    group: Any = dist.group.WORLD
+    sizes = "chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0
+    try:
+        for _ in range(2):
+            test_chunked.use("peers' memory", group)
+            test_chunked.calls(*sizes)
+            link = weakref.ref(state_of(group).transports[CPU])
+            size = slab_bytes()
+            assert megatron_flux.release() == size > 0
+            assert slab_bytes() == 0
+            gc.collect()
+            assert link() is None, "something holds the transport"
+        test_chunked.calls(*sizes)  # over the one that a CPU has by itself
+        by_host = state_of(group).transports[CPU]
+        assert by_host.kind == "host"
+        megatron_flux.release()
+        assert state_of(group).transports[CPU] is by_host, "it has no memory of a GPU"
+    finally:
+        state_of(group).transports.clear()
+        state_of(group).plans.clear()
+
+
+@on_ranks("world2")
+def test_backward_gathers_what_was_kept() -> None:
+    """Also where one rank's other graph is gone; later forwards keep again, with the whole budget."""
+    plain, _ = Block("reference", False).results(1)
+    block = Block("reference", True, 2 * gathered_bytes())
+    x = one_input()
+    y = block.column(x)
+    other = block.column(one_input())
+    if dist.get_rank() == 0:
+        del other
+        gc.collect()
+    assert held()[0] == 2 - (dist.get_rank() == 0)
+    kept = held()[1]
+    drop_slabs()
+    assert megatron_flux.release() == kept > 0
+    assert held() == (0, 0)
+    begun = ops.all_gathers_begun(dist.group.WORLD)
+    y.square().sum().backward()
+    assert ops.all_gathers_begun(dist.group.WORLD) - begun == 1
+    reference = Block("reference", False)
+    again = one_input()
+    reference.column(again).square().sum().backward()
+    require_equal([x.grad, block.weights[0].grad], [again.grad, reference.weights[0].grad])
+    for weight in block.weights:
+        weight.grad = None
+    total = keep.report()["total"]
+    found, gathers = block.results(1)
+    assert (gathers, keep.report()["total"] - total) == (0, 1)
+    require_equal(found, plain)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("why", ["an open gather", "a graph", "a poisoned workspace", "an open gather by slots"])
+@on_ranks("world2")
+def test_all_ranks_refuse_and_free_nothing(why: str) -> None:
+    drop_slabs()
+    group: Any = dist.group.WORLD
+    state, x = state_of(group), torch.ones(16, 32).half()
+    with registered(KernelConfig(**TINY)):
+        ops.all_gather(x, group, backend="twin").wait()
+        open_call = None
+        if why == "a graph":
+            with one_capture(3):
+                ops.all_gather(x, group, backend="twin").wait()
+            expected = "rank 0: a CUDA graph was captured, which holds workspaces; rank 1: a CUDA graph"
+        elif why == "a poisoned workspace":
+            if dist.get_rank() == 1:
+                next(iter(state.slabs.values())).poison("all_gather", KeyboardInterrupt())
+            expected = r"nothing is freed \(rank 1: .*all_gather.*KeyboardInterrupt"
+        elif why == "an open gather":
+            open_call = ops.all_gather(x, group, backend="twin")
+            expected = f"rank 0: {GATHER}; rank 1: {GATHER}"
+        else:
+            test_chunked.use("peers' memory", group)
+            open_call = ops.all_gather(x, group, backend="chunked")
+            expected = "rank 0: a call through peers' memory was begun and not waited for"
+        size = slab_bytes()
+        with pytest.raises(UserError, match=expected):
+            megatron_flux.release()
+        assert slab_bytes() == size > 0
+        if open_call is not None:
+            open_call.wait()
+            assert megatron_flux.release() == size
+    drop_slabs()
+    state.transports.clear()
+    state.plans.clear()
+    state.forget_calls()

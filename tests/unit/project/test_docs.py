@@ -17,6 +17,7 @@ DOCS = (
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("examples", "patches", "results", "slurm")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
 )
 READ_IN = ("megatron_flux", "scripts", "tests", "megatron_flux_autoload.py")
 SET_BY_THE_PACKAGE = {"MEGATRON_FLUX_LAUNCHER"}

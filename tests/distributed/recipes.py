@@ -1,0 +1,148 @@
+"""What the tests of ``examples/`` share: a framework's model trained stock, then with ``MEGATRON_FLUX=1``.
+
+The frameworks are the real packages, fetched without their dependencies by ``scripts/test.sh``. What they import and do
+not use here is a mock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import is_patched, ops, report, unpatch
+from megatron_flux.patch import by_variable, first_linear
+from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import loss_and_gradients
+
+STEPS = 3
+
+
+def source(name: str) -> Path:
+    """Where ``scripts/test.sh`` puts a framework."""
+    return Path(sys.prefix, f"{name}-source")
+
+
+def why_not(name: str, *packages: str) -> str | None:
+    """Why these tests cannot run here, or None."""
+    if (reason := te_stand_in.why_not()) is not None or source(name).is_dir():
+        return reason
+    return f"needs pip install --no-deps --target {source(name)} {' '.join(packages)}, which scripts/test.sh does"
+
+
+def stub(*names: str) -> None:
+    """Let these modules be imported; they do nothing."""
+    for name in names:
+        sys.modules.setdefault(name, mock.MagicMock(__spec__=ModuleSpec(name, None), __path__=[]))
+
+
+def import_parts(package: str, folder: Path) -> None:
+    """Let modules of ``package`` be imported without its own start, which imports its hub of models."""
+    if package not in sys.modules:
+        module = type(sys)(package)
+        module.__path__ = [str(folder)]
+        sys.modules[package] = module
+
+
+def bridge_provider(**options: Any) -> Any:
+    """Return Megatron-Bridge's own provider of a small Llama, of TransformerEngine's layers."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from tests.distributed.megatron_world import FAMILIES, SEQUENCE, VOCABULARY, _te_layer
+
+    folder = source("bridge") / "megatron" / "bridge"
+    import_parts("megatron.bridge", folder)
+    import_parts("megatron.bridge.models", folder / "models")
+    if te_stand_in.SOURCE not in sys.path:
+        sys.path.append(te_stand_in.SOURCE)  # it asks for TransformerEngine's version
+
+    def spec(config: Any) -> Any:
+        layer, norm = _te_layer(config, {})
+        return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
+
+    tp = dist.get_world_size()
+    given: dict[str, Any] = {
+        **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "num_query_groups": 2},
+        **{"vocab_size": VOCABULARY, "seq_length": SEQUENCE, "make_vocab_size_divisible_by": 2},
+        **{"tensor_model_parallel_size": tp, "sequence_parallel": True, "use_cpu_initialization": True},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_activation_fusion": False},
+        **{"bias_dropout_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False},
+        **{"gradient_accumulation_fusion": False, "apply_rope_fusion": False, "cross_entropy_loss_fusion": False},
+        **{"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"},
+        "transformer_layer_spec": spec,
+    }
+    provider: Any = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(
+        **given | FAMILIES["llama"] | options
+    )
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return provider
+
+
+@contextlib.contextmanager
+def switched_on() -> Iterator[io.StringIO]:
+    """``MEGATRON_FLUX=1`` in a process that has just begun; what is printed. Layers are stock afterwards."""
+    ops.stats.reset()
+    with (
+        mock.patch.dict(os.environ, MEGATRON_FLUX="1", RANK=str(dist.get_rank())),
+        mock.patch.object(first_linear, "_settled", False),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        first_linear.watch(by_variable.switch_on)
+        try:
+            yield printed
+        finally:
+            first_linear.settle()
+            unpatch()
+
+
+def random_parameters(model: torch.nn.Module) -> None:
+    """Fill all parameters, adapters' zeros too; the sharded ones of each rank differ."""
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            of_rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
+            generator = torch.Generator().manual_seed(1000 + i + 100_000 * of_rank)
+            start = 1.0 if "norm" in name else 0.0
+            parameter.copy_(start + 0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def trained(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Build a model and train it; the losses of its steps."""
+    model = build()
+    random_parameters(model)
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        losses.append(loss_and_gradients(model, seed=7 + step)[0])
+        optimizer.step()
+    return model, losses
+
+
+def compared(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, dict[str, str], str]:
+    """Require stock's losses and parameters of flux, to the bit. Returns flux's model, what its layers ran, and what
+    rank 0 printed.
+    """
+    stock, losses = trained(build)
+    assert not is_patched()
+    with switched_on() as printed:
+        model, ours = trained(build)
+        assert is_patched(), "MEGATRON_FLUX=1 has not switched flux on"
+        layers = report(model)["layers"]
+    assert len({float(loss.mean()) for loss in losses}) == STEPS, "nothing was trained"
+    assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
+    parameters = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+    return model, layers, printed.getvalue()

@@ -1,0 +1,68 @@
+"""examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA.
+
+LoRA with sequence parallelism is in ``test_bridge_lora.py``: there stock's TransformerEngine drops a gradient.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux import set_backend
+from tests.distributed import recipes
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import te_megatron
+
+WHY_NOT = recipes.why_not("bridge", "megatron-bridge==0.3.1", "einops", "six")
+SCRIPT = Path(__file__).parents[2] / "examples" / "bridge" / "sft.py"
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+def model_of(lora: bool, sequence_parallel: bool) -> torch.nn.Module:
+    provider = recipes.bridge_provider(sequence_parallel=sequence_parallel)
+    model = provider.provide(pre_process=True, post_process=True)
+    if lora:
+        peft: Any = importlib.import_module("megatron.bridge.peft.lora")
+        (model,) = peft.LoRA(dim=8, alpha=16, dropout=0.0)([model], training=True)
+    return model
+
+
+def rank_trains(lora: bool, sequence_parallel: bool) -> dict[str, Any]:
+    with te_megatron(dist.get_world_size()):
+        model, layers, printed = recipes.compared(lambda: model_of(lora, sequence_parallel))
+        return {"layers": layers, "printed": printed, "found": set_backend(model, "stock", names="*.linear_qkv")}
+
+
+@pytest.mark.parametrize(("lora", "sequence_parallel"), [(False, True), (False, False), (True, False)])
+def test_stocks_losses(te_world2: WorkerPool, lora: bool, sequence_parallel: bool) -> None:
+    first, second = te_world2.run(rank_trains, lora, sequence_parallel)
+    assert set(first["layers"].values()) == {"flux"}
+    assert len(first["layers"]) == 2 * (12 if lora else 4) + 1
+    wrapped = ".to_wrap" if lora else ""
+    assert first["found"] == [f"decoder.layers.{i}.self_attention.linear_qkv{wrapped}" for i in range(2)]
+    on, ran = first["printed"].splitlines()
+    assert " is on: " in on
+    assert f"layers that run flux: {len(first['layers'])}; " in ran
+    assert second["printed"] == ""
+
+
+def test_the_script_fits_the_package() -> None:
+    """It imports what the package defines, after the line that switches flux on."""
+    body = ast.parse(SCRIPT.read_text()).body
+    imports = [n for n in body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("megatron.bridge")]
+    assert len(imports) == 3
+    for node in imports:
+        path = recipes.source("bridge").joinpath(*str(node.module).split("."))
+        found = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        top = ast.parse(found.read_text()).body
+        named = {n.name for n in top if isinstance(n, ast.FunctionDef)}
+        named |= {alias.name for n in top if isinstance(n, ast.ImportFrom) for alias in n.names}
+        assert {alias.name for alias in node.names} <= named, node.module
+    (line,) = (n.lineno for n in body if ast.unparse(n) == "megatron_flux.patch()")
+    assert line < imports[0].lineno

@@ -7,7 +7,6 @@ that ``--transformer-impl transformer_engine`` builds.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -244,11 +243,10 @@ def test_mlps_of_the_op_fuser_run_stock_and_are_counted() -> None:
     from megatron_flux.patch.reasons import OP_FUSER
 
     with te_megatron(dist.get_world_size()):
-        from transformer_engine.pytorch.ops.basic import activation
+        import transformer_engine_torch
 
-        kernels = SimpleNamespace(swiglu=swiglu, dswiglu=dswiglu)
         model = gpt_model("llama", te=True, spec={"use_te_op_fuser": True})
-        with mock.patch.object(activation, "tex", kernels):
+        with mock.patch.multiple(transformer_engine_torch, swiglu=swiglu, dswiglu=dswiglu):
             losses, gradients = loss_and_gradients(model)
             with flux() as seen:
                 same, ours = loss_and_gradients(model)

@@ -36,6 +36,7 @@ from tests.distributed.te_cases import (
     rank_small_bias,
     te_megatron,
 )
+from tests.distributed.test_offloading import rank_offloading
 from tests.gpu.common import peak_memory
 
 pytestmark = [
@@ -110,6 +111,13 @@ def test_delayed_wgrad(nccl2: WorkerPool, kind: str, number: int, backend: str) 
     case = delayed.delayed(kind, number, dtype=torch.bfloat16)
     for calls in nccl2.run(delayed.rank_case, case, backend):
         assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == delayed.MICRO_BATCHES
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_offloaded_activations(nccl2: WorkerPool, sequence_parallel: bool, backend: str) -> None:
+    """In Megatron's scripts TransformerEngine must be told of its older offloading: ``v1``."""
+    nccl2.run(rank_offloading, True, sequence_parallel, True, backend)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

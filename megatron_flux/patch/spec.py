@@ -9,9 +9,10 @@ megatron-core takes a spec provider for the MLP, mixtures of experts and multi-t
 spec into one that runs flux. What no spec reaches stays stock, and is called ``not patched`` in the report: the output
 layer.
 
-Left to megatron-core, with one warning each:
+Left to megatron-core, with one warning each, or an error under ``strict``:
     * down projections of multi-latent attention, which megatron-core compares with its own classes;
-    * subclasses that override the method, such as inference-optimized layers: theirs would come first.
+    * subclasses that override the method, such as inference-optimized layers: theirs would come first;
+    * MLPs of TransformerEngine's op fuser, which call no linear.
 
 Hazard: libraries that look a layer's class up in a table of their own (ModelOpt) may not find a subclass.
 """
@@ -30,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_flux.config import FluxConfig
+from megatron_flux.errors import FallbackError
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import te_layers
 from megatron_flux.patch.patcher import Replacement, replacements_of, use
@@ -48,15 +50,16 @@ def flux_spec(spec: _Spec, config: FluxConfig | None = None) -> _Spec:
 
     ``spec`` is a ``ModuleSpec``, a block's or layer's submodules, a list of them, the class of a linear, or a function
     that returns one of these. ``config`` is that of the process, as of :func:`megatron_flux.patch`, whose errors this
-    raises.
+    raises; under ``strict`` also FallbackError, where a part is left to megatron-core.
     """
     use(config)
-    if isinstance(spec, FunctionType | MethodType):
-        return _converting(spec)  # type: ignore[return-value]
-    if isinstance(spec, functools.partial) and isinstance(spec.func, FunctionType | MethodType):
-        return functools.partial(_converting(spec.func), *spec.args, **spec.keywords)  # type: ignore[return-value]
-    converted: _Spec = _convert(spec)
-    return converted
+    converted: Any = _convert(spec)
+    function = spec.func if isinstance(spec, functools.partial) else spec
+    if isinstance(function, FunctionType | MethodType) and not isinstance(getattr(function, "__self__", None), type):
+        call = _converting(function)
+        partly = isinstance(spec, functools.partial)
+        converted = functools.partial(call, *converted.args, **converted.keywords) if partly else call
+    return converted  # type: ignore[no-any-return]
 
 
 def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
@@ -95,9 +98,11 @@ def _convert(spec: Any, name: str = "") -> Any:
     if isinstance(spec, type):
         converted: Any = _class(spec)
         if converted is not spec and name in _COMPARED:
-            _leave(f"{name}, a {spec.__name__}, to megatron-core: it takes no other class there")
+            _leave(f"{name}, a {spec.__name__}: it takes no other class there", use(None).config.strict)
             return spec
         return converted
+    if isinstance(spec, MethodType) and isinstance(spec.__self__, type):
+        _class(spec.__self__)  # for its warning: what builds an MLP of the op fuser from 0.20 on
     if isinstance(spec, list | tuple) and type(spec) in (list, tuple):
         items = [_convert(item) for item in spec]
         return spec if all(map(is_, items, spec)) else type(spec)(items)
@@ -122,11 +127,11 @@ def _class(cls: type) -> type:
     if cls in linears.subclasses.values():
         return cls
     if cls not in linears.subclasses:
-        found = next((r for r in replacements_of(linears) if r.kind and issubclass(cls, r.owner)), None)
+        found = next((r for r in replacements_of(linears) if issubclass(cls, r.owner)), None)
         if found is None:
             return cls
-        if getattr(cls, found.name) is not getattr(found.owner, found.name):
-            _leave(f"{cls.__module__}.{cls.__qualname__}, which overrides {found.name}")
+        if not found.kind or getattr(cls, found.name) is not getattr(found.owner, found.name):
+            _leave(f"{cls.__module__}.{cls.__qualname__}: its own {found.name} runs", linears.config.strict)
             return cls
         members = {found.name: _method(linears, found), "__module__": __name__, "__doc__": cls.__doc__}
         linears.subclasses[cls] = type(cls)(cls.__name__, (cls,), members)
@@ -153,6 +158,9 @@ def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
 
 
 @functools.cache
-def _leave(what: str) -> None:
-    """Say once that layers stay stock."""
-    logger.warning("megatron_flux: flux_spec leaves %s", what)
+def _leave(what: str, strict: bool) -> None:
+    """Say once that something stays stock. Raises FallbackError: with ``strict``."""
+    message = f"flux_spec leaves to megatron-core {what}"
+    if strict:
+        raise FallbackError(f"{message}; use another layer, or allow stock layers with strict=False")
+    logger.warning("megatron_flux: %s", message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_flux
-from megatron_flux import FluxConfig, ops, report
+from megatron_flux import FallbackError, FluxConfig, ops, report
 from megatron_flux.patch import patcher
 from tests.distributed import megatron_world, te_stand_in
 from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
@@ -185,6 +186,10 @@ def test_a_provider() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+    class MLP:
+        @classmethod
+        def build(cls, **_: Any) -> None: ...
+
     with megatron(tp=dist.get_world_size()), process():
         provider = megatron_flux.spec_provider(LocalSpecProvider(), CONFIG)
         assert isinstance(provider, LocalSpecProvider)
@@ -199,9 +204,18 @@ def test_a_provider() -> None:
         expected = [get_mlp_module_spec_for_backend(backend=LocalSpecProvider(), num_experts=n) for n in (None, 4)]
         assert made != expected
         assert made == megatron_flux.flux_spec(expected)
-        whole = megatron_flux.flux_spec(get_gpt_layer_local_spec)(normalization=FAMILIES["gpt3"]["normalization"])
-        assert whole.submodules.mlp == made[0]
-        assert whole.submodules.self_attention.submodules.linear_qkv is column
+        normalization = FAMILIES["gpt3"]["normalization"]
+        for whole in (
+            megatron_flux.flux_spec(get_gpt_layer_local_spec)(normalization=normalization),
+            megatron_flux.flux_spec(partial(get_gpt_layer_local_spec, normalization=normalization))(),
+        ):
+            assert whole.submodules.mlp == made[0]
+            assert whole.submodules.self_attention.submodules.linear_qkv is column
+        submodules = expected[0].submodules
+        for func in (dict, MLP.build):  # a builder of megatron-core from 0.20 on
+            builder = megatron_flux.flux_spec(partial(func, submodules=submodules))
+            assert builder.func == func
+            assert builder.keywords == {"submodules": made[0].submodules}
 
 
 @on_ranks("world2")
@@ -221,6 +235,31 @@ def test_classes_that_megatron_core_compares_are_left_to_it() -> None:
                 return super()._forward_impl(*args, **kwargs)
 
         assert megatron_flux.flux_spec(Overrides) is Overrides
+        strict = FluxConfig(strict=True)
+        with pytest.raises(FallbackError, match=r"Overrides: its own _forward_impl runs; use another layer"):
+            megatron_flux.flux_spec(Overrides, strict)
+        with pytest.raises(FallbackError, match="flux_spec leaves to megatron-core linear_q_down_proj"):
+            megatron_flux.flux_spec(get_gpt_layer_local_spec(multi_latent_attention=True), strict)
+
+
+@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@on_ranks("te_world2")
+def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
+    from megatron.core.extensions.transformer_engine import TEFusedMLP
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+    class Built(TEFusedMLP):
+        @classmethod
+        def build(cls, **_: Any) -> None: ...
+
+    with te_megatron(dist.get_world_size()), process():
+        provider = megatron_flux.spec_provider(config=FluxConfig(strict=True))
+        mlp = get_mlp_module_spec_for_backend(backend=provider, use_te_op_fuser=True)
+        with pytest.raises(FallbackError, match="TEFusedMLP: its own forward runs"):
+            megatron_flux.flux_spec(mlp)
+        with pytest.raises(FallbackError, match="Built: its own forward runs"):
+            megatron_flux.flux_spec(partial(Built.build, submodules=mlp.submodules))
+        assert megatron_flux.flux_spec(mlp, CONFIG) == mlp
 
 
 def rank_tunes(folder: Path) -> tuple[int, list[Any], list[Any]]:

@@ -28,6 +28,7 @@ logger = logging.getLogger("megatron_flux")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _handle: Any = None
 _settled = False
+_looking = False
 
 
 def watch(switch_on: Callable[[], None]) -> None:
@@ -44,7 +45,7 @@ def settle() -> None:
     """End the wait: flux was switched on or off by other means, the options of a command for instance."""
     global _handle, _settled
     _settled = True
-    if _handle is not None:
+    if _handle is not None and not _looking:
         _handle.remove()
         _handle = None
 
@@ -55,9 +56,18 @@ def rank() -> int:
 
 
 def _look(module: Any, switch_on: Callable[[], None]) -> None:
-    if not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+    global _looking
+    if _settled or not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
         return
-    settle()
+    _looking = True  # torch goes through its hooks: none may be removed now; this one does nothing from here on
+    try:
+        settle()
+        _switch(switch_on)
+    finally:
+        _looking = False
+
+
+def _switch(switch_on: Callable[[], None]) -> None:
     autoload = os.environ.get(_AUTOLOAD, "1")
     if autoload == "1":
         if switched_on():  # or raises: a value that is neither on nor off

@@ -45,6 +45,9 @@ def offloading(module: Any) -> Iterator[list[int]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(module.ChunkOffloadHandler, "offload", counting))
         if not on_gpu():
+            # From megatron-core 0.19 on: whether a tensor is on a GPU.
+            manages = mock.patch.object(module.ChunkOffloadHandler, "_can_manage_tensor_for_offload", create=True)
+            stack.enter_context(manages).return_value = True
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
             stack.enter_context(mock.patch.multiple(torch.cuda.nvtx, range_push=mock.DEFAULT, range_pop=mock.DEFAULT))
         module.PipelineOffloadManager.reset_instance()

@@ -45,4 +45,5 @@ def release() -> int:
     before, kept = slab_bytes(), keep.release()
     for state in all_states():
         state.free()
+    of_all_ranks(None, world, "freed workspaces")  # memory that a peer still maps is not free
     return before - slab_bytes() + kept

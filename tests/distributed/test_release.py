@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux import UserError, ops
-from megatron_flux.comm.group_state import drop_slabs, slab_bytes, state_of
+from megatron_flux.comm.group_state import all_states, drop_slabs, slab_bytes, state_of
 from megatron_flux.layers import keep
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
@@ -22,6 +22,15 @@ from tests.distributed.twins import NEEDS_TRITON, TINY, one_capture, registered
 
 CPU = torch.device("cpu")
 GATHER = "an all_gather was begun and not waited for"
+
+
+def start_anew() -> None:
+    """Forget what other tests have left, poisoned or captured."""
+    dist.barrier()
+    drop_slabs()
+    for state in all_states():
+        state.transports.clear()
+        state.forget_calls()
 
 
 def step(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -41,7 +50,7 @@ def step(group: dist.ProcessGroup) -> list[torch.Tensor]:
 @NEEDS_TRITON
 @on_ranks("world2")
 def test_workspaces_of_all_groups_come_back() -> None:
-    drop_slabs()
+    start_anew()
     groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
     with registered(KernelConfig(**TINY)):
         before = [step(group) for group in groups]
@@ -52,19 +61,18 @@ def test_workspaces_of_all_groups_come_back() -> None:
             freed = megatron_flux.release()
             assert freed == size > 0
             assert (slab_bytes(), megatron_flux.release()) == (0, 0)
-            gc.collect()
             assert [ref() for ref in slabs] == [None] * len(slabs), "something holds a workspace"
             for group, expected in zip(groups, before, strict=True):
                 require_equal(step(group), expected)
             assert slab_bytes() == size
             slabs = [weakref.ref(slab) for group in groups for slab in state_of(group).slabs.values()]
     dist.destroy_process_group(groups.pop())
-    drop_slabs()
+    start_anew()
 
 
 @on_ranks("world2")
 def test_slots_in_peers_memory_come_back() -> None:
-    drop_slabs()
+    start_anew()
     group: Any = dist.group.WORLD
     sizes = "chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0
     try:
@@ -75,7 +83,6 @@ def test_slots_in_peers_memory_come_back() -> None:
             size = slab_bytes()
             assert megatron_flux.release() == size > 0
             assert slab_bytes() == 0
-            gc.collect()
             assert link() is None, "something holds the transport"
         test_chunked.calls(*sizes)  # over the one that a CPU has by itself
         by_host = state_of(group).transports[CPU]
@@ -84,7 +91,7 @@ def test_slots_in_peers_memory_come_back() -> None:
         assert state_of(group).transports[CPU] is by_host, "it has no memory of a GPU"
     finally:
         state_of(group).transports.clear()
-        state_of(group).plans.clear()
+        state_of(group).forget_calls()
 
 
 @on_ranks("world2")
@@ -100,7 +107,7 @@ def test_backward_gathers_what_was_kept() -> None:
         gc.collect()
     assert held()[0] == 2 - (dist.get_rank() == 0)
     kept = held()[1]
-    drop_slabs()
+    start_anew()
     assert megatron_flux.release() == kept > 0
     assert held() == (0, 0)
     begun = ops.all_gathers_begun(dist.group.WORLD)
@@ -122,7 +129,7 @@ def test_backward_gathers_what_was_kept() -> None:
 @pytest.mark.parametrize("why", ["an open gather", "a graph", "a poisoned workspace", "an open gather by slots"])
 @on_ranks("world2")
 def test_all_ranks_refuse_and_free_nothing(why: str) -> None:
-    drop_slabs()
+    start_anew()
     group: Any = dist.group.WORLD
     state, x = state_of(group), torch.ones(16, 32).half()
     with registered(KernelConfig(**TINY)):
@@ -150,7 +157,4 @@ def test_all_ranks_refuse_and_free_nothing(why: str) -> None:
         if open_call is not None:
             open_call.wait()
             assert megatron_flux.release() == size
-    drop_slabs()
-    state.transports.clear()
-    state.plans.clear()
-    state.forget_calls()
+    start_anew()

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_flux
 from megatron_flux import ops
+from megatron_flux.comm.group_state import drop_slabs, slab_bytes
 from megatron_flux.errors import OperatorError
 from tests.distributed.pool import on_ranks
 
@@ -65,3 +67,18 @@ def test_a_rank_without_room_is_named_and_may_try_again(full: int) -> None:
     assert "fabric" not in said
     assert took < 20
     assert exact(x, w, group), "the call may be tried again"
+
+
+@pytest.mark.gpus(2)
+@on_ranks("nccl2")
+def test_released_workspaces_are_the_drivers_at_once_and_come_back() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    drop_slabs()  # other tests' may be poisoned, or in graphs
+    group, (x, w) = dist.new_group([0, 1]), operands()
+    for _ in range(3):
+        assert exact(x, w, group)
+        before, size = torch.cuda.mem_get_info()[0], slab_bytes()
+        assert size >= 2 * ROWS * K * 4
+        assert megatron_flux.release() == size
+        assert torch.cuda.mem_get_info()[0] - before >= 0.95 * size

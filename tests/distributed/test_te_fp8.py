@@ -345,6 +345,11 @@ def _set(**attributes: Any) -> Callable[[Any], Any]:
     return change
 
 
+def _offloading(layer: Any) -> Any:
+    layer.config.fine_grained_activation_offloading = True
+    return contextlib.nullcontext()
+
+
 def _other_release(layer: Any) -> Any:
     from megatron_flux.patch import te_fp8
 
@@ -404,6 +409,7 @@ REASONS = {
     "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
     "fp8 with TransformerEngine": _reason(change=_other_release),
+    "activation offloading to the CPU (fine_grained_activation_offloading) in fp8": _reason(change=_offloading),
 }
 
 

@@ -14,18 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import set_backend
+from megatron_flux import flux_spec, report, set_backend
 from tests.distributed import recipes
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
+from tests.distributed.test_spec import process
 
 WHY_NOT = recipes.why_not("bridge", "megatron-bridge==0.3.1", "einops", "six")
 SCRIPT = Path(__file__).parents[2] / "examples" / "bridge" / "sft.py"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def model_of(lora: bool, sequence_parallel: bool) -> torch.nn.Module:
+def model_of(lora: bool, sequence_parallel: bool, *, by_spec: bool = False) -> torch.nn.Module:
     provider = recipes.bridge_provider(sequence_parallel=sequence_parallel)
+    if by_spec:
+        provider.transformer_layer_spec = flux_spec(provider.transformer_layer_spec)
     model = provider.provide(pre_process=True, post_process=True)
     if lora:
         peft: Any = importlib.import_module("megatron.bridge.peft.lora")
@@ -50,6 +53,26 @@ def test_stocks_losses(te_world2: WorkerPool, lora: bool, sequence_parallel: boo
     assert " is on: " in on
     assert f"layers that run flux: {len(first['layers'])}; " in ran
     assert second["printed"] == ""
+
+
+def rank_trains_by_spec(lora: bool) -> dict[str, str]:
+    with te_megatron(dist.get_world_size()), process():
+        _, losses = recipes.trained(lambda: model_of(lora, False))
+        model, ours = recipes.trained(lambda: model_of(lora, False, by_spec=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
+        assert report()["replaced"] == []
+        return dict(report(model)["layers"])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_provider_whose_spec_runs_flux(te_world2: WorkerPool, lora: bool) -> None:
+    """Adapters are megatron-core's own layers, built by Bridge."""
+    first, second = te_world2.run(rank_trains_by_spec, lora)
+    assert first == second
+    stock = {name for name, ran in first.items() if ran == "not patched"}
+    assert stock == {name for name in first if name == "output_layer" or ".adapter." in name}
+    assert {ran for name, ran in first.items() if name not in stock} == {"flux"}
+    assert len(first) - len(stock) == 2 * 4
 
 
 def test_the_script_fits_the_package() -> None:

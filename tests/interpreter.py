@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does for nothing: tests of kernels take half as long.
+"""Triton's interpreter without what it does for nothing, which halves tests of kernels; and with whole numbers.
 
 What it computes and checks stays; ``tests/distributed/test_interpreter.py`` looks. What goes:
 
@@ -11,12 +11,17 @@ What it computes and checks stays; ``tests/distributed/test_interpreter.py`` loo
 * It checks, counts and writes out the shape of every result anew, though there are few shapes.
 * It works out the type of every sum and product anew, from those of the operands.
 
+Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
+interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half
+of a number, or one that comes back after it was cleared. NumPy loads and stores a number whole.
+
 An interpreter of another release that has none of these names stays as it is, and takes longer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -32,7 +37,15 @@ def hurry() -> None:
 
 
 def _take_out(interpreter: ModuleType) -> None:
-    for change in (_patch_once, _drop_what_is_dropped, _keep_dtypes, _keep_floats, _keep_shapes, _keep_types):
+    for change in (
+        _patch_once,
+        _drop_what_is_dropped,
+        _keep_dtypes,
+        _keep_floats,
+        _keep_shapes,
+        _keep_types,
+        _whole_numbers,
+    ):
         with contextlib.suppress(AttributeError):
             change(interpreter)
 
@@ -138,3 +151,41 @@ def _keep_types(interpreter: ModuleType) -> None:
         return given if type(given) in plain else unwrap(given)
 
     semantic.computation_type_impl, core._unwrap_if_constexpr = computation_type_impl, unwrap_if_constexpr
+
+
+def _whole_numbers(interpreter: ModuleType) -> None:
+    numpy, apart = interpreter.np, interpreter._interpreter
+    first = 4096  # no process has memory below
+    everything = (ctypes.c_char * (1 << 47)).from_address(first)
+    memory = {size: numpy.frombuffer(everything, f"u{size}") for size in (2, 4, 8)}
+
+    def load(addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        size = numpy.dtype(dtype).itemsize
+        mask = mask.astype(bool)
+        at = addresses[mask] - first
+        if size not in memory or (at % size).any():
+            return apart.load(addresses, mask, other, dtype)
+        found = numpy.array(numpy.broadcast_to(other, addresses.shape), dtype)
+        found.view(f"u{size}")[mask] = memory[size][at // size]
+        return found
+
+    def store(addresses: Any, values: Any, mask: Any) -> None:
+        size = values.itemsize
+        mask = mask.astype(bool)
+        at = addresses[mask] - first
+        if size not in memory or (at % size).any():
+            apart.store(addresses, values, mask)
+        else:
+            memory[size][at // size] = numpy.ascontiguousarray(values).view(f"u{size}")[mask]
+
+    interpreter._interpreter = _Instead(apart, load, store)
+
+
+class _Instead:
+    """A module with two other functions."""
+
+    def __init__(self, module: ModuleType, load: Any, store: Any) -> None:
+        self._module, self.load, self.store = module, load, store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

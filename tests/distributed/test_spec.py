@@ -157,6 +157,13 @@ def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
         with megatron_flux.patched():
             require_equal(loss_and_gradients(model), stock)
             assert report()["fallbacks"] == {name: 2 * count for name, count in chosen.items()}
+        ops.stats.reset()
+        with megatron_flux.patched(FluxConfig(backend="reference", wgrad="chunked")):
+            loss_and_gradients(model)
+            assert report()["calls"]["all_gather/chunked"] == LAYERS + 1  # qkv and the output layer
+        ops.stats.reset()
+        require_equal(loss_and_gradients(model), stock)
+        assert {name.partition("/")[2] for name in report()["calls"]} == {"reference"}, "the configuration is not back"
 
 
 @on_ranks("world2")

@@ -4,9 +4,9 @@ Each ``why_stock_*`` returns the reason as it stands in the report, or None wher
 in every call: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers. Whatever is not
 recognised runs stock.
 
-TransformerEngine's activation offloading runs stock: one of its two kinds takes only what its own layers have marked.
-Megatron's (``fine_grained_activation_offloading``) takes whatever a function saves, by torch's hooks on saved tensors.
-It also makes TransformerEngine say that it offloads, so that layers keep the parameter itself; those here do always.
+Activation offloading takes whatever a function saves to the CPU, by torch's hooks on saved tensors; parameters stay.
+TransformerEngine's older kind takes only what its own layers have marked: beside it stock runs. Megatron's makes
+TransformerEngine say that it offloads in the older way, so that layers keep the parameter itself; those here always do.
 
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
 since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all: as stock, flux sums only
@@ -141,8 +141,8 @@ class StockReasons:
         fp8 = self.runs_fp8()
         reason = self._why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
         reason = reason or self.why_stock_common(layer, x, weight)
-        if reason is None and fp8 and getattr(layer.config, "fine_grained_activation_offloading", False):
-            reason = f"{_FINE_GRAINED} in fp8"
+        if reason is None and fp8 and (offloading := _offloading(layer.config)) is not None:
+            reason = f"{offloading} in fp8"
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
@@ -183,11 +183,12 @@ class StockReasons:
             return f"fp4 ({config.fp4})"
         if hasattr(weight, "__fsdp_param__"):
             return "Megatron-FSDP weight"
-        offloading = getattr(config, "_cpu_offloading_context", None)
-        if offloading is not None and offloading.inside_context:
-            return _OFFLOADING
-        if asks_for_graphs(config) and getattr(config, "fine_grained_activation_offloading", False):
-            return f"{_FINE_GRAINED} with CUDA graphs"
+        if (offloading := _offloading(config)) is not None:
+            anything = isinstance(self.te, TransformerEngine) and self.te.offloads_anything()
+            if offloading == _OFFLOADING and not anything:
+                return _OFFLOADING
+            if asks_for_graphs(config):
+                return f"{offloading} with CUDA graphs"
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
@@ -202,6 +203,14 @@ def asks_for_graphs(config: Any) -> bool:
     ``ModelParallelConfig`` has none of them.
     """
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+
+
+def _offloading(config: Any) -> str | None:
+    """Return who takes saved tensors to the CPU in this call, as it stands in reasons; None: nobody."""
+    context = getattr(config, "_cpu_offloading_context", None)
+    if context is not None and context.inside_context:
+        return _OFFLOADING
+    return _FINE_GRAINED if getattr(config, "fine_grained_activation_offloading", False) else None
 
 
 def _owner(cls: type, name: str) -> type:

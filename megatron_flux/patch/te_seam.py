@@ -186,14 +186,24 @@ class TransformerEngine:
             return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
-        # Megatron's own offloading makes TransformerEngine say so too: see patch.reasons.
-        if self._offloading() and not getattr(layer.config, "fine_grained_activation_offloading", False):
+        if self._offloading() and not self._may_offload(layer, fp8):
             return "activation offloading to the CPU"
         if self._exporting():
             return "ONNX export"
         if self._debug.debug_enabled:
             return "TransformerEngine's debug tools"
         return None
+
+    def offloads_anything(self) -> bool:
+        """Return True if its activation offloading, where it is on, takes whatever is saved: not the older kind."""
+        module: Any = importlib.import_module("transformer_engine.pytorch.cpu_offload")
+        return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
+
+    def _may_offload(self, layer: Any, fp8: bool) -> bool:
+        # Megatron's own offloading makes TransformerEngine say that it offloads, too: see patch.reasons.
+        config = getattr(layer, "config", None)
+        of_megatron = getattr(config, "fine_grained_activation_offloading", False)
+        return of_megatron or (not fp8 and self.offloads_anything())
 
     def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
         if isinstance(self.wgrad_gemm, str):

@@ -350,6 +350,10 @@ def _offloading(layer: Any) -> Any:
     return contextlib.nullcontext()
 
 
+def _te_offloading(layer: Any) -> Any:
+    return mock.patch("transformer_engine.pytorch.cpu_offload.is_cpu_offload_enabled", return_value=True)
+
+
 def _other_release(layer: Any) -> Any:
     from megatron_flux.patch import te_fp8
 
@@ -409,6 +413,7 @@ REASONS = {
     "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
     "fp8 with TransformerEngine": _reason(change=_other_release),
+    "activation offloading to the CPU": _reason(change=_te_offloading),
     "activation offloading to the CPU (fine_grained_activation_offloading) in fp8": _reason(change=_offloading),
 }
 

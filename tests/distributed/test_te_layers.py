@@ -338,7 +338,6 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "activation offloading to the CPU (fine_grained_activation_offloading) with CUDA graphs": _configured(
         fine_grained_activation_offloading=True, cuda_graph_impl="transformer_engine"
     ),
-    "activation offloading to the CPU": _patched("pytorch.cpu_offload", "is_cpu_offload_enabled", lambda: True),
     "ONNX export": _patched("pytorch.export", "_IN_ONNX_EXPORT_MODE", True),
     "TransformerEngine's debug tools": _patched("debug.pytorch.debug_state", "TEDebugState.debug_enabled", True),
     "trainable bias on a frozen weight": _with_weight(lambda weight: weight.requires_grad_(False)),

@@ -36,7 +36,7 @@ from tests.distributed.te_cases import (
     rank_small_bias,
     te_megatron,
 )
-from tests.distributed.test_offloading import rank_offloading
+from tests.distributed.test_offloading import rank_offloading, rank_te_offloading
 from tests.gpu.common import peak_memory
 
 pytestmark = [
@@ -118,6 +118,7 @@ def test_delayed_wgrad(nccl2: WorkerPool, kind: str, number: int, backend: str) 
 def test_offloaded_activations(nccl2: WorkerPool, sequence_parallel: bool, backend: str) -> None:
     """In Megatron's scripts TransformerEngine must be told of its older offloading: ``v1``."""
     nccl2.run(rank_offloading, True, sequence_parallel, True, backend)
+    nccl2.run(rank_te_offloading, True, sequence_parallel, backend)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

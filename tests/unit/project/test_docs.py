@@ -24,8 +24,8 @@ SET_BY_THE_PACKAGE = {"MEGATRON_FLUX_LAUNCHER"}
 """Between a launcher and its ranks: nothing that a user sets."""
 
 
-NO_REASONS = ("what_ran", "why_unusable")
-"""Answers about layers that were not called, and to a command."""
+NO_REASONS = ("what_ran", "why_unusable", "_offloading")
+"""Answers about layers that were not called, and to a command; a part of reasons."""
 NOT_REASONS = {"--flux", "reference"}
 """Other words beside reasons in the tables."""
 

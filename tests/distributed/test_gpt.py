@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -196,15 +197,27 @@ MOE = {
 }
 
 
-def rank_experts(ep: int, etp: int, shared: int | None) -> tuple[dict[str, Any], str]:
+def splits_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What the dispatcher copies from the GPU is here already; it wants it as numpy has it."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(splits := getattr(dispatcher, name, None), torch.Tensor):
+            setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
+
+
+def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[dict[str, Any], str]:
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
 
     # Without TransformerEngine the router fails over this name, which is then never bound (0.16.1).
     vars(moe_utils).setdefault("te_general_gemm", None)
     layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    with megatron(tp=2, **layout):
+    copies = mock.patch.object(AllToAll, "_maybe_dtoh_and_synchronize", splits_on_the_host)
+    with megatron(tp=2, **layout), copies:
         spec = {"num_experts": 4, "moe_grouped_gemm": False}
-        model = gpt_model("llama", spec=spec, **MOE, **layout, moe_shared_expert_intermediate_size=shared)
+        shared_experts = {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_overlap": overlap}
+        more = {"moe_token_dispatcher_type": "alltoall"} if overlap else {}
+        model = gpt_model("llama", spec=spec, **{**MOE, **layout, **shared_experts, **more})
         stock = loss_and_gradients(model)
         with flux() as seen:
             ours = loss_and_gradients(model)
@@ -214,15 +227,19 @@ def rank_experts(ep: int, etp: int, shared: int | None) -> tuple[dict[str, Any],
         return seen.as_dict(), str(refused.value)
 
 
-@pytest.mark.parametrize(("ep", "etp", "shared"), [(1, 2, None), (1, 2, 32), (2, 1, None)])
-def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ep", "etp", "shared", "overlap"),
+    [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)],
+)
+def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None, overlap: bool) -> None:
+    """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""
     reason = "expert layer with explicit communication"
-    for seen, refused in world2.run(rank_experts, ep, etp, shared):
-        experts = LAYERS * 4 // ep
+    for seen, refused in world2.run(rank_experts, ep, etp, shared, overlap):
+        experts = LAYERS * (4 // ep + overlap)
         assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
         # Attention, the output layer and shared experts run flux as in a dense model.
-        assert seen["active_layers"] == LAYERS * (4 if shared else 2) + 1
-        assert seen["calls"]["all_gather_gemm/reference"] == LAYERS * (4 if shared else 2) + 1
+        linears = LAYERS * (4 if shared and not overlap else 2) + 1
+        assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
         assert f"cannot run flux: {reason}" in refused
 
 

@@ -242,6 +242,9 @@ def check_operands(call: OperatorCall) -> None:
     bias = call.late_bias if call.bias is None else call.bias
     if call.async_op and bias is not None:
         raise UserError(f"{operator}: bias cannot be combined with async_op; add it after wait()")
+    if call.own_gathered and (call.fp8 is not None or not call.return_gathered) and operator == "all_gather_gemm":
+        given = f"return_gathered={call.return_gathered} and {'FP8' if call.fp8 is not None else x.dtype} operands"
+        raise UserError(f"{operator}: own_gathered needs return_gathered, and no FP8, got {given}; leave it out")
     if weight is None:
         if x.dim() < 2 or x.dtype not in DTYPES or not x.shape[-1]:
             raise UserError(

@@ -32,13 +32,13 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         local, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, at.scales))
         by = (local, all_ranks, _scales_of_weight(scales.weight, config.bn))
     chunk_k = edges.columns or cdiv(k, config.bk) * config.bk
+    source = x.view(torch.uint8) if call.fp8 else x
     arguments = (
         _descriptor(gathered, config.bm, config.bk),
         _descriptor(x, config.bm, config.bk),
         _descriptor(weight, *at.weight_box()),
         _descriptor(out, config.bm, PIECE),
-        *((x.view(torch.uint8),) * 2 if call.fp8 else (x, x if at.own is None else at.own)),
-        x if bias is None else bias,
+        source, source if at.own is None else at.own, x if bias is None else bias,
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_flux import UserError, ops
+from megatron_flux.ops.fp8_operand import quantized
 from tests.unit.groups import group_of
 
 ROWS, K, N = 4, 6, 5
@@ -32,6 +33,16 @@ def refused(operator: str, *args: Any, **kwargs: Any) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+def test_an_own_gathered_input_that_nothing_gives() -> None:
+    """In FP8 the kernel would write to x."""
+    x, weight = operands()
+    asked = {"own_gathered": True, "backend": "reference"}
+    assert "got return_gathered=False and torch.float32" in refused("all_gather_gemm", x, weight, group_of(2), **asked)
+    fp8 = [quantized(torch.ones(rows, 16), "tensor") for rows in (16, 16)]
+    said = refused("all_gather_gemm", *fp8, group_of(2), return_gathered=True, **asked)
+    assert "own_gathered needs return_gathered, and no FP8, got return_gathered=True and FP8 operands" in said
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -28,8 +27,6 @@ from packaging.version import InvalidVersion, Version
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import seams
 from megatron_flux.patch.provenance import name_of_other
-
-logger = logging.getLogger("megatron_flux")
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 TE_LAYERS = "megatron.core.extensions.transformer_engine"
@@ -191,15 +188,11 @@ def find_line(megatron_core: str, *, strict: bool = False) -> MegatronCoreLine:
     newer = not strict and (release := release_of(megatron_core)) is not None and release >= Version(_BEYOND)
     if newer and (core := _folder()) is not None:
         known = shown(SUPPORTED_MEGATRON_CORE)
-        if moved := seams.changed(core.parents[1], NEWEST_SEAMS):
+        if moved := seams.changed(core.parents[1], NEWEST_SEAMS, f"megatron-core {megatron_core}", known):
             raise UnsupportedVersionError(
                 f"megatron-core {megatron_core} is newer than {known}, and has changed code that flux does anew: "
                 f"{', '.join(moved)}. Update megatron_flux, or pip install 'megatron-core{known}'"
             )
-        said = (
-            "megatron_flux: megatron-core %s is newer than %s. It runs as the newest of these: its linears are the same"
-        )
-        logger.warning(said, megatron_core, known)
         return LINES[-1]
     release = check_release("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
     return next(line for line in LINES if release in line.versions)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import logging
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+logger = logging.getLogger("megatron_flux")
 
 _NOT_CODE = ("ctx", "kind", "type_comment", "type_params")
 """Fields of syntax trees that say nothing, or that not every Python has."""
@@ -34,9 +37,16 @@ def digest(release: Path, path: str) -> str:
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
 
-def changed(release: Path, digests: Mapping[str, str]) -> list[str]:
-    """Return the paths whose code in ``release`` has another digest than in ``digests``."""
-    return [path for path, known in digests.items() if digest(release, path) != known]
+def changed(release: Path, digests: Mapping[str, str], found: str, known: str) -> list[str]:
+    """Return the paths whose code in ``release`` has another digest than in ``digests``, those of the newest known one.
+
+    If there is none, a warning says that ``found`` (package and version) runs as the newest of the range ``known``.
+    """
+    moved = [path for path, newest in digests.items() if digest(release, path) != newest]
+    if not moved:
+        said = "megatron_flux: %s is newer than %s. It runs as the newest of these: its linears are the same"
+        logger.warning(said, found, known)
+    return moved
 
 
 def digests(release: Path, paths: Iterable[str]) -> dict[str, str]:

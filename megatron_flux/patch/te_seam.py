@@ -22,7 +22,6 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -42,8 +41,6 @@ from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import TransformerEngineFp8
 from megatron_flux.patch.te_wgrad import WgradStore
-
-logger = logging.getLogger("megatron_flux")
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
@@ -104,13 +101,10 @@ def load(*, strict: bool = False) -> TransformerEngine:
 def _is_unchanged(release: Version, installed: str) -> bool:
     """Return True, with a warning, if a release is newer than those known and its code is that of the newest."""
     file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
-    if release < Version(_BEYOND) or file is None or seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS):
+    if release < Version(_BEYOND) or file is None:
         return False
-    said = (
-        "megatron_flux: TransformerEngine %s is newer than %s. It runs as the newest of these: its linears are the same"
-    )
-    logger.warning(said, installed, shown(SUPPORTED_TE))
-    return True
+    found = f"TransformerEngine {installed}"
+    return not seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS, found, shown(SUPPORTED_TE))
 
 
 def why_unusable() -> str | None:

@@ -25,7 +25,7 @@ import ctypes
 import dataclasses
 import functools
 import inspect
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import wrapt
@@ -178,14 +178,4 @@ def _whole_numbers(interpreter: ModuleType) -> None:
         else:
             memory[size][at // size] = numpy.ascontiguousarray(values).view(f"u{size}")[mask]
 
-    interpreter._interpreter = _Instead(apart, load, store)
-
-
-class _Instead:
-    """A module with two other functions."""
-
-    def __init__(self, module: ModuleType, load: Any, store: Any) -> None:
-        self._module, self.load, self.store = module, load, store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    interpreter._interpreter = SimpleNamespace(**{**vars(apart), "load": load, "store": store})

@@ -135,8 +135,7 @@ def test_peak_memory_is_not_above_stocks(kind: str, recipe: str) -> None:
         with flux(FP8):
             ours = peak_memory(step)
     dist.barrier()
-    # Seen in a row: 61 against 57 MiB in blocks, 84 against 76 MiB with one scale, on stock's collectives.
-    allowed = 1.12 if kind == "row" else 1.1 if recipe == "blockwise" else 1.02
+    allowed = 1.1 if recipe == "blockwise" else 1.02  # in blocks 57 and 61 MiB were seen, the latter in a row's
     assert 0 < ours <= allowed * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
 
 

@@ -148,8 +148,9 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
 def _load_base(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     """Load the weights of a checkpoint without adapters; everything else is as in a new run."""
     model = _model_state(trainer, _metadata())
-    state = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
-    trainer.model.load_state_dict(_read(state, checkpoint, config)["model"], strict=False)  # without the adapters
+    base = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
+    new = {name: value for name, value in trainer.model.module.state_dict().items() if is_adapter(name)}
+    trainer.model.load_state_dict({**_read(base, checkpoint, config)["model"], **new})
 
 
 def _read(state: dict[str, Any], checkpoint: Path, config: RunConfig) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,11 @@ def why_not(name: str, *packages: str) -> str | None:
     if (reason := te_stand_in.why_not()) is not None or source(name).is_dir():
         return reason
     return f"needs pip install --no-deps --target {source(name)} {' '.join(packages)}, which scripts/test.sh does"
+
+
+def needed(name: str, *packages: str) -> pytest.MarkDecorator:
+    """Return the mark of tests over a framework."""
+    return te_stand_in.skipped(why_not(name, *packages))
 
 
 def stub(*names: str) -> None:

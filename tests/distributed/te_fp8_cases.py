@@ -23,10 +23,10 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.patch.te_fp8 import SUPPORTED_FP8
+from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import flux, on_gpu
 from tests.distributed.te_cases import Case, Sizes, build, gradient_of, input_of, numbers, te_megatron
-from tests.distributed.te_stand_in import SOURCE
 from tests.distributed.te_stand_in_fp8 import numbers_of
 
 Result = TypeVar("Result")
@@ -45,10 +45,16 @@ GPU = 2**-6
 
 def why_not() -> str | None:
     """Why these tests cannot run with the TransformerEngine of the stand-in, or None."""
-    found = [path.stem.split("-")[1] for path in Path(SOURCE).glob("transformer_engine-*.dist-info")]
+    if reason := te_stand_in.why_not():
+        return reason
+    found = [path.stem.split("-")[1] for path in Path(te_stand_in.SOURCE).glob("transformer_engine-*.dist-info")]
     if not found or found[0] not in SUPPORTED_FP8:
         return f"FP8 is for TransformerEngine {SUPPORTED_FP8}, here is {', '.join(found) or 'none'}"
     return None
+
+
+needed = te_stand_in.skipped(why_not())
+"""The mark of tests over TransformerEngine's layers in FP8."""
 
 
 def tolerance() -> float:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 
 from tests.distributed import te_stand_in_fp8
@@ -47,6 +48,15 @@ def why_not() -> str | None:
             "transformer-engine==2.11.0, MEGATRON_FLUX_TE_SOURCE=FOLDER"
         )
     return None
+
+
+def skipped(why: str | None) -> pytest.MarkDecorator:
+    """Return the mark that skips tests for the reason ``why``, if there is one."""
+    return pytest.mark.skipif(why is not None, reason=str(why))
+
+
+needed = skipped(why_not())
+"""The mark of tests over TransformerEngine's layers."""
 
 
 def _quantized(y: torch.Tensor, quantizer: Any) -> Any:

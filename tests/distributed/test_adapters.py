@@ -26,7 +26,6 @@ from tests.distributed.twins import PLANS, registered
 S, B, WIDTH = 8, 2, 32
 RANKS = (8, 16, 64)
 
-needs_te = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 on_twin = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -122,7 +121,7 @@ def test_megatron_bridge_on_fused_kernels(world2: WorkerPool, kind: str) -> None
             assert calls == {"gemm_all_reduce/twin": 1}
 
 
-@needs_te
+@te_stand_in.needed
 @pytest.mark.parametrize("kind", ["out", "row in"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("twin", marks=on_twin)])
 def test_mcore_bridge(te_world2: WorkerPool, kind: str, backend: str) -> None:

@@ -21,7 +21,7 @@ from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_fp8_cases import fp8_megatron, state_of
 
-pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+pytestmark = te_stand_in.needed
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 512}
 SMALL = {

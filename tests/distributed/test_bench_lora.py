@@ -121,7 +121,7 @@ def test_the_bound_has_no_collective_of_adapters(world2: WorkerPool, tmp_path: P
     assert world2.run(rank_without_communication, tmp_path, sequence_parallel) == [[], []]
 
 
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@te_stand_in.needed
 def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPool, tmp_path: Path) -> None:
     """Flux has them. Stock TransformerEngine has not, and its row says so."""
     how = {"seq": 128, "layers": 1}

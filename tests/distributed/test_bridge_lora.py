@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, report
-from tests.distributed import te_stand_in
+from tests.distributed import recipes, te_stand_in
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
-SOURCE = Path(sys.prefix, "bridge-source", "megatron", "bridge")
-WHY_NOT = te_stand_in.why_not()
-if WHY_NOT is None and not SOURCE.is_dir():
-    WHY_NOT = f"needs Megatron-Bridge: pip install --no-deps --target {SOURCE.parents[1]} megatron-bridge==0.3.1"
-
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+SOURCE = recipes.source("bridge") / "megatron" / "bridge"
+pytestmark = recipes.needed("bridge", "megatron-bridge==0.3.1")
 
 Tensors = dict[str, torch.Tensor]
 LORA = {"dim": 8, "alpha": 16, "dropout": 0.0}

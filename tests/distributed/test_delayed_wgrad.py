@@ -31,11 +31,10 @@ from tests.distributed.te_cases import (
     mark_bias,
     te_megatron,
 )
-from tests.distributed.te_fp8_cases import RECIPES, autocast, both, built, fp8_case, recipe_of, why_not
+from tests.distributed.te_fp8_cases import RECIPES, autocast, both, built, fp8_case, needed, recipe_of
 from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 
-pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
-no_fp8 = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = te_stand_in.needed
 
 WHOLE = {"sequence_parallel": False}
 BIASES = ((False, True), (True, True), (True, False))  # none, returned, added
@@ -168,14 +167,14 @@ def rank_fp8(case: Case, recipe: str, backend: str) -> dict[str, int]:
 FP8_SETTINGS = [(*how, *more) for how, more in zip(product(CLASSES, RECIPES), cycle(((True, {}), (False, WHOLE))))]
 
 
-@no_fp8
+@needed
 @pytest.mark.parametrize(("kind", "recipe", "fusion", "options"), FP8_SETTINGS)
 def test_fp8(te_world2: WorkerPool, kind: str, recipe: str, fusion: bool, options: dict[str, Any]) -> None:
     case = fp8_case(kind, delayed=True, micro_batches=MICRO_BATCHES, fusion=fusion, options=options)
     te_world2.run(rank_fp8, case, recipe, "reference")
 
 
-@no_fp8
+@needed
 @NEEDS_TRITON
 @pytest.mark.parametrize(
     ("kind", "recipe"), [("column", "blockwise"), ("column", "tensorwise"), ("row", "blockwise"), ("row", "delayed")]

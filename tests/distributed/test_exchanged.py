@@ -28,7 +28,6 @@ from tests.distributed.te_cases import Case, build, te_megatron
 from tests.distributed.te_cases import run as te_run
 from tests.distributed.test_stock_layers import make, results, width_of
 
-over_te = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 HERE = __name__
 
 
@@ -202,7 +201,7 @@ def test_a_method_set_on_a_layer(kind: str, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(now, expected, strict=True))
 
 
-@over_te
+@te_stand_in.needed
 @pytest.mark.parametrize("kind", ["norm column", "column", "row"])
 @on_ranks("te_world2")
 def test_every_place_over_te(kind: str) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from megatron_flux import ops
 from megatron_flux.layers import keep
-from tests.distributed import te_stand_in
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import Case
 from tests.distributed.te_fp8_cases import (
@@ -28,13 +27,13 @@ from tests.distributed.te_fp8_cases import (
     by_te_checkpoint,
     fp8_case,
     input_of,
+    needed,
     recipe_of,
     train,
-    why_not,
 )
 from tests.distributed.te_fp8_cases import autocast as fp8_autocast
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = needed
 
 EVERY = (None, *RECIPES)
 """Recipes; None is bf16."""

@@ -18,7 +18,6 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
 RANK = 4
-WITH_TE = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 Gradients = dict[str, torch.Tensor]
 
 
@@ -106,7 +105,7 @@ def rank_dropped_gradient(family: str) -> float:
         return max(relative_error(stock[name], gradient) for name, gradient in right.items())
 
 
-@WITH_TE
+@te_stand_in.needed
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_te_drops_the_gradient_of_a_gathered_norm_output(te_world2: WorkerPool, family: str) -> None:
     """The upstream fault of docs/fine-tuning.md. A TransformerEngine without it fails here: then say so there."""
@@ -121,7 +120,7 @@ def rank_upstream_script() -> dict[str, float]:
     return found
 
 
-@WITH_TE
+@te_stand_in.needed
 def test_what_is_reported_upstream(te_world2: WorkerPool) -> None:
     """With the local output dx is right, with the gathered one it is zero."""
     right, dropped = pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5)

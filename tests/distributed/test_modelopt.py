@@ -19,8 +19,7 @@ from tests.distributed.megatron_world import FAMILIES, flux, megatron, model_con
 from tests.distributed.pool import Template, WorkerPool
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
-NO_TE = te_stand_in.why_not()
-PRELOADED = "tests.distributed.megatron_world" if NO_TE else "tests.distributed.te_preload"
+PRELOADED = "tests.distributed.megatron_world" if te_stand_in.why_not() else "tests.distributed.te_preload"
 QUANTISED = "modelopt.torch.quantization.nn.modules.quant_linear._QuantLinear.quantized_linear_fn"
 TE_QUANTISED = "modelopt.torch.quantization.plugins.transformer_engine"
 REASONS = {
@@ -99,8 +98,6 @@ def rank_quantised(layers: str) -> None:
             run(patched, x)
 
 
-@pytest.mark.parametrize(
-    "layers", ["local", pytest.param("TE", marks=pytest.mark.skipif(NO_TE is not None, reason=str(NO_TE)))]
-)
+@pytest.mark.parametrize("layers", ["local", pytest.param("TE", marks=te_stand_in.needed)])
 def test_a_quantised_model_has_stocks_numbers(quantising: WorkerPool, layers: str) -> None:
     quantising.run(rank_quantised, layers)

@@ -23,7 +23,7 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, Sizes, te_megatron
 from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = te_stand_in.needed
 
 FP32 = torch.float32
 LORAS = {

@@ -22,7 +22,7 @@ from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
-pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+pytestmark = te_stand_in.needed
 
 OFFLOADED = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 LARGE = {"hidden_size": 256, "ffn_hidden_size": 512, "params_dtype": torch.bfloat16, "bf16": True}

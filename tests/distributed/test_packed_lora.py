@@ -22,7 +22,6 @@ from tests.distributed.te_cases import te_megatron
 STRICT = FluxConfig(strict=True, backend="reference")
 LENGTHS: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,), (9, 8)]
 """Of the sequences of a step: 8, 16, 2, 10, 4 and 17 tokens."""
-WITH_TE = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
 
 
 class PackedAttention(torch.nn.Module):
@@ -106,7 +105,9 @@ def rank_packed(te: bool) -> None:
         assert seen.calls == {"gemm_all_reduce/reference": (2 * 4 + 8 + 6 + 1) * 4 * len(LENGTHS)}
 
 
-@pytest.mark.parametrize("te", [False, pytest.param(True, marks=WITH_TE)], ids=["local", "TransformerEngine"])
+@pytest.mark.parametrize(
+    "te", [False, pytest.param(True, marks=te_stand_in.needed)], ids=["local", "TransformerEngine"]
+)
 def test_another_number_of_tokens_in_every_step(request: pytest.FixtureRequest, te: bool) -> None:
     pool: WorkerPool = request.getfixturevalue("te_world2" if te else "world2")
     pool.run(rank_packed, te)

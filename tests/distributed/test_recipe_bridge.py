@@ -20,9 +20,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_spec import process
 
-WHY_NOT = recipes.why_not("bridge", "megatron-bridge==0.3.1", "einops", "six")
 SCRIPT = Path(__file__).parents[2] / "examples" / "bridge" / "sft.py"
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = recipes.needed("bridge", "megatron-bridge==0.3.1", "einops", "six")
 
 
 def model_of(lora: bool, sequence_parallel: bool, *, by_spec: bool = False) -> torch.nn.Module:

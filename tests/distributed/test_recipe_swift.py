@@ -19,8 +19,7 @@ from tests.distributed import recipes
 from tests.distributed.pool import TRANSFORMER_ENGINE, WorkerPool
 from tests.distributed.te_cases import te_megatron
 
-WHY_NOT = recipes.why_not("swift", "mcore-bridge==1.6.5", "peft==0.20.0", "accelerate==1.15.0")
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = recipes.needed("swift", "mcore-bridge==1.6.5", "peft==0.20.0", "accelerate==1.15.0")
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "ms-swift" / "flux_on.py"
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

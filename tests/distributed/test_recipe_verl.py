@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,8 +22,10 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
 ROOT = Path(__file__).parents[2]
-WHY_NOT = recipes.why_not("verl", "verl==0.9.1") or recipes.why_not("bridge", "megatron-bridge==0.3.1", "einops", "six")
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [
+    recipes.needed("verl", "verl==0.9.1"),
+    recipes.needed("bridge", "megatron-bridge==0.3.1", "einops", "six"),
+]
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

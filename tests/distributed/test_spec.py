@@ -133,7 +133,7 @@ def test_a_local_spec(family: str, sequence_parallel: bool) -> None:
         check_model(family, te=False, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@te_stand_in.needed
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("gpt3", False)])
 @on_ranks("te_world2")
 def test_a_spec_over_transformer_engine(family: str, sequence_parallel: bool) -> None:
@@ -249,7 +249,7 @@ def test_classes_that_megatron_core_compares_are_left_to_it() -> None:
             megatron_flux.flux_spec(get_gpt_layer_local_spec(multi_latent_attention=True), strict)
 
 
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@te_stand_in.needed
 @on_ranks("te_world2")
 def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
     from megatron.core.extensions.transformer_engine import TEFusedMLP

@@ -23,7 +23,6 @@ from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.train.fp8 import own_scales
-from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import NORMS, Sizes, input_of
@@ -39,6 +38,7 @@ from tests.distributed.te_fp8_cases import (
     fp8_case,
     fp8_megatron,
     fresh,
+    needed,
     rank_fp8_captured,
     rank_fp8_case,
     rank_fp8_no_grad,
@@ -53,11 +53,10 @@ from tests.distributed.te_fp8_cases import (
     require_same,
     state_of,
     train,
-    why_not,
 )
 from tests.distributed.twins import NEEDS_TRITON, registered
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = needed
 
 
 EACH = [*zip(KINDS, RECIPES, strict=True)]

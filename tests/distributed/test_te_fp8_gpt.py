@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import FAMILIES, flux, gpt_model, loss_and_gradients
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_fp8_cases import FP8, fp8_megatron, fresh, state_of, why_not
+from tests.distributed.te_fp8_cases import FP8, fp8_megatron, fresh, needed, state_of
 from tests.distributed.test_gpt import LAYERS
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = needed
 
 SIZES = {"hidden_size": 64, "ffn_hidden_size": 128, "bf16": True, "params_dtype": torch.bfloat16}
 STEPS = 3

@@ -30,7 +30,7 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, mark_bias, model_tolerance, te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
 
-pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+pytestmark = te_stand_in.needed
 
 
 def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from tests.distributed.te_cases import (
     tolerance,
 )
 
-pytestmark = pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+pytestmark = te_stand_in.needed
 
 
 def expected_calls(case: Case) -> dict[str, int]:

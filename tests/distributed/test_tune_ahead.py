@@ -133,7 +133,7 @@ def test_the_first_step_finds_every_answer(world2: WorkerPool, tmp_path: Path, n
     assert output <= {call[:4] for call in wanted}, "the output layer's"
 
 
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@te_stand_in.needed
 def test_layers_over_transformer_engine(te_world2: WorkerPool, tmp_path: Path) -> None:
     for options in ({}, WHOLE):
         require_all_ahead(te_world2, tmp_path / str(len(options)), ("gpt3", False, None, True, options))

@@ -17,16 +17,15 @@ import megatron_flux
 from megatron_flux import FluxConfig
 from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
-from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux, gpt_model
 from tests.distributed.norm_output_cases import Adapter, Lora
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import Sizes
-from tests.distributed.te_fp8_cases import fp8_megatron, fresh, why_not
+from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed
 from tests.distributed.test_tune_ahead import counting
 from tests.distributed.test_tune_ahead_fp8 import BATCH, SEQUENCE, SIZES, step
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = needed
 
 RANK = 16
 

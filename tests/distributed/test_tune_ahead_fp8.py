@@ -18,13 +18,12 @@ import megatron_flux
 from megatron_flux import FluxConfig
 from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
-from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_fp8_cases import fp8_megatron, fresh, state_of, why_not
+from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed, state_of
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
-pytestmark = pytest.mark.skipif((WHY_NOT := te_stand_in.why_not() or why_not()) is not None, reason=str(WHY_NOT))
+pytestmark = needed
 
 SEQUENCE, BATCH = 128, 2
 """128 rows per rank, as blocks want them."""

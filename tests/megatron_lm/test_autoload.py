@@ -103,7 +103,7 @@ def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, instal
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(te_stand_in.why_not() is not None, reason=str(te_stand_in.why_not()))
+@te_stand_in.needed
 @pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"needs Megatron-Bridge in {BRIDGE}: scripts/test.sh puts it there")
 def test_megatron_bridge_is_switched_on(run: Run, installed: Path) -> None:
     script = str(Path(__file__).with_name("bridge.py"))

@@ -4,7 +4,6 @@
 ``MEGATRON_FLUX``                whether trainings run with flux; read when Megatron-LM's arguments are parsed, or when
                                  the first tensor-parallel linear is built
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
-``MEGATRON_FLUX_SM_MARGIN``      SMs that fused kernels leave to others; default 0
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
 ``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact, fp8 or int8; read when layers are patched
@@ -14,7 +13,7 @@
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
-Of those from ``CUDA_DEVICE_MAX_CONNECTIONS`` to ``MEGATRON_FLUX_TIMEOUT_S``, a value set after CUDA's start does not
+Of ``CUDA_DEVICE_MAX_CONNECTIONS`` and ``MEGATRON_FLUX_TIMEOUT_S`` a value set after CUDA's start does not
 count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
 or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
 this is read in later calls. A bad value is a UserError: :func:`check` finds it before anything starts.
@@ -34,7 +33,7 @@ from megatron_flux.errors import UserError
 
 OFF, ON = ("", "0", "false", "off", "no"), ("1", "true", "on", "yes")
 """What MEGATRON_FLUX may say, in any case of letters."""
-_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S")
+_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S")
 LinkKind = Literal["none", "host", "p2p", "nvlink"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
 """What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
@@ -58,14 +57,6 @@ def switched_on() -> bool:
 def one_queue() -> bool:
     """Whether all kernels of this process go through one hardware queue, in the order in which they are enqueued."""
     return _value("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
-def sm_margin() -> int:
-    """SMs that fused kernels leave to others."""
-    given = _value("MEGATRON_FLUX_SM_MARGIN") or "0"
-    if not given.isdecimal():
-        raise UserError(f"MEGATRON_FLUX_SM_MARGIN must be a number of SMs, 0 or more, not {given!r}")
-    return int(given)
 
 
 def timeout_s() -> float | None:
@@ -118,7 +109,7 @@ def tune_seconds() -> float:
 
 def check() -> None:
     """Read every variable once, so that a bad value is refused before anything starts. Raises UserError."""
-    for read in (sm_margin, timeout_s, link, wire, grad_wire, tunes_fully, tune_seconds):
+    for read in (timeout_s, link, wire, grad_wire, tunes_fully, tune_seconds):
         read()
 
 

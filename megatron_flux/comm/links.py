@@ -14,16 +14,23 @@ none       anything else: several hosts, no GPU
 A user may ask for a weaker one than there is (``MEGATRON_FLUX_LINK``, ``FluxConfig(link=...)``); stronger ones are not
 used then. On CPUs ``host`` can be asked for, too: the same protocol over the same shared memory.
 
-Why other groups matter: a fused kernel holds every SM and waits for its peers. NCCL kernels of another group that start
-in the other order on two ranks wait there for SMs, and for each other, without end. torch.distributed does not tell
-whether the stream of the layers waits for a group's collectives, so all groups count but those known to be waited for:
-the default group, and groups over the very ranks of tensor parallelism in :data:`WAITED_FOR` (norms, losses, gradients
-of norms, and identification of ranks). Groups made after the first question are not seen.
+Why other groups matter: a fused kernel holds every SM and waits for its peers. A peer may first have to run a kernel of
+another group, NCCL's, which waits for a rank whose SMs a fused kernel holds: without more, both would wait without end.
+With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) kernels start in the order in which they were enqueued. It
+is the same on all ranks, so that cannot be. A graph's launch, and streams of different priorities, do not keep it.
+There, and with more queues, fused calls start together (:func:`starts_together`).
+
+torch.distributed does not tell whether the stream of the layers waits for a group's collectives, so all groups count
+but those known to be waited for: the default group, and groups over the very ranks of tensor parallelism in
+:data:`WAITED_FOR` (norms, losses, gradients of norms, and identification of ranks). Groups made after the first
+question are not seen.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -35,6 +42,8 @@ from megatron_flux import nvml, settings
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.group_state import Beside, Link, all_states, state_of
 from megatron_flux.errors import UserError
+
+logger = logging.getLogger("megatron_flux")
 
 KINDS = settings.LINKS
 """From the weakest to the strongest."""
@@ -191,11 +200,32 @@ def beside(group: dist.ProcessGroup) -> Beside:
     return state.beside
 
 
+def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
+    """Return True if fused calls of ``group`` must begin on all ranks together: :meth:`~comm.slab.Slab.start`.
+
+    ``captured``: calls in CUDA graphs. Collective on first use.
+    """
+    there = beside(group)
+    together = there.high_priority or (there.others and (captured or not settings.one_queue()))
+    if together and group.rank() == 0:
+        faster = there.high_priority or captured or settings.one_queue()
+        _say_once("" if faster else "; set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts to save that")
+    return together
+
+
+@functools.cache
+def _say_once(advice: str) -> None:
+    logger.info(
+        "megatron_flux: other process groups run beside tensor parallelism, so fused calls begin on all its ranks "
+        "together, which takes them some microseconds each%s", advice,
+    )  # fmt: skip
+
+
 def seen(group: dist.ProcessGroup) -> Beside:
     """Return what this rank sees beside ``group``."""
     groups = [other for other in dist.distributed_c10d._world.pg_map if other.size() > 1 and _on_nccl(other)]
     mine = set(dist.get_process_group_ranks(group))
-    others = any(
+    others = group.size() < dist.get_world_size() or any(
         other is not group
         and other.group_desc != "default_pg"
         and not (other.group_desc in WAITED_FOR and set(dist.get_process_group_ranks(other)) == mine)

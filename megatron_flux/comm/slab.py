@@ -26,6 +26,13 @@ CUDA graphs
     :func:`megatron_flux.ops.cuda_graphs.captured_calls`. Two calls of which one is synchronised must not overlap on a
     rank: the program puts a replay behind what used the slab before, and leaves no gather open around it.
 
+Beside other process groups
+    A kernel that waits for its peers on all SMs keeps out kernels of other groups, for which a peer may be waiting. Two
+    things let it end whatever else runs. :meth:`Slab.start` enqueues a kernel of one CTA before it, which returns once
+    all ranks have come to the call: behind that, nothing that a peer has to do first is left. And the kernel itself
+    needs no more than one free SM on each rank (:mod:`megatron_flux.kernels.plain`). Which groups need it:
+    :func:`megatron_flux.comm.links.starts_together`.
+
 Exceptions
     A call claims its slot on the host, and its kernel writes the next call's epoch. When an exception comes in between
     (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the slot is claimed and the epoch is not
@@ -66,6 +73,7 @@ Source: design of FLUX (arXiv 2406.06858) for flags; the epoch protocol is descr
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,10 +95,12 @@ if TYPE_CHECKING:
 
 FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 local tiles of 8 sources, 16 times over
 ENTER_WORDS = 64  # the first words of a half's flags: ranks that have begun a synchronised call
+START_WORDS = 32  # the first of these words that :meth:`Slab.start` uses
 CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # words left for the data of a call
 MOST_CALLS = 1 << 30
 """Calls on a slab that no CUDA graph holds, all ranks' alike; see :mod:`megatron_flux.kernels.device`, *Flags*."""
 MIB = 1 << 20
+MOST_CTAS = 256  # of a kernel, one on an SM
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
 HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
@@ -102,6 +112,32 @@ class CopyStream(NamedTuple):
     stream: torch.cuda.Stream
     before: torch.cuda.Event
     after: torch.cuda.Event
+
+
+class KernelOrder:
+    """Put kernels that wait on all SMs of a GPU in one order, whatever streams and slabs they run on: two of them at
+    once could each keep the other's peer waiting.
+    """
+
+    def __init__(self, index: int) -> None:
+        """``index``: of the GPU."""
+        self._index, self._raw = index, -1
+        self._stream: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """Put the current stream behind the one of the kernel before, if it is another."""
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw != self._raw:
+            current = torch.cuda.current_stream()
+            if self._stream is not None:
+                current.wait_stream(self._stream)
+            self._stream, self._raw = current, raw
+
+
+@functools.cache
+def order_on(index: int) -> KernelOrder:
+    """Return the GPU's one order."""
+    return KernelOrder(index)
 
 
 @dataclass
@@ -116,10 +152,11 @@ class Slab:
     flags: list[torch.Tensor]  # int32 ``[2 * FLAG_WORDS]`` per rank
     data_table: torch.Tensor  # int64 ``[tp]``, addresses of ``data``, on the device
     flag_table: torch.Tensor  # int64 ``[tp]``, addresses of ``flags``, on the device
-    ctrl: torch.Tensor  # int32 ``[2]``: reduce tickets taken, CTAs that have left
+    ctrl: torch.Tensor  # int32: pieces taken to add, CTAs that have left; by share of the tiles the call that took it
     epochs: torch.Tensor  # int32 ``[2]``
     alarm: Alarm
     keep: Any = None
+    order: KernelOrder | None = None  # of the GPU
     table: CallTable | None = None  # where calls are entered
     calls: int = 0  # so far; of a captured slab since the last one that was synchronised
     in_graphs: bool = False  # a call on it has been captured
@@ -127,7 +164,7 @@ class Slab:
     side: CopyStream | None = None
     limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
-    """The barrier kernel that has been launched on this slab; False where Triton has to launch it every time."""
+    """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""
     _stream: torch.cuda.Stream | None = None
     _raw: int = -1
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
@@ -135,6 +172,7 @@ class Slab:
     _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
     """The same for the latest call outside of captures, during one."""
     capture: int | None = None  # that the latest call was part of
+    _synchronised: bool = False  # the latest call
 
     def __post_init__(self) -> None:
         """Look the device up once."""
@@ -148,7 +186,7 @@ class Slab:
         """
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
-        synchronise = self.captured and self._enter_capture()
+        synchronise = self._synchronised = self.captured and self._enter_capture()
         raw = -1 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._raw:
             self._follow()
@@ -177,6 +215,19 @@ class Slab:
         self.capture, self.calls = capture, 0
         self.in_graphs |= capture is not None
         return True
+
+    def start(self, half: int) -> None:
+        """Enqueue the kernel that returns once all ranks have come to the call in ``half``."""
+        if self._synchronised:  # its barrier has done that
+            return
+        if (order := self.order) is not None and self.capture is None:
+            order.follow()
+        from megatron_flux.kernels.device import start_kernel
+
+        words = half * FLAG_WORDS + START_WORDS
+        _wait_for_peers(self, start_kernel, ("start", half), half, words)
+        if self.order is None:  # on CPUs it has run
+            self.check()
 
     def end(self) -> None:
         """End a call on the current stream: put it behind all that the slab's streams were given before."""
@@ -262,12 +313,16 @@ def waited_elsewhere(begun: int | None) -> UserError:
 def _synchronise(work: Slab) -> None:
     """Enqueue the barrier before a captured call."""
     from megatron_flux.kernels.device import enter_kernel  # Triton, which slabs without captured calls do not need
+
+    _wait_for_peers(work, enter_kernel, ("enter", 0), work.flags[work.rank].numel())
+
+
+def _wait_for_peers(work: Slab, kernel: Any, key: tuple[str, int], *numbers: int) -> None:
     from megatron_flux.kernels.launch import wait_for_peers
 
     alarm, device = work.alarm, work.data_table.device
-    flags = work.flags[work.rank]
-    arguments = (work.flag_table, flags, work.epochs, alarm.words, alarm.limit, work.rank, flags.numel())
-    wait_for_peers(enter_kernel, work.kernels, ("enter", work.tp), device, work.tp, arguments)
+    arguments = (work.flag_table, work.flags[work.rank], work.epochs, alarm.words, alarm.limit, work.rank, *numbers)
+    wait_for_peers(kernel, work.kernels, key, device, work.tp, arguments)
 
 
 def _join(side: torch.cuda.Stream, captured: bool) -> None:
@@ -330,10 +385,11 @@ def assemble(
 
     def make_own() -> None:
         flags[group.rank()].zero_()
-        ctrl, epochs = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        ctrl, epochs = torch.zeros(2 + MOST_CTAS, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        order = None if device.type == "cpu" else order_on(data[0].get_device())
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
-            epochs.to(device), Alarm(group, device), keep,
+            epochs.to(device), Alarm(group, device), keep, order,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -41,7 +41,7 @@ from megatron_flux import settings
 OPERATORS = {
     1: "all_gather_gemm",
     2: "gemm_reduce_scatter",
-    3: "entering a captured call",
+    3: "the start of a call",
     4: "all_gather",
     5: "all_gather_gemm",  # 5 to 7: by :mod:`comm.host_link`
     6: "gemm_reduce_scatter",

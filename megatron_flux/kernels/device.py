@@ -323,6 +323,19 @@ def enter_kernel(
         wait_flags(flags + TP, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
 
 
+@triton.jit(do_not_specialize=["slot", "words", "rank", "limit"])
+def start_kernel(
+    table, flags, epochs, err, limit, rank, slot, words, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
+    """Tell every peer that this rank has come to the call whose epoch is in ``epochs[slot]``, and return once all have.
+    Flags: ``[tp]`` from word ``words`` on, whose addresses on all ranks are in ``table``.
+    """
+    epoch = tl.load(epochs + slot)
+    for step in tl.static_range(TP):
+        publish(tl.load(table + (rank + 1 + step) % TP), words + rank, epoch, "relaxed")
+    wait_flags(flags + words, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)
+
+
 @triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
 def gather_wait_kernel(
     flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, rank,

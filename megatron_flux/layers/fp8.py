@@ -27,7 +27,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.settings import one_queue, sm_margin
+from megatron_flux.settings import one_queue
 
 GATHERED_AS = torch.bfloat16
 """Bytes are gathered in this dtype, two at a time: a gather copies, and backends know the type."""
@@ -62,7 +62,7 @@ class PendingRows:
         """Finish the gather of scales by NCCL, which needs SMs, if a fused kernel that waits for its peers comes next
         and could hold them all. One hardware queue keeps the order of both, but not a CUDA graph's branches.
         """
-        if self._scales is None or not self._by_nccl or sm_margin() > 0:
+        if self._scales is None or not self._by_nccl:
             return
         if not one_queue() or capturing(self._local.data):
             self._scales.wait()

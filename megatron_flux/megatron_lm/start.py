@@ -162,13 +162,6 @@ def _problems(args: Any) -> Iterator[str]:
     over_te = getattr(args, "transformer_impl", None) == "transformer_engine" and not getattr(args, "spec", None)
     if over_te and (why := te_seam.why_unusable()):
         yield f"no layer of --transformer-impl transformer_engine can run it: {why}"
-    groups = getattr(args, "high_priority_stream_groups", None)
-    if groups and cuda_graphs.takes_all_sms(_backends(args)):
-        yield (
-            f"NCCL's kernels of {', '.join(groups)} would run on streams of high priority "
-            "(--high-priority-stream-groups), which nothing orders against fused kernels: set MEGATRON_FLUX_SM_MARGIN "
-            "to the number of SMs that NCCL takes, or leave it out"
-        )
 
 
 def _fp8_problems(args: Any) -> Iterator[str]:
@@ -198,20 +191,6 @@ def _graph_problems(args: Any) -> Iterator[str]:
         yield (
             "the first iteration would be captured, and workspaces cannot be made during capture: give "
             "--cuda-graph-warmup-steps 1 or more"
-        )
-    sizes = {
-        "data": "data_parallel_size",
-        "pipeline": "pipeline_model_parallel_size",
-        "context": "context_parallel_size",
-        "expert": "expert_model_parallel_size",
-    }
-    beside = [f"{kind} parallelism ({n})" for kind, name in sizes.items() if (n := getattr(args, name, None) or 1) > 1]
-    if beside and cuda_graphs.takes_all_sms(_backends(args)):
-        yield (
-            f"CUDA graphs (--cuda-graph-impl {graphs}) hold fused kernels, which take all SMs and wait for peers, "
-            f"beside NCCL's of {' and '.join(beside)}, and nothing orders the launch of a graph against those "
-            "(CUDA_DEVICE_MAX_CONNECTIONS orders streams): set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
-            "takes, or leave graphs out"
         )
 
 

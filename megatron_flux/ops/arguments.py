@@ -57,6 +57,7 @@ class SlabCall:
     """Views and descriptors of the slab that all calls of the plan share."""
     gathered: Any = None  # [m, k] of this rank, where x arrives
     scales: torch.Tensor | None = None  # [tp, kb, ld] of this rank, where scales of blocks arrive
+    beside: bool = False  # kernels of other process groups may hold SMs
     own: torch.Tensor | None = None  # [m, k] of the caller's own, where a warp-specialised kernel copies what arrives
 
     def constants(self) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     )  # fmt: skip
     chunk = min(8192, config.bm * config.bn // 4)
     constants = {
-        "STEPS": at.steps, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma, "JOIN": x.is_cuda,
+        "STEPS": at.steps, "BAND": config.band, "CHUNK": chunk, "PIECES": 2, "TMA": tma,
         "ADDEND": call.addend is not None,
     }  # fmt: skip
     return _plain(gemm_rs_kernel, at, arguments, constants)

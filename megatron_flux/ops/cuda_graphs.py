@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from megatron_flux.settings import sm_margin
-
 requested = 0
 """How many :func:`captured_calls` are open; one more while :func:`always` is on."""
 _always = False
@@ -28,11 +26,6 @@ def why_not(backends: Collection[str], link: str | None) -> str | None:
     if link in ("p2p", "none") and (named := sorted(name for name in backends if name.startswith("chunked"))):
         return f"backend {named[0]!r} over the link {link}, which cannot be captured; use another backend"
     return None
-
-
-def takes_all_sms(backends: Collection[str]) -> bool:
-    """Return True if one of ``backends`` may run fused kernels and MEGATRON_FLUX_SM_MARGIN leaves no SM to others."""
-    return bool(set(backends) - {"reference", "pipelined"}) and sm_margin() == 0
 
 
 @contextlib.contextmanager

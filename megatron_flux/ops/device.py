@@ -7,21 +7,15 @@ import os
 
 import torch
 
-from megatron_flux.errors import UserError
-from megatron_flux.settings import sm_margin
-
 CPU_CTAS = 3
 
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """CTAs a persistent kernel may have; a few on CPUs. Raises UserError: MEGATRON_FLUX_SM_MARGIN leaves too few."""
+    """CTAs a persistent kernel may have; a few on CPUs."""
     if device.type != "cuda":
         return CPU_CTAS
-    count, margin = torch.cuda.get_device_properties(device).multi_processor_count, sm_margin()
-    if count - margin < CPU_CTAS:
-        raise UserError(f"MEGATRON_FLUX_SM_MARGIN={margin} leaves too few of this GPU's {count} SMs; set less")
-    return count - margin
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

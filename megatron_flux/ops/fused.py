@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_flux import cuda_driver as driver
+from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, state_of
@@ -51,6 +52,8 @@ class FusedPlan(Plan):
     """The group's slab that calls run on."""
     kernel = ""
     """The function of :mod:`ops.arguments`, or :mod:`ops.hopper_arguments`, that gives its arguments."""
+    _holds_sms = True
+    """The kernel waits for peers on more than one SM."""
 
     def __init__(self, call: OperatorCall, nbytes: int, config: Any = None) -> None:
         """Nothing is allocated. ``nbytes``: of a half of the slab. ``config``: how the kernel runs."""
@@ -58,6 +61,7 @@ class FusedPlan(Plan):
         self.config, self.nbytes_of_half, self.nbytes = config, nbytes, call.bytes_received
         self._shape, self._captured = call.result_shape, call.spec.captured
         self._device, self._cuda, self._sms = x.device, x.is_cuda, sm_count(x.device)
+        self._together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
         self._slab: Slab | None = None
         self._number = 0  # of such calls in the group's call table
         self._launches: list[Any] = [None, None]
@@ -102,7 +106,9 @@ class FusedPlan(Plan):
             from megatron_flux.ops import hopper_arguments as module
         assert self._slab is not None  # noqa: S101
         out = y.view(-1, y.shape[-1])
-        at = arguments.SlabCall(call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed, **gathered)
+        at = arguments.SlabCall(
+            call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed, beside=self._together, **gathered
+        )
         self._launch_by_triton(getattr(module, self.kernel)(at, *operands), self._launches, half)
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
@@ -200,6 +206,8 @@ class AllGatherGemmPlan(_Gathering):
         try:
             half, stream = work.claim(self._number)
             self._push(x, half, stream, scales)
+            if self._together:
+                work.start(half)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, x, *others)
             else:
@@ -253,6 +261,8 @@ class GemmReduceScatterPlan(FusedPlan):
             others = (*others, call.addend)
         try:
             half, stream = work.claim(self._number)
+            if self._together:
+                work.start(half)
             if launch := self._launches[half]:
                 launch(stream, x, weight, y, *others)
             else:
@@ -287,6 +297,8 @@ class GemmAllReducePlan(FusedPlan):
         operands: Sequence[Any] = (x, weight) if own else (partial(call),)
         try:
             half, stream = work.claim(self._number)
+            if self._together:
+                work.start(half)
             if launch := self._launches[half]:
                 launch(stream, *operands, y)
             else:
@@ -308,6 +320,7 @@ class AllGatherPlan(_Gathering):
     """
 
     purpose = "gather"
+    _holds_sms = False
     _own: Sequence[torch.Tensor] = ()
 
     def _view(self, work: Slab, call: OperatorCall) -> None:

@@ -75,7 +75,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
         "TEAMS": config.teams, "WORKERS": workers(config, mp, n, at.steps, at.sms), "num_warps": 8 // config.teams,
-        "ADDEND": call.addend is not None,
+        "ADDEND": call.addend is not None, "BESIDE": at.beside,
     }  # fmt: skip
     operands = ("a", "b", "out", *_scale_names(call), *(() if call.addend is None else ("addend",)))
     return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, operands)

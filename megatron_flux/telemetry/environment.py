@@ -30,7 +30,7 @@ from megatron_flux.version import COMMIT, __version__
 _PACKAGES = ("megatron-core", "torch", "triton", "transformer-engine", "wandb", "numpy")
 
 _SWITCHES = (
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
     *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "PYTORCH_CUDA_ALLOC_CONF"),
     *("TORCH_SYMM_MEM_DISABLE_MULTICAST", "UB_SKIPMC"),
 )

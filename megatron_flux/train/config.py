@@ -144,7 +144,7 @@ def resolve(
         raise UserError(f"{world_size} process(es) cannot be split into tp {tp} x pp {pp}; {use}")
     dp = world_size // (tp * pp)
     if options.cuda_graph_impl != "none":
-        _check_cuda_graphs(options, device, beside=pp * dp if tp > 1 else 1)
+        _check_cuda_graphs(options, device)
     if options.lora is not None and options.lora % tp:
         raise UserError(f"--lora {options.lora} must be a multiple of tp {tp}, which divides it; give another rank")
     if options.strict and flux and tp == 1:
@@ -273,8 +273,7 @@ def _check_transformer_engine(options: TrainOptions | CompareOptions, device: st
         check_capability(options.fp8, torch.cuda.get_device_capability(), "this GPU")
 
 
-def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, *, beside: int) -> None:
-    """``beside``: process groups whose kernels run beside captured ones (:mod:`megatron_flux.ops.backends.fused`)."""
+def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str) -> None:
     given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
@@ -290,15 +289,9 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str, *, b
         raise UserError(f"{given} with --lora: captured layers with adapters have not been tried; leave one out")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    backends = _named_backends(options)
-    if options.flux and (reason := cuda_graphs.why_not({options.backend, *backends}, options.link or settings.link())):
+    backends = {options.backend, *_named_backends(options)}
+    if options.flux and (reason := cuda_graphs.why_not(backends, options.link or settings.link())):
         raise UserError(f"{given} with {reason}")
-    if options.flux and beside > 1 and cuda_graphs.takes_all_sms(backends):
-        raise UserError(
-            f"{given} with PP x DP {beside}: nothing orders the launch of a graph with fused kernels, which wait for "
-            "their peers, against NCCL's of those groups; set MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL "
-            "takes, or leave graphs out"
-        )
 
 
 def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelShape:

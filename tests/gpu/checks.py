@@ -8,6 +8,7 @@ caching allocator hands out for results, and the workspaces, are poisoned with N
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -323,8 +324,6 @@ def streams(group):
 
 def graphs(group):
     """Captured calls of all operators, a gather open beside them as in backward, with every way to move the shards."""
-    if group.size() < dist.get_world_size() and settings.sm_margin() == 0:
-        return "left out: beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     b, done = backend(), []
     chosen = [None, KernelConfig()]
     if torch.cuda.get_device_capability() == (9, 0):
@@ -399,13 +398,26 @@ HANG_S = 120
 longest took 50 s (results/refactor-h200x2)."""
 
 
-def beside_nccl(group, run, rounds=60):
-    """Make the fused calls ``run(i)`` beside all-reduces of another NCCL group over the same ranks on another stream.
+@contextlib.contextmanager
+def another_group(group):
+    """Make an NCCL group over the same ranks, of which flux knows; forget it at the end."""
+    other = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    state = group_state.state_of(group)
+    before, state.beside = state.beside, None
+    state.plans.clear()
+    try:
+        yield other
+    finally:
+        state.beside = before
+        state.plans.clear()
+        dist.destroy_process_group(other)
+
+
+def beside_nccl(group, other, run, rounds):
+    """Make the fused calls ``run(i)`` beside all-reduces of the NCCL group ``other`` on another stream.
 
     All ranks enqueue the same things in the same order; how long before each of them a rank's GPU is busy is random.
     """
-    ranks = dist.get_process_group_ranks(group)
-    other = dist.new_group(ranks, use_local_synchronization=True)
     side, tp = torch.cuda.Stream(), group.size()
     mine, order = random.Random(dist.get_rank()), random.Random(0)
     data, wrong = torch.ones(1 << 24, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -430,10 +442,10 @@ def beside_nccl(group, run, rounds=60):
                 wrong += (part != tp ** len(works)).sum()
             if i % 16 == 15:  # an optimizer's step
                 torch.cuda.synchronize()
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
         torch.cuda.synchronize()
     finally:
         faulthandler.cancel_dump_traceback_later()
-        dist.destroy_process_group(other)
     assert wrong.item() == 0, f"{wrong.item()} elements of the all-reduces are wrong"
     return f"{rounds} rounds, {tp} ranks"
 
@@ -446,49 +458,48 @@ def step_of(group):
         pending = ops.all_gather(xs, group, backend=NAME)
         y = ops.all_gather_gemm(xs, w, group, backend=NAME)
         z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
-        return [tensor.clone() for tensor in (y, z, pending.wait())]
+        total = ops.gemm_all_reduce(xl, w, group, backend=NAME)
+        return [tensor.clone() for tensor in (y, z, total, pending.wait())]
 
     return calls
 
 
-def nccl_beside(group):
-    """Eager calls beside another group's NCCL kernels: CUDA_DEVICE_MAX_CONNECTIONS=1, or an SM margin."""
-    if not (settings.one_queue() or settings.sm_margin()):
-        return "left out: needs CUDA_DEVICE_MAX_CONNECTIONS=1 or MEGATRON_FLUX_SM_MARGIN"
-    calls = step_of(group)
-    first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
+def nccl_beside(group, rounds=60):
+    """Eager calls beside another group's NCCL kernels."""
+    with another_group(group) as other:
+        calls = step_of(group)
+        first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
 
-    def run(_):
-        for got, want in zip(calls(), first, strict=True):
-            differ.add_((got != want).sum())
+        def run(_):
+            for got, want in zip(calls(), first, strict=True):
+                differ.add_((got != want).sum())
 
-    said = beside_nccl(group, run)
+        said = beside_nccl(group, other, run, rounds)
     assert differ.item() == 0, f"{differ.item()} elements differ"
     return said
 
 
-def nccl_beside_graphs(group):
-    """Replayed calls beside another group's NCCL kernels, which an SM margin alone shields."""
-    if settings.sm_margin() == 0:
-        return "left out: needs MEGATRON_FLUX_SM_MARGIN"
-    calls = step_of(group)
-    with captured_calls():
-        first = calls()
-    torch.cuda.synchronize()
-    dist.barrier(group=group)
-    made = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    results = []
-    for graph in made:
-        with torch.cuda.graph(graph):
-            results.append(calls())
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+def nccl_beside_graphs(group, rounds=60):
+    """Replayed calls beside another group's NCCL kernels."""
+    with another_group(group) as other:
+        calls = step_of(group)
+        with captured_calls():
+            first = calls()
+        torch.cuda.synchronize()
+        dist.barrier(group=group)
+        made = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        results = []
+        for graph in made:
+            with torch.cuda.graph(graph):
+                results.append(calls())
+        differ = torch.zeros((), dtype=torch.int64, device="cuda")
 
-    def run(i):
-        made[i % 2].replay()
-        for got, want in zip(results[i % 2], first, strict=True):
-            differ.add_((got != want).sum())
+        def run(i):
+            made[i % 2].replay()
+            for got, want in zip(results[i % 2], first, strict=True):
+                differ.add_((got != want).sum())
 
-    said = beside_nccl(group, run)
+        said = beside_nccl(group, other, run, rounds)
     assert differ.item() == 0, f"{differ.item()} elements differ"
     return said
 
@@ -781,8 +792,6 @@ def worn_out(group):
         round_of_late_calls(group, turn % group.size(), *sizes, gathers=True)
     assert len(set(map(id, slabs(group))) & set(map(id, before))) == sum(work.captured for work in before)
 
-    if group.size() < dist.get_world_size() and settings.sm_margin() == 0:
-        return f"{len(before)} slabs; beside another group captured calls need MEGATRON_FLUX_SM_MARGIN"
     xs, xl, w = operands(group, *sizes, torch.bfloat16, False, integer=True)
 
     def captured(late):
@@ -945,6 +954,7 @@ ACROSS_QUEUES = ("across_streams",)
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=200)
+    options.add_argument("--beside", type=int, default=60, help="rounds beside another group")
     options.add_argument("--split", type=int, default=1, help="groups that run at the same time")
     options.add_argument("--emulate", type=int, help="two GPUs emulate so many; what they cannot do is left out")
     given = options.parse_args()
@@ -961,7 +971,11 @@ def main() -> None:
         group = opened(group, given.emulate, torch.device("cuda", torch.cuda.current_device()))
         checks = {name: check for name, check in CHECKS.items() if name not in (*NOT_EMULATED, *OF_REAL_GROUPS)}
         about["emulated_by"] = dist.get_world_size()
-    run_checks(checks, group, given, hang_s=HANG_S, about=about, arguments={"random_shapes": (given.rounds,)})
+    arguments = {
+        "random_shapes": (given.rounds,),
+        **dict.fromkeys(("nccl_beside", "nccl_beside_graphs"), (given.beside,)),
+    }
+    run_checks(checks, group, given, hang_s=HANG_S, about=about, arguments=arguments)
 
 
 if __name__ == "__main__":

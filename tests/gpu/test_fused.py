@@ -105,30 +105,24 @@ def test_checks(groups: int) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
-    # One hardware queue, as Megatron asks for: without it, or an SM margin, two groups are refused.
-    said = run_checks("checks.py", size, "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    assert not said["nccl_beside"].startswith("left out")
+    run_checks("checks.py", size, "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def test_gathers_cross_streams() -> None:
     run_checks("checks.py", 2, "--only", "across_streams")
 
 
+@pytest.mark.parametrize("queues", ["1", "8", "32"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_beside_nccl_of_another_group(groups: int) -> None:
+def test_beside_nccl_of_another_group(groups: int, queues: str) -> None:
     """Random delays on every rank; a check that stands still ends itself."""
     size = next(n for n in (4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
     checks = ("--split", str(groups), "--only", "graphs,nccl_beside,nccl_beside_graphs")
-    said = run_checks("checks.py", size, *checks, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    said = run_checks("checks.py", size, *checks, CUDA_DEVICE_MAX_CONNECTIONS=queues)
     assert "rounds" in said["nccl_beside"]
-    assert said["nccl_beside_graphs"].startswith("left out: needs MEGATRON_FLUX_SM_MARGIN")
-    # Each of NCCL's channels is a CTA: as many as the margin leaves room for.
-    margin = {"MEGATRON_FLUX_SM_MARGIN": "16", "NCCL_MAX_NCHANNELS": "16"}
-    for queues in ("1", "8"):
-        said = run_checks("checks.py", size, *checks, CUDA_DEVICE_MAX_CONNECTIONS=queues, **margin)
-        assert not [line for line in said.values() if line.startswith("left out")], said
+    assert "rounds" in said["nccl_beside_graphs"]
 
 
 @pytest.mark.slow

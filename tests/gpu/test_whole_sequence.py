@@ -88,7 +88,7 @@ def _forward(model: Any, backend: str, tokens: int, graph: bool) -> dict[str, in
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[WorkerPool]:
-    """Two ranks of their own: beside other tests' groups fused kernels are not captured without an SM margin."""
+    """Two ranks of their own."""
     pool = WorkerPool(2, backend="nccl")
     yield pool
     pool.stop()

@@ -20,7 +20,12 @@ class SizedGroup:
 
 
 def group_of(size: int) -> Any:
-    return SizedGroup(size)
+    """A group of ``size`` ranks, beside which nothing runs."""
+    from megatron_flux.comm.group_state import Beside, state_of
+
+    group: Any = SizedGroup(size)
+    state_of(group).beside = Beside(others=False, high_priority=False)
+    return group
 
 
 def slab_on_gpu(tp: int = 2, *, captured: bool = False, table: Any = None) -> Any:

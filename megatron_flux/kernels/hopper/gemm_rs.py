@@ -14,6 +14,11 @@ Schedule
       tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
       this rank's tiles, leave at once.
     * A flag follows its tile as soon as the tile has arrived.
+    * A worker multiplies every tile in WORKERS: its share. BESIDE other process groups it takes the share when it
+      starts. Shares that are left when it has finished belong to CTAs that have not started, because another group's
+      kernel holds their SMs: *load* takes these too, and tells the others. So all tiles leave, however few CTAs run,
+      since CTAs start in the order of their numbers. Taking costs 0 to 0.5 % in bf16, 1 to 2 % of FP8 in blocks
+      (2 x H100). With numbers from a counter, in whatever order CTAs came, it was 1 to 6 %.
 
 Measured (4 x H200, m=1024, n=12288, k=3072)
     Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
@@ -38,43 +43,111 @@ from megatron_flux.kernels.hopper.pieces import (
     SLEEP,
     STORES_DONE,
     advance,
+    aggregate,
     barrier,
     copy_out,
     each_thread,
     hand_over_tile,
     load_blocks,
+    rings,
     shared_memory,
     wait_flags,
 )
 from megatron_flux.kernels.hopper.scaled import product
 
+MOST_CTAS = gl.constexpr(256)
+
+
+@aggregate
+class Shares:
+    """A CTA's shares of the tiles: the first one, and the next on its way from *load* to the other warps."""
+
+    __annotations__ = {"first": gl.tensor} | dict.fromkeys(("number", "told", "heard"), gl.shared_memory_descriptor)
+
+    @gluon.constexpr_function
+    def __init__(self, first: object, number: object, told: object, heard: object) -> None:
+        """``number`` ``[32]``, every one the same; ``told`` and ``heard`` are a ring of mbarriers with one slot."""
+        self.first, self.number, self.told, self.heard = first, number, told, heard
+
 
 @gluon.jit
-def _tiles(nrb, npn, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr):
-    """Return where a CTA's tiles end, of which it takes every one in WORKERS."""
-    end = nrb * npn * STEPS
-    if WORKERS < CTAS:
-        end = gl.where(gl.program_id(0) < WORKERS, end, 0)
-    return end
+def _take(taken, share, epoch):
+    """Return True if no CTA has taken the share before in this call."""
+    return gl.atomic_xchg(taken + share, epoch, sem="relaxed", scope="gpu") != epoch
+
+
+@gluon.jit
+def _shares(taken, epoch, WORKERS: gl.constexpr, TEAMS: gl.constexpr, BESIDE: gl.constexpr):
+    number = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told, heard = rings(1, 1, TEAMS + 1)
+    first = gl.program_id(0)
+    if BESIDE:
+        if first < WORKERS:
+            first = gl.where(_take(taken, first, epoch), first, WORKERS)
+    return Shares(first, number, told, heard)
+
+
+@gluon.jit
+def _left(taken, epoch, WORKERS: gl.constexpr):
+    """Take the last share that its own CTA has not; WORKERS if there is none."""
+    layout: gl.constexpr = gl.BlockedLayout([MOST_CTAS // 32], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, MOST_CTAS, layout=layout)
+    share = WORKERS
+    last = 0
+    while (share == WORKERS) & (last >= 0):
+        seen = gl.load(taken + lane, mask=lane < WORKERS, other=epoch, cache_modifier=".cg")
+        last = gl.max(gl.where(seen != epoch, lane, -1), axis=0)
+        if last >= 0:
+            if _take(taken, last, epoch):
+                share = last
+    return share
+
+
+@gluon.jit
+def _tell(shares, share, phase):
+    mbarrier.wait(shares.heard.index(0), phase ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    shares.number.store(gl.full((32,), 0, gl.int32, layout=layout) + share)
+    barrier()
+    mbarrier.arrive(shares.told.index(0), count=1)
+    return phase ^ 1
+
+
+@gluon.jit
+def _hear(shares, phase):
+    mbarrier.wait(shares.told.index(0), phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    share = gl.max(shares.number.load(layout), axis=0)
+    barrier()
+    mbarrier.arrive(shares.heard.index(0), count=1)
+    return share, phase ^ 1
 
 
 @gluon.jit
 def _load(
-    s, a, b, xs, ws, nrb, npn, kt, mp, rank,
-    BAND: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    s, shares, a, b, xs, ws, taken, epoch, nrb, npn, kt, mp, rank,
+    BAND: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
-    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
-        step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
-        row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
-        slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
+    said = 0
+    share = shares.first
+    while share < WORKERS:
+        for t in range(share, nrb * npn * STEPS, WORKERS):
+            step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+            row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
+            slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
+        if BESIDE:
+            share = _left(taken, epoch, WORKERS)
+            said = _tell(shares, share, said)
+        else:
+            share = share * 0 + WORKERS
 
 
 @gluon.jit
 def _store(
-    s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
+    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -82,36 +155,43 @@ def _store(
     tiles = nrb * npn
     step_ns = spread // (s.BN // PIECE)
     offset = step_ns * (gl.program_id(0) % 32) // 32
-    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
-        step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
-        tile = rb * npn + pn
-        row = row_off + (rank * tiles + tile) * s.BM
-        owner = gl.load(flag_table + (rank + 1 + step) % TP)
-        start = now()
-        for piece in gl.static_range(s.BN // PIECE):
-            mbarrier.wait(s.ready.index(slot), phase)
-            if step_ns > 0:
-                if piece == 0:
-                    start = now() + offset
-                if ((STEPS == 1) | (step != STEPS - 1)) & (t + WORKERS < tiles * STEPS):
-                    while now() - start < piece * step_ns:
-                        each_thread(SLEEP, 200)
-            source = s.pieces.index(slot)
-            for to in gl.static_range(TP):
-                if STEPS == 1:
-                    copy_out(sinks[to], [row, piece * PIECE], source)
-                elif step == to:
-                    copy_out(sinks[to], [row, piece * PIECE], source)
-            tma.store_wait(0)
-            mbarrier.arrive(s.free.index(slot), count=1)
-            slot, phase = advance(slot, phase, s.RING)
-        each_thread(STORES_DONE, epoch)
-        barrier()
-        each_thread(FENCE_SYSTEM, epoch)
-        publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
-        if STEPS == 1:
-            for to in gl.static_range(1, TP):
-                publish(gl.load(flag_table + (rank + 1 + to) % TP), flag_off + tile * TP + rank, epoch, "relaxed")
+    heard = 0
+    share = shares.first
+    while share < WORKERS:
+        for t in range(share, tiles * STEPS, WORKERS):
+            step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+            tile = rb * npn + pn
+            row = row_off + (rank * tiles + tile) * s.BM
+            owner = gl.load(flag_table + (rank + 1 + step) % TP)
+            start = now()
+            for piece in gl.static_range(s.BN // PIECE):
+                mbarrier.wait(s.ready.index(slot), phase)
+                if step_ns > 0:
+                    if piece == 0:
+                        start = now() + offset
+                    if ((STEPS == 1) | (step != STEPS - 1)) & (t + WORKERS < tiles * STEPS):
+                        while now() - start < piece * step_ns:
+                            each_thread(SLEEP, 200)
+                source = s.pieces.index(slot)
+                for to in gl.static_range(TP):
+                    if STEPS == 1:
+                        copy_out(sinks[to], [row, piece * PIECE], source)
+                    elif step == to:
+                        copy_out(sinks[to], [row, piece * PIECE], source)
+                tma.store_wait(0)
+                mbarrier.arrive(s.free.index(slot), count=1)
+                slot, phase = advance(slot, phase, s.RING)
+            each_thread(STORES_DONE, epoch)
+            barrier()
+            each_thread(FENCE_SYSTEM, epoch)
+            publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
+            if STEPS == 1:
+                for to in gl.static_range(1, TP):
+                    publish(gl.load(flag_table + (rank + 1 + to) % TP), flag_off + tile * TP + rank, epoch, "relaxed")
+        if BESIDE:
+            share, heard = _hear(shares, heard)
+        else:
+            share = share * 0 + WORKERS
 
 
 @gluon.jit
@@ -173,8 +253,8 @@ def _plus(acc, addend, first, row, col, mp, n):
 
 @gluon.jit
 def _multiply(
-    s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
-    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, CTAS: gl.constexpr, WORKERS: gl.constexpr,
+    s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
+    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
     PIECES: gl.constexpr, ADDEND: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
@@ -184,13 +264,20 @@ def _multiply(
     scale = 0.0
     if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
-    for t in range(gl.program_id(0), _tiles(nrb, npn, STEPS, CTAS, WORKERS), WORKERS):
-        acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
-        if ADDEND:
-            step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
-            first = ((rank + 1 + step) % STEPS) * mp
-            acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
-        slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
+    heard = 0
+    share = shares.first
+    while share < WORKERS:
+        for t in range(share, nrb * npn * STEPS, WORKERS):
+            acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
+            if ADDEND:
+                step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+                first = ((rank + 1 + step) % STEPS) * mp
+                acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
+            slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
+        if BESIDE:
+            share, heard = _hear(shares, heard)
+        else:
+            share = share * 0 + WORKERS
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, BAND, TP, STEPS,
         PIECES, 4096, 50, s.DTYPE,
@@ -204,7 +291,7 @@ def hopper_gemm_rs_kernel(
     TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, WORKERS: gl.constexpr,
-    ADDEND: gl.constexpr,
+    ADDEND: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
     With ADDEND ``addend`` ``[m, n]`` is added to this rank's product before it is rounded.
@@ -216,16 +303,18 @@ def hopper_gemm_rs_kernel(
     s = shared_memory(
         a, b, d0, xs, ws, BM, BN, BK, STAGES, RING, TRANSPOSED, DTYPE, SCALES, PROMOTE, TEAMS
     )  # fmt: skip
+    shares = _shares(ctrl + 2, epoch, WORKERS, TEAMS, BESIDE)
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
-                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 0)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
-                (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, STEPS, CTAS, WORKERS)),
-                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
-                               BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
+                (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
+                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 0)),
+                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank, BAND, STEPS, WORKERS,
+                         BESIDE)),
+                (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
+                          epoch, spread, BAND, TP, STEPS, WORKERS, BESIDE)),
+                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
+                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -233,15 +322,16 @@ def hopper_gemm_rs_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
-                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 0)),
-                (_multiply, (s, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn,
-                             kt, mp, n, rank, BAND, TP, STEPS, CTAS, WORKERS, PIECES, ADDEND, 1)),
-                (_load, (s, a, b, xs, ws, nrb, npn, kt, mp, rank, BAND, STEPS, CTAS, WORKERS)),
-                (_store, (s, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch,
-                          spread, BAND, TP, STEPS, CTAS, WORKERS)),
-                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN,
-                               BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
+                (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
+                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 0)),
+                (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
+                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 1)),
+                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank, BAND, STEPS, WORKERS,
+                         BESIDE)),
+                (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
+                          epoch, spread, BAND, TP, STEPS, WORKERS, BESIDE)),
+                (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
+                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
             ],
             [4, 1, 1, 2],
             [216, 80, 80, 80],

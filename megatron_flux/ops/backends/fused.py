@@ -11,15 +11,8 @@ Limits, said by :meth:`FusedBackend.why_not`: bf16, fp16 or FP8 on CUDA, one hos
 ranks. Anything TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on
 pointers.
 
-Hazard: both kernels want every SM at once and wait for peers. A kernel of another process group on another stream that
-waits for *its* peers at the same time (NCCL of data parallelism) can hold SMs while it waits for a rank whose SMs are
-held by this one: two groups then wait for each other. Where kernels of other groups can run beside this one's
-(:mod:`megatron_flux.comm.links`), the backend therefore asks for one of
-
-* ``MEGATRON_FLUX_SM_MARGIN``: as many SMs as the other kernels take are left to them. It always helps;
-* ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for with sequence parallelism: all kernels go through one
-  hardware queue, in which all ranks enqueue them in the same order. That is not said of a graph's launch, nor of
-  streams of different priorities: calls in graphs, and calls beside NCCL's streams of high priority, need the margin.
+Hazard: kernels want every SM at once and wait for peers. Beside other process groups calls therefore start together
+where nothing else orders kernels (:func:`megatron_flux.comm.links.starts_together`).
 
 Hazard: flags are atomics on a peer's memory, of system scope. NVLink has them; over PCIe the platform may not, and then
 a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backend alone (:meth:`FusedBackend.untested`).
@@ -34,12 +27,10 @@ import torch.distributed as dist
 
 from megatron_flux.comm import links
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import ALIGNMENT, OperatorCall
-from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import FORMATS
 from megatron_flux.ops.fused import (
@@ -49,14 +40,11 @@ from megatron_flux.ops.fused import (
     GemmReduceScatterPlan,
 )
 from megatron_flux.ops.kernel_config import KernelConfig, by_rule, for_fp8
-from megatron_flux.settings import one_queue, sm_margin
 
 OFF_NVLINK = (
     "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
 )
 """Why ``auto`` runs stock between GPUs that reach each other's memory without NVLink."""
-
-_MARGIN = "MEGATRON_FLUX_SM_MARGIN to the number of SMs that NCCL takes"
 
 
 class FusedBackend(Backend):
@@ -88,8 +76,7 @@ class FusedBackend(Backend):
             return f"it needs CUDA tensors, x is on {x.device.type}"
         if weight is not None and not weight.is_contiguous():
             return f"weight must be contiguous, its strides are {weight.stride()}"
-        beside = links.beside(group)
-        reason = limit(x.dtype, group.size(), capability(x.device), beside=beside, captured=capturing(x))
+        reason = limit(x.dtype, group.size(), capability(x.device))
         if reason is not None:
             return reason
         link = links.probe(group, x.device)
@@ -153,49 +140,16 @@ def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:
     return candidates(*call.sizes, call.group.size(), call.out.itemsize, hopper_kernels(call), promoted)
 
 
-def limit(
-    dtype: torch.dtype,
-    size: int,
-    capability: tuple[int, int],
-    *,
-    beside: Beside = ALONE,
-    captured: bool = False,
-) -> str | None:
+def limit(dtype: torch.dtype, size: int, capability: tuple[int, int]) -> str | None:
     """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
 
-    ``capability`` is the GPU's; ``beside`` what runs beside the group, its being smaller than the world aside;
-    ``captured``: the calls run in CUDA graphs.
+    ``capability`` is the GPU's.
     """
     if dtype not in (torch.bfloat16, torch.float16, *FORMATS):
         return f"it needs bf16, fp16 or FP8, x is {dtype}"
     if size not in (2, 4, 8):
         return f"it needs a group of 2, 4 or 8 ranks, not {size}"
-    others = beside.others or size < dist.get_world_size()
-    if (reason := _why_blocked(others, beside.high_priority, captured)) is not None:
-        return reason
     least = FP8_CAPABILITY if dtype in FORMATS else (8, 0)
     if capability < least:
         return f"it needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
     return None
-
-
-_MANY_QUEUES = (
-    f"other process groups run beside this one: set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or {_MARGIN}"
-)
-
-
-def _why_blocked(others: bool, high_priority: bool, captured: bool) -> str | None:
-    """Why kernels of other process groups could block this process's fused ones; see the module."""
-    if sm_margin() > 0:
-        return None
-    if high_priority:
-        return (
-            "NCCL runs on streams of high priority, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not put in order with "
-            f"others: set {_MARGIN}, or leave their priority as it is"
-        )
-    if others and captured:
-        return (
-            "other process groups run beside this one's CUDA graphs, whose launches CUDA_DEVICE_MAX_CONNECTIONS=1 does "
-            f"not put in order with theirs: set {_MARGIN}, or train without graphs"
-        )
-    return _MANY_QUEUES if others and not one_queue() else None

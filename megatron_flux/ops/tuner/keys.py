@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron_flux.comm import links
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.settings import sm_margin
 from megatron_flux.version import __version__
 
 LONG_M = 512
@@ -64,11 +63,11 @@ def describe(
     if wire != EXACT and links.by_chunks(link):
         transfers += f" wire={wire}"
     form, mode = "[k,n]" if transposed else "[n,k]", " in graphs" if captured else ""
-    # Of the environment, what changes who is the fastest: stock's multicast, SMs left to others, hardware queues.
+    # Of the environment, what changes who is the fastest.
     nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
     return (
         f"{operator} m={m} n={n} k={k} {numbers} {form} tp={group.size()} {transfers}{mode} | {_machine(device)} | "
-        f"nvls={nvls} margin={sm_margin()} connections={queues}"
+        f"nvls={nvls} connections={queues}{' together' if links.starts_together(group, captured=captured) else ''}"
     )
 
 

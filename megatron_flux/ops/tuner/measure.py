@@ -35,7 +35,7 @@ from megatron_flux.ops.tuner import keys
 from megatron_flux.ops.tuner.cache import Entry, Plan, log_once
 from megatron_flux.ops.tuner.keys import LONG_M, words_of
 from megatron_flux.ops.tuner.ways import CALLS, Way, beside_wgrad, in_graphs
-from megatron_flux.settings import sm_margin, tune_seconds, tunes_fully
+from megatron_flux.settings import tune_seconds, tunes_fully
 
 logger = logging.getLogger("megatron_flux")
 
@@ -257,7 +257,7 @@ def _gpu(call: OperatorCall) -> str:
 
 def _shipped(call: OperatorCall) -> KernelConfig | None:
     """Return what to take unmeasured instead of ``reference``, None where that is the safer choice."""
-    as_in_the_runs = os.environ.get("NCCL_NVLS_ENABLE") == "0" and sm_margin() == 0 and call.x.dtype is torch.bfloat16
+    as_in_the_runs = os.environ.get("NCCL_NVLS_ENABLE") == "0" and call.x.dtype is torch.bfloat16
     plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries()) if as_in_the_runs else None
     if plan is not None:
         log_once(

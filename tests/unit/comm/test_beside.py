@@ -1,4 +1,4 @@
-"""When fused kernels may run beside other process groups: the rule, and what it takes for another group's kernels."""
+"""When fused calls start on all ranks together: the rule, and what it takes for another group's kernels."""
 
 from __future__ import annotations
 
@@ -13,48 +13,38 @@ from megatron_flux.comm.links import ALONE, Beside
 from megatron_flux.ops.backends.fused import limit
 
 OTHERS, HIGH = Beside(others=True, high_priority=False), Beside(others=False, high_priority=True)
-QUEUES, GRAPHS, PRIORITY = "set CUDA_DEVICE_MAX_CONNECTIONS=1 before", "CUDA graphs", "high priority"
 
 
 @pytest.mark.parametrize(
-    ("size", "found", "captured", "queues", "margin", "reason"),
+    ("found", "captured", "queues", "together"),
     [
         # Nobody else: whatever the environment.
-        (4, ALONE, False, None, None, None),
-        (4, ALONE, True, None, None, None),
+        (ALONE, False, None, False),
+        (ALONE, True, None, False),
         # Ordinary training, TP x DP without graphs.
-        (2, ALONE, False, "1", None, None),
-        (2, ALONE, False, "8", None, QUEUES),
-        (2, ALONE, False, None, None, QUEUES),
-        (2, ALONE, False, "8", "16", None),
-        # Another group over the same ranks is as good as one over others.
-        (4, OTHERS, False, None, None, QUEUES),
-        (4, OTHERS, False, "1", None, None),
+        (OTHERS, False, "1", False),
+        (OTHERS, False, "8", True),
+        (OTHERS, False, None, True),
         # One hardware queue does not order graphs' launches, nor priorities.
-        (2, ALONE, True, "1", None, GRAPHS),
-        (4, OTHERS, True, "1", None, GRAPHS),
-        (2, ALONE, True, "1", "16", None),
-        (4, OTHERS, True, None, "16", None),
-        (4, HIGH, False, "1", None, PRIORITY),
-        (2, HIGH, False, "1", None, PRIORITY),
-        (2, HIGH, True, "1", "16", None),
+        (OTHERS, True, "1", True),
+        (HIGH, False, "1", True),
+        (HIGH, True, "1", True),
     ],
 )
 def test_the_rule(
-    size: int,
-    found: Beside,
-    captured: bool,
-    queues: str | None,
-    margin: str | None,
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (("CUDA_DEVICE_MAX_CONNECTIONS", queues), ("MEGATRON_FLUX_SM_MARGIN", margin)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    said = limit(torch.bfloat16, size, (9, 0), beside=found, captured=captured)
-    assert (said is None) if reason is None else reason in (said or "")
-    assert said is None or "MEGATRON_FLUX_SM_MARGIN" in said, "it always helps"
+    found: Beside, captured: bool, queues: str | None, together: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False) if queues is None else monkeypatch.setenv(name, queues)
+    monkeypatch.setattr(links, "beside", lambda group: found)
+    links._say_once.cache_clear()
+    group: Any = SimpleNamespace(rank=lambda: 0)
+    with caplog.at_level("INFO", "megatron_flux"):
+        assert [links.starts_together(group, captured=captured) for _ in range(2)] == [together] * 2
+    assert caplog.text.count("begin on all its ranks together") == together, "said once"
+    helps = together and queues != "1"
+    assert ("set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts" in caplog.text) is helps
 
 
 @pytest.mark.parametrize(
@@ -66,10 +56,7 @@ def test_the_rule(
         (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
     ],
 )
-def test_limits(
-    dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: size)
+def test_limits(dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None) -> None:
     found = limit(dtype, size, capability)
     assert (found is None) if reason is None else reason in (found or "")
 

@@ -95,3 +95,18 @@ def test_streams_of_one_capture_are_ordered_and_know_no_others(monkeypatch: pyte
     assert streams.call(captured_slab, 2, None) == (0, True)  # behind what ran, not behind what was captured
     assert streams.waits == [(2, 1)]
     assert captured_slab.in_graphs
+
+
+def test_kernels_of_all_slabs_that_start_together_are_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them on two streams could each keep the peer of the other waiting."""
+    streams, order = Streams(monkeypatch), slabs.KernelOrder(0)
+    monkeypatch.setattr(slabs, "_wait_for_peers", lambda *_: None)
+    one, other, graphs = slab_on_gpu(), slab_on_gpu(), slab_on_gpu(captured=True)
+    for slab in (one, other, graphs):
+        slab.order = order
+    for slab, streams.current in ((one, 1), (other, 1), (other, 2), (one, 1)):
+        slab.start(0)
+    assert streams.waits == [(2, 1), (1, 2)]
+    graphs.capture, streams.current = 100, 3  # a captured stream must not wait for one outside
+    graphs.start(0)
+    assert len(streams.waits) == 2

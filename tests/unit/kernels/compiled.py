@@ -35,7 +35,7 @@ from tests.ptx import missing_fences, missing_in_plain
 
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums": ("gemm_rs", {}),
-    "sums for all ranks": ("gemm_rs", {"TP": 2, "STEPS": 1}),
+    "sums for all ranks, beside others": ("gemm_rs", {"TP": 2, "STEPS": 1, "BESIDE": 1}),
     "sums with an addend": ("gemm_rs", {"ADDEND": 1}),
     "fp8 sums with an addend, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "ADDEND": 1}),
     "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128, "ADDEND": 1}),
@@ -50,7 +50,10 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "fp8 gathered": ("ag_gemm", {"FP8": 1, "BIAS": 1, "KCH": 4, "EARLY": 1}),
     "fp8 sums": ("gemm_rs", {"FP8": 1}),
     "fp8 gathered, promoted": ("ag_gemm", {"FP8": 1, "PROMOTE": 1}),
-    "fp8 sums, promoted, half tiles": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
+    "fp8 sums, promoted, half tiles, beside others": (
+        "gemm_rs",
+        {"FP8": 1, "PROMOTE": 1, "BN": 128, "STAGES": 5, "BESIDE": 1},
+    ),
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
     "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
     "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128}),
@@ -122,7 +125,7 @@ def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any
         types |= {"c": tile(64, 64)}
     else:
         kernel = gemm_rs_kernel
-        constants |= {"STEPS": 2, "BAND": 2, "CHUNK": 1024, "PIECES": 2, "JOIN": True, "ADDEND": scales is not None}
+        constants |= {"STEPS": 2, "BAND": 2, "CHUNK": 1024, "PIECES": 2, "ADDEND": scales is not None}
         types |= {f"d{i}": tile(64, 64) for i in range(8)}
     return compiled(ASTSource, kernel, types, constants, capability, num_warps=4, num_stages=2)
 
@@ -155,7 +158,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {"STEPS": given.get("STEPS", tp), "BAND": 3, "RING": 4, "PIECES": 4}
         constants["STAGES"] = given.get("STAGES", 3)
         constants["WORKERS"] = given.get("WORKERS", 132)
-        constants["ADDEND"] = bool(given.get("ADDEND", 0))
+        constants |= {name: bool(given.get(name, 0)) for name in ("ADDEND", "BESIDE")}
     else:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "OWN", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,

@@ -87,21 +87,14 @@ def arguments(**changes: Any) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cuda_graph_impl": "local", "data_parallel_size": 4, "flux_backend": "reference"},
-        {"high_priority_stream_groups": ["dp_cp"], "flux_backend": "reference"},
-        {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 1},
+        {"cuda_graph_impl": "local", "data_parallel_size": 4},
+        {"high_priority_stream_groups": ["dp_cp"]},
+        {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 2},
         {"sequence_parallel": False},
     ],
 )
 def test_what_goes_with_flux_passes(changes: dict[str, Any]) -> None:
     validate(arguments(**changes))
-
-
-def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
-    validate(arguments(cuda_graph_impl="full_iteration", overlap_grad_reduce=True, data_parallel_size=2))
-    validate(arguments(cuda_graph_impl="local", pipeline_model_parallel_size=2))
-    validate(arguments(high_priority_stream_groups=["ep"]))
 
 
 @pytest.mark.parametrize(
@@ -117,20 +110,9 @@ def test_an_sm_margin_lets_other_groups_run_beside(monkeypatch: pytest.MonkeyPat
             "--cuda-graph-impl local comes with backend 'chunked' over the link none, which cannot be captured",
         ),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, "--cuda-graph-warmup-steps 1 or more"),
-        (
-            {"cuda_graph_impl": "local", "data_parallel_size": 2},
-            "beside NCCL's of data parallelism (2), and nothing orders the launch of a graph against those",
-        ),
-        (
-            {"high_priority_stream_groups": ["dp_cp", "ep_dp"]},
-            "NCCL's kernels of dp_cp, ep_dp would run on streams of high priority (--high-priority-stream-groups)",
-        ),
     ],
 )
-def test_what_does_not_is_refused_in_one_line(
-    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
+def test_what_does_not_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(MegatronArgumentsError, match=re.escape(said)) as error:
         validate(arguments(**changes))
     assert "\n" not in str(error.value)

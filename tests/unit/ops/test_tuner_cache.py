@@ -168,12 +168,12 @@ def test_writers_at_the_same_time_lose_no_entry(warm_python: str, tmp_path: Path
 # Keys
 
 BASE = {"operator": "all_gather_gemm", "m": 8, "n": 6, "k": 4, "numbers": "bfloat16", "transposed": False}
-BASE |= {"wire": "exact", "captured": False, "tp": 2, "link": "nvlink", "gpu": "GPU"}
+BASE |= {"wire": "exact", "captured": False, "together": False, "tp": 2, "link": "nvlink", "gpu": "GPU"}
 BASE |= {"flux": "1.1", "sources": "abc", "torch": "2.2", "triton": "3.3", "nccl": (4, 4)}
-BASE |= {"NCCL_NVLS_ENABLE": "1", "MEGATRON_FLUX_SM_MARGIN": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+BASE |= {"NCCL_NVLS_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CHANGES: dict[str, Any] = {name: "another" for name, value in BASE.items() if isinstance(value, str)}
 CHANGES |= {"m": 16, "n": 16, "k": 16, "tp": 8, "transposed": True, "captured": True, "nccl": (9, 9)}
-CHANGES |= {"MEGATRON_FLUX_SM_MARGIN": "8"}
+CHANGES |= {"together": True}
 WORDS = {"|", "flux", "torch", "triton", "nccl"}  # of a key, which say what the next one is
 
 
@@ -181,10 +181,11 @@ def key_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
     """The words of a key on a machine of which all is known, but for ``changes``."""
     now = SimpleNamespace(**BASE, **{}) if not changes else SimpleNamespace(**(BASE | changes))
     with monkeypatch.context() as patch:
-        for name in ("NCCL_NVLS_ENABLE", "MEGATRON_FLUX_SM_MARGIN", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
             patch.setenv(name, getattr(now, name))
         patch.setattr(links, "probe", lambda *_: Link(now.link, ""))
         patch.setattr(links, "name", lambda link: link.kind)
+        patch.setattr(links, "starts_together", lambda group, captured: now.together)
         patch.setattr(links, "by_chunks", lambda link: True)
         patch.setattr(torch.cuda, "get_device_name", lambda device: now.gpu)
         patch.setattr(torch.cuda.nccl, "version", lambda: now.nccl)

@@ -8,22 +8,18 @@ import sys
 import pytest
 
 from megatron_flux import UserError, settings
-from megatron_flux.ops.backends import fused
 
 LATE = """
 import os, torch
 {before}
 import megatron_flux
-from megatron_flux.ops.backends import fused
 from megatron_flux import settings
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-os.environ["MEGATRON_FLUX_SM_MARGIN"] = "0"
 os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
 {between}
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-os.environ["MEGATRON_FLUX_SM_MARGIN"] = "20"
 os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
-print(fused._why_blocked(True, False, False) is None, fused.sm_margin(), settings.timeout_s())
+print(settings.one_queue(), settings.timeout_s())
 """
 
 STARTS = """
@@ -45,14 +41,13 @@ def said(before: str = "", between: str = "") -> str:
 
 
 def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
-    assert said(between=STARTS) == "False 0 7.0"
-    assert said() == "True 20 9.0"
+    assert said(between=STARTS) == "False 7.0"
+    assert said() == "True 9.0"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("MEGATRON_FLUX_SM_MARGIN", "many", settings.sm_margin),
         ("MEGATRON_FLUX_TUNE", "short-list", settings.tunes_fully),
         ("MEGATRON_FLUX_TIMEOUT_S", "0", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "inf", settings.timeout_s),
@@ -76,7 +71,6 @@ def test_the_tuners_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_SM_MARGIN", "MEGATRON_FLUX_TIMEOUT_S"):
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
-    assert (settings.one_queue(), settings.sm_margin(), settings.timeout_s()) == (False, 0, None)
-    assert fused._why_blocked(True, False, False) is not None
+    assert (settings.one_queue(), settings.timeout_s()) == (False, None)

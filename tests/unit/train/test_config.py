@@ -120,22 +120,6 @@ def test_options_reach_the_layers() -> None:
     assert linked == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_graphs_beside_other_groups_need_an_sm_margin(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def graphs(**more: Any) -> Any:
-        return resolve(world_size=4, **GRAPHS, tp=2, pp=pp, num_layers=2, **more)
-
-    monkeypatch.delenv("MEGATRON_FLUX_SM_MARGIN", raising=False)
-    with pytest.raises(UserError, match=r"cuda_graph_impl local with PP x DP 2: .* set MEGATRON_FLUX_SM_MARGIN"):
-        graphs()
-    graphs(backend="reference")
-    graphs(flux=False)
-    with pytest.raises(UserError, match="MEGATRON_FLUX_SM_MARGIN"):
-        graphs(backend="reference", layer_backend=["*.mlp.*=fused"])
-    monkeypatch.setenv("MEGATRON_FLUX_SM_MARGIN", "16")
-    graphs()
-
-
 @pytest.mark.parametrize(
     ("recipe", "expected", "amax"),
     [

@@ -86,11 +86,11 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 @contextlib.contextmanager
-def te_megatron(tp: int) -> Iterator[None]:
+def te_megatron(tp: int, **more: int) -> Iterator[None]:
     """As :func:`megatron`, over TransformerEngine."""
     if not on_gpu():
         te_stand_in.install()
-    with megatron(tp=tp):
+    with megatron(tp=tp, **more):
         yield
 
 

@@ -168,9 +168,9 @@ def train(
 
 
 @contextlib.contextmanager
-def fp8_megatron() -> Any:
+def fp8_megatron(**more: int) -> Any:
     """As :func:`te_megatron`, with nothing of earlier autocasts left."""
-    with te_megatron(dist.get_world_size()):
+    with te_megatron(dist.get_world_size(), **more):
         fresh()
         yield
 

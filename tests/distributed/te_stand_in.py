@@ -2,8 +2,8 @@
 
 TransformerEngine is Python over one compiled module, ``transformer_engine_torch``. Tests of patched against stock
 layers need all of the former (parameters, autograd functions, main_grad, checkpoints) and of the latter four norm
-kernels, one GEMM, and what quantises (:mod:`tests.distributed.te_stand_in_fp8`). So its Python is read as it was
-released, and those are written in torch here. It is told that there is a Hopper GPU.
+kernels, one GEMM and a group of them, and what quantises (:mod:`tests.distributed.te_stand_in_fp8`). So its Python is
+read as it was released, and those are written in torch here. It is told that there is a Hopper GPU.
 
 What asks for a GPU is left out when it is compiled to bytecode: its assertions, and in newer releases errors with
 "needs CUDA". An environment cannot have it without its compiled part, which is why it is kept in a folder of its own::
@@ -163,6 +163,32 @@ def generic_gemm(
     return (out.add_(d) if accumulate else out.copy_(d)), bias_gradient, None, None
 
 
+def te_general_grouped_gemm(
+    a: list[Any],
+    transa: bool,
+    b: list[Any],
+    transb: bool,
+    out: list[torch.Tensor],
+    out_dtype: object,
+    m_splits: list[int],
+    bias: list[torch.Tensor],
+    bias_dtype: object,
+    single_output: bool,
+    gelu_in: object,
+    grad: bool,
+    workspaces: list[torch.Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    sm_count: int,
+) -> list[torch.Tensor]:
+    """One GEMM after the other, without a bias; ``single_output``: into the rows of one result."""
+    for one, other, result in zip(a, b, out[0].split(m_splits) if single_output else out, strict=True):
+        how = (None, None, None, bias_dtype, False, None, grad, workspaces[0], workspace_size)
+        generic_gemm(one, transa, other, transb, result, *how, accumulate, use_split_accumulator)
+    return bias
+
+
 def _k_major(operand: Any, transposed: bool) -> torch.Tensor:
     """fp32 ``[rows, k]`` of ``operand`` ``[..., k]``, or of one ``[k, rows]`` that is used ``transposed``."""
     if hasattr(operand, "_fp8_dtype"):
@@ -257,7 +283,8 @@ def install() -> None:
     # Its own switch for builds, where the compiled part is not there yet.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     compiled = _Compiled("transformer_engine_torch")
-    for function in (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, generic_gemm):
+    norms = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd)
+    for function in (*norms, generic_gemm, te_general_grouped_gemm):
         setattr(compiled, function.__name__, function)
     for name in _FP8:
         setattr(compiled, name, getattr(te_stand_in_fp8, name))
@@ -279,7 +306,8 @@ def install() -> None:
     package.__version__ = importlib.metadata.version("transformer_engine")
     if absent:
         del sys.modules["einops"]
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
+    compiled.get_num_cublas_streams = lambda: 1
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
     quantization.check_fp8_block_scaling_support = lambda: (True, "")  # it looks at the version of CUDA

@@ -21,7 +21,15 @@ from megatron_flux.ops import cuda_graphs as capture
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
-from tests.distributed.megatron_world import FAMILIES, Seen, flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.megatron_world import (
+    FAMILIES,
+    Seen,
+    flux,
+    gpt_model,
+    loss_and_gradients,
+    megatron,
+    splits_on_the_host,
+)
 from tests.distributed.pool import WorkerPool
 
 
@@ -195,14 +203,6 @@ MOE = {
     "moe_aux_loss_coeff": 0.0,
     "moe_router_dtype": "fp64",
 }
-
-
-def splits_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """What the dispatcher copies from the GPU is here already; it wants it as numpy has it."""
-    for name in ("input_splits", "output_splits", "output_splits_tp"):
-        if isinstance(splits := getattr(dispatcher, name, None), torch.Tensor):
-            setattr(dispatcher, name, splits.numpy())
-    return tokens_per_expert
 
 
 def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[dict[str, Any], str]:

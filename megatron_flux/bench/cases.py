@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux.errors import UserError
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import LORA_TARGETS, LoraTarget
-from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.presets import LAYERS, ExpertShape, ModelShape
 
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 
@@ -107,12 +107,14 @@ class Workload(BaseModel):
     """Linears with an adapter."""
     context_length: int | None = None
     """Tokens of each sequence whose keys and values a decode step finds in its cache."""
+    delay_wgrad: bool = False
+    """Weight gradients are computed behind backward, from what TransformerEngine has stored."""
 
     @property
     def shape(self) -> ModelShape:
         """Shape of a model of these layers alone."""
         update = {"num_layers": self.layers, "seq_length": self.seq}
-        return PRESETS[self.model].shape.model_copy(update=update)
+        return LAYERS[self.model].shape.model_copy(update=update)
 
     @property
     def tokens(self) -> int:
@@ -131,6 +133,7 @@ class Workload(BaseModel):
             "frozen" if self.frozen and self.lora is None else "",
             "" if self.lora is None else f"lora{self.lora}",
             "" if self.lora_targets in (None, LORA_TARGETS) else "-".join(self.lora_targets),
+            "delay-wgrad" if self.delay_wgrad else "",
         )
         return "-".join([f"{self.model}-{self.seq}x{self.micro_batch}", *filter(None, how)])
 
@@ -152,7 +155,11 @@ class Workload(BaseModel):
         if self.context_length is not None:
             held += self.layers * 2 * math.prod(self.cache_shape(tp)) * 2
         if trained:
-            inner = shape.qkv_size + 3 * shape.hidden_size + shape.fc1_size + shape.ffn_hidden_size
+            mlp = shape.mlp_size
+            if isinstance(shape, ExpertShape):  # inputs and outputs of experts before and behind each exchange
+                mlp = shape.moe_router_topk * (mlp + 6 * shape.hidden_size)
+                mlp += 3 * (shape.moe_shared_expert_intermediate_size or 0)
+            inner = (shape.qkv_size + 3 * shape.hidden_size + mlp) * (2 if self.delay_wgrad else 1)
             held += self.layers * self.tokens * (4 * shape.hidden_size + 2 * inner) / tp
             if self.lora is not None:  # inputs of A: of QKV and FC1 the whole sequence's
                 held += self.layers * 2 * 2 * self.tokens * shape.hidden_size

@@ -148,7 +148,7 @@ class LayerBench:
         wanted = [name for name, reason in reasons.items() if reason is None]
         settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
         if self.on_gpu:
-            need = workload.memory_gb(self.here.group.size(), len(variants.blocks_of(wanted, workload.fp8)))
+            need = workload.memory_gb(self.here.group.size(), len(variants.blocks_of(wanted, workload)))
             free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.here.ranks))
             # No optimizer comes here, which the layers would wait for.
             settings["keep_gathered_bytes"] = max(0, int((free - need) * 1e9 / 4))
@@ -158,7 +158,7 @@ class LayerBench:
         ready = []
         for name, reason in reasons.items():
             if reason is None:
-                kind = variants.block_of(name, workload.fp8)
+                kind = variants.block_of(name, workload)
                 if kind not in self._blocks:
                     self._blocks[kind] = attempt(partial(self._build, kind, stack), self.here.ranks)
                 block, reason = self._blocks[kind]
@@ -394,6 +394,7 @@ def row(workload: Workload, variant: Variant, samples: Samples) -> dict[str, Any
     clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
     return {
         **workload.model_dump(),
+        "experts": workload.shape.experts,
         "arm": variant.name,
         "training": variants.is_training(variant.name),
         "ms_per_layer": median,
@@ -462,5 +463,5 @@ def work(text: str) -> None:
     wanted = LayerRun.model_validate_json(text)
     rank.set_environment()
     warnings.filterwarnings("ignore")  # of packages that a variant uses and this project does not choose
-    with cpu_shims(), process_groups(wanted):
+    with cpu_shims(), process_groups(wanted, ep=wanted.ep):
         harness.show(tables.show_layers, run(wanted, log=logger.info), wanted.out)

@@ -19,7 +19,7 @@ from megatron_flux.patch.patcher import check
 from megatron_flux.settings import LinkKind, Wire
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOptions
-from megatron_flux.train.presets import PRESETS
+from megatron_flux.train.presets import LAYERS, PRESETS
 
 BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
 """Models that a benchmark measures by default: a few minutes' worth."""
@@ -108,7 +108,9 @@ class LayerOptions(LoraOptions):
     group: ClassVar[str] = "Layers"
 
     preset: list[str] = option(
-        BY_DEFAULT, f"Models: {', '.join(PRESETS)}. small shows in seconds that a machine can run the benchmark."
+        BY_DEFAULT,
+        f"Models: {', '.join(LAYERS)}. small shows in seconds that a machine can run the benchmark. Each rank "
+        "has its share of whole experts (EP = TP).",
     )
     mode: Literal["training", "prefill", "decode"] = option(
         "training",
@@ -129,6 +131,9 @@ class LayerOptions(LoraOptions):
     context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
     frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
+    delay_wgrad: bool = option(
+        False, "Compute weight gradients behind backward (Megatron's delay_wgrad_compute), in layers of experts."
+    )
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
     tp: int | None = _tp("Processes, one per GPU. Default: all GPUs.", ge=1)
     link: LinkKind | None = option(
@@ -173,6 +178,11 @@ class LayerRun(LayerOptions):
     out: Path = Path()
     pp: ClassVar[int] = 1
     """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
+
+    @property
+    def ep(self) -> int:
+        """Ranks that experts are divided among."""
+        return self.tp if any(workload.shape.experts for workload in self.workloads) else 1
 
 
 def check_graphs(cuda_graphs: bool, link: str | None) -> None:
@@ -231,8 +241,8 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     if not trained and (options.frozen or options.lora is not None or options.fp8 is not None):
         raise UserError(f"--mode {mode} has no gradients and runs in bf16; leave frozen, --lora and --fp8-recipe out")
     workloads = []
-    for model in _known("--preset", options.preset, PRESETS):
-        preset = PRESETS[model]
+    for model in _known("--preset", options.preset, LAYERS):
+        preset = LAYERS[model]
         seq = 1 if mode == "decode" else options.seq_length or preset.shape.seq_length
         few = preset.shape.num_layers == 2 or preset.shape.hidden_size > 16000
         batches = options.micro_batch_size or ([1, 8, 64, 512] if mode == "decode" else [preset.micro_batch_size])
@@ -249,6 +259,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                 lora=options.lora,
                 lora_targets=None if options.lora is None else options.lora_targets,
                 context_length=options.context_length if mode == "decode" else None,
+                delay_wgrad=options.delay_wgrad,
             )
             for batch in dict.fromkeys(batches)
             for recipe in _recipes(options.fp8)
@@ -256,6 +267,15 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
         more |= {} if workload.lora is None else {"columns of A (--lora)": workload.lora}
+        if (experts := workload.shape.experts) is not None:
+            more["experts"] = experts
+            if not trained or graphs or workload.lora or workload.fp8 or not workload.sequence_parallel:
+                raise UserError(
+                    f"{workload.label}: experts are measured in trainings in bf16 with sequence parallelism, without "
+                    "CUDA graphs and --lora"
+                )
+        if workload.delay_wgrad and (experts is None or workload.frozen):
+            raise UserError(f"{workload.label}: --delay-wgrad is for layers of experts whose weights are trained")
         check_divides(workload.label, workload.shape, tp, **more)
     burst = options.burst or (30 if mode == "decode" else 3)
     decided = {"workloads": workloads, "variants": variants, "tp": tp, "cuda_graphs": graphs, "burst": burst}

@@ -196,6 +196,7 @@ def workload_title(row: Row) -> str:
     lora, targets = row.get("lora"), row.get("lora_targets") or LORA_TARGETS
     how += ", frozen" if row.get("frozen") and not lora else ""
     how += f", LoRA of rank {lora}" if lora else ""
+    how += ", delayed wgrad" if row.get("delay_wgrad") else ""
     how += "" if tuple(targets) == LORA_TARGETS else f" on {', '.join(targets)}"
     return (
         f"{row['model']}, {row['seq']} x {row['micro_batch']}{fp8_title(row.get('fp8'))}{how}, {row['layers']} layers"

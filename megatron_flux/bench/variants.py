@@ -19,6 +19,10 @@ flux_…:NAME=…     those of ``flux_…``      with another setting of :class:
 The bounds run local layers where TransformerEngine cannot run. In FP8 there are no local layers, and the bounds have
 TransformerEngine's to themselves: the amaxes of the others would be those of steps without communication.
 
+Experts are TransformerEngine's grouped linears, divided among the ranks of the tensor-parallel group and each of them
+whole (EP = TP, ETP 1), behind an all-to-all, which the bounds do not leave out. Every token goes to experts that the
+benchmark has chosen (:func:`fix_routing`). With ``delay_wgrad`` a step ends with ``backward_dw`` of all layers.
+
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
 That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
 its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
@@ -48,6 +52,7 @@ from megatron_flux.settings import WIRES
 from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
 from megatron_flux.train.memory import workspace_bytes
 from megatron_flux.train.options import LORA_TARGETS
+from megatron_flux.train.presets import ExpertShape, ModelShape
 
 BlockKind = Literal["te", "te_ub", "te_bound", "local"]
 NEED_PEERS = ("te_ub", "unsynchronised")
@@ -59,21 +64,23 @@ def base_of(name: str) -> str:
     return name.partition(":")[0].removesuffix("_again")
 
 
-def block_of(name: str, recipe: Recipe | None = None) -> BlockKind:
-    """Return which layers a variant runs."""
+def block_of(name: str, workload: Workload) -> BlockKind:
+    """Return which layers a variant of ``workload`` runs."""
     base = base_of(name)
     if base == "te_ub":
         return "te_ub"
     if base in BOUNDS:
-        if recipe is not None:
+        if workload.fp8 is not None:
             return "te_bound"
+        if workload.shape.experts is not None:
+            return "te"
         return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
     return "te" if base in ("te", "flux_te") else "local"
 
 
-def blocks_of(names: Iterable[str], recipe: Recipe | None) -> set[BlockKind]:
+def blocks_of(names: Iterable[str], workload: Workload) -> set[BlockKind]:
     """Return the layers that the variants run together."""
-    return {block_of(name, recipe) for name in names}
+    return {block_of(name, workload) for name in names}
 
 
 def is_training(name: str) -> bool:
@@ -97,7 +104,9 @@ def wires_of(name: str) -> Wires:
 
 def why_not(name: str, workload: Workload, device: torch.device, link: str) -> str | None:
     """Return why a variant cannot be built here, or None."""
-    recipe, base, kind = workload.fp8, base_of(name), block_of(name, workload.fp8)
+    recipe, base, kind = workload.fp8, base_of(name), block_of(name, workload)
+    if workload.shape.experts is not None and kind != "te":
+        return "experts are measured in TransformerEngine's layers, without userbuffers"
     if recipe is not None:
         if kind == "local":
             return "megatron-core's own linears have no FP8"
@@ -150,6 +159,8 @@ def make(
         x.grad = None
         y = block(hidden_states=x, attention_mask=None)
         y.backward(dy)
+        if block.config.delay_wgrad_compute:  # type: ignore[union-attr]
+            backward_dw(block)
         return y.detach(), x.grad  # type: ignore[return-value]
 
     @contextmanager
@@ -171,6 +182,13 @@ def make(
     if base in BOUNDS and BOUNDS[base].name not in ops.backend_names():
         ops.register_backend(BOUNDS[base])
     return Variant(name, step, active)
+
+
+def backward_dw(block: Any) -> None:
+    """Compute the weight gradients that backward has left, layer by layer as Megatron's combined 1F1B does."""
+    for layer in reversed(block.layers):
+        layer.mlp.backward_dw(shared_experts=True)
+        layer.self_attention.backward_dw()
 
 
 def memory_outside(variant: Variant) -> int:
@@ -278,6 +296,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     shape, dtype = workload.shape, dtype_of(device, workload.fp8)
     config = TransformerConfig(
         **layer_options(shape, device.type),
+        **expert_options(shape, tp, device.type),
         **transformer_options(workload.fp8),
         # The output of every linear has about the size of its input, whatever the width, so that each counts in the
         # result and a wrong one is seen; without the usual shrinking with depth of those before a residual.
@@ -292,6 +311,8 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
         gradient_accumulation_fusion=True,
         tp_comm_overlap=kind == "te_ub",
     )
+    # Allowed only where Megatron's schedule overlaps the experts' communication; layers read it as they are built.
+    config.delay_wgrad_compute = workload.delay_wgrad
     layer, _ = layer_spec("local" if kind == "local" else "transformer_engine", shape, device.type)
     layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
     # No norm behind the last layer: the figures are per layer.
@@ -300,7 +321,47 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
         # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks.
         targets = workload.lora_targets or LORA_TARGETS
         lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=_random_b)
-    return block.to(device)
+    block = block.to(device)
+    if shape.experts is not None:
+        fix_routing(block, workload.tokens // tp)
+    return block
+
+
+def expert_options(shape: ModelShape, tp: int, device: str) -> dict[str, Any]:
+    """Return TransformerConfig's arguments for experts, divided among ``tp`` ranks; none of other shapes."""
+    if not isinstance(shape, ExpertShape):
+        return {}
+    sizes = ("kv_channels", "num_moe_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
+    return {
+        **{name: getattr(shape, name) for name in sizes},
+        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": device == "cuda",
+        "moe_router_dtype": "fp32",
+        "moe_enable_routing_replay": True,
+        "expert_model_parallel_size": tp,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def fix_routing(block: torch.nn.Module, tokens: int) -> None:
+    """Let every router replay one choice of experts for this rank's ``tokens``: each expert gets as many as any other.
+
+    Variants round differently, so routers that choose would send a few tokens to other experts, and results could not
+    be compared. The probabilities are the router's own, and so are its gradients. Its top-k alone is left out.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    for router in block.modules():
+        if isinstance(router, TopKRouter):
+            first = torch.arange(tokens, device=router.weight.device)[:, None]
+            stride = router.num_experts // router.topk  # so that a token goes to all ranks
+            others = stride * torch.arange(router.topk, device=first.device)
+            router.router_replay.set_target_indices((first + others) % router.num_experts)
+            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    RouterReplay.clear_global_router_replay_instances()  # they would hold what they replay
 
 
 def _random_b(weight: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     if not gpus and not dry_run:
         raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
     run = layer_run(options, launcher.world_size(options.tp, gpus=gpus, otherwise=8, option="--tp"))
-    blocks = {workload: len(blocks_of(run.variants, workload.fp8)) for workload in run.workloads}
+    blocks = {workload: len(blocks_of(run.variants, workload)) for workload in run.workloads}
 
     memory = {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads}
     if not dry_run:

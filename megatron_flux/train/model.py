@@ -84,7 +84,8 @@ def layer_spec(transformer_impl: str, shape: ModelShape, device: str) -> tuple[A
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(), TENorm
+        experts = {"num_experts": shape.experts, "moe_grouped_gemm": True}
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts), TENorm
     layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=shape.normalization)
     norm: type = SequenceParallelNorm
     if device == "cuda" and importlib.util.find_spec("transformer_engine") is not None:

@@ -8,6 +8,7 @@ term, with GQA and gated MLPs.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -33,6 +34,11 @@ class ModelShape(BaseModel):
     rotary_base: PositiveInt = 10_000
 
     @property
+    def experts(self) -> int | None:
+        """Number of experts in place of an MLP; None of an MLP."""
+        return None
+
+    @property
     def gated(self) -> bool:
         """True if the MLP multiplies its activation by a gate, which FC1 computes too."""
         return self.activation == "swiglu"
@@ -55,13 +61,50 @@ class ModelShape(BaseModel):
     @property
     def layer_weights(self) -> int:
         """Elements of the weights of a layer's four linears."""
-        return self.hidden_size * (self.qkv_size + self.hidden_size + self.fc1_size + self.ffn_hidden_size)
+        return self.hidden_size * (self.qkv_size + self.hidden_size + self.mlp_size)
+
+    @property
+    def mlp_size(self) -> int:
+        """Outputs of FC1 and inputs of FC2."""
+        return self.fc1_size + self.ffn_hidden_size
 
     @property
     def layer(self) -> tuple[int | str, ...]:
         """Key that is equal for shapes whose layers have linears of the same sizes."""
         heads = (self.num_attention_heads, self.num_query_groups)
         return self.hidden_size, *heads, self.ffn_hidden_size, self.activation
+
+
+class ExpertShape(ModelShape):
+    """The shape of a GPT whose MLPs are experts, each of the width ``ffn_hidden_size``; only ``bench layer`` runs it.
+
+    Norms of queries and keys, biases of QKV and gates of shared experts, which some models have, are left out.
+    """
+
+    kv_channels: PositiveInt
+    """Channels of an attention head."""
+    num_moe_experts: PositiveInt
+    moe_router_topk: PositiveInt
+    """Experts that a token is sent to."""
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    """Width of the expert that sees all tokens."""
+
+    @property
+    def experts(self) -> int | None:
+        """Number of experts in place of an MLP."""
+        return self.num_moe_experts
+
+    @property
+    def head_size(self) -> int:
+        """Channels of an attention head."""
+        return self.kv_channels
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the weights of a layer's linears, without the router."""
+        shared = (self.moe_shared_expert_intermediate_size or 0) * (3 if self.gated else 2)
+        heads = self.num_attention_heads * self.head_size
+        return self.hidden_size * (self.qkv_size + heads + self.num_moe_experts * self.mlp_size + shared)
 
 
 class Preset(NamedTuple):
@@ -80,6 +123,17 @@ _LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "po
 def _shape(*sizes: int, **rest: Any) -> ModelShape:
     """``sizes``: layers, hidden size, heads, key/value heads, MLP, sequence, vocabulary."""
     return ModelShape(**dict(zip(tuple(ModelShape.model_fields)[:7], sizes, strict=True)), **rest)
+
+
+def _experts(*sizes: int, experts: int, topk: int, shared: int | None = None) -> ExpertShape:
+    """``sizes`` as of :func:`_shape`, the MLP's of an expert; ``shared``: of the one that sees all tokens."""
+    return ExpertShape(
+        **_shape(*sizes, **_LLAMA, rotary_base=1_000_000).model_dump(),
+        kv_channels=128,
+        num_moe_experts=experts,
+        moe_router_topk=topk,
+        moe_shared_expert_intermediate_size=shared,
+    )
 
 
 PRESETS = {
@@ -102,6 +156,18 @@ PRESETS = {
     # Shows in seconds that a machine with GPUs can run a benchmark: the fused kernels and FP8 take it up to tp 4.
     "small": Preset(_shape(2, 512, 8, 8, 1024, 256, 258, **_LLAMA), 2, 1, 1e-3),
 }
+
+EXPERTS = {
+    # Mistral AI, arXiv 2401.04088, table 1.
+    "mixtral-8x7b": Preset(_experts(32, 4096, 32, 8, 14336, 4096, 32000, experts=8, topk=2), 2, 1, 3e-4),
+    # Qwen team, arXiv 2505.09388, table 2, and 2407.10671, table 1; widths from their released configurations.
+    "qwen3-30b-a3b": Preset(_experts(48, 2048, 32, 4, 768, 4096, 151936, experts=128, topk=8), 2, 1, 3e-4),
+    "qwen2-57b-a14b": Preset(
+        _experts(28, 3584, 28, 4, 2560, 4096, 151936, experts=64, topk=8, shared=20480), 2, 1, 3e-4
+    ),
+}
+LAYERS = ChainMap(EXPERTS, PRESETS)
+"""What ``bench layer`` runs: models of experts behind the others."""
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:

@@ -22,10 +22,11 @@ from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 
 @contextmanager
-def process_groups(config: Any) -> Iterator[torch.device]:
+def process_groups(config: Any, *, ep: int = 1) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
-    ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait.
+    ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait. With
+    ``ep`` that many ranks have whole experts of their own.
     On an error inside, the groups are left as they are: tearing them down would wait for peers that may have exited.
 
     Raises RendezvousError: the ranks have not found each other.
@@ -42,7 +43,8 @@ def process_groups(config: Any) -> Iterator[torch.device]:
     except (dist.DistError, ValueError) as error:  # the latter of a variable that is missing
         raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
     minutes = max(1, round(config.timeout / 60))
-    parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes)
+    experts = {} if ep == 1 else {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+    parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes, **experts)
     yield device
     dist.barrier()
     parallel_state.destroy_model_parallel()

@@ -35,7 +35,7 @@ NO_LOCAL = "megatron-core's own linears have no FP8"
 
 def run(
     out: Path, model: str, recipes: tuple[Any, ...], names: tuple[str, ...] = VARIANTS, spoil: bool = False,
-    **changes: Any,
+    layout: dict[str, int] | None = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     from megatron_flux.bench import layer
     from megatron_flux.layers import linears
@@ -44,7 +44,7 @@ def run(
     # 128 rows per rank, as blocks want them.
     how = {"workloads": tuple(Workload(model=model, fp8=fp8, seq=128, micro_batch=2, layers=2) for fp8 in recipes)}
     how |= {"variants": names, "rounds": 1, "burst": 1, "device": "cpu", "backend": "reference", "out": out}
-    with fp8_megatron(), pytest.MonkeyPatch.context() as patch:
+    with fp8_megatron(**(layout or {})), pytest.MonkeyPatch.context() as patch:
         for name, preset in SMALL.items():
             patch.setitem(PRESETS, name, preset)
         patch.setattr(variants, "why_no_te", lambda device: None)

@@ -234,6 +234,17 @@ def test_modes_of_layers() -> None:
         assert workload.label == f"llama2-70b-4096x2-{label}"
 
 
+def test_layers_of_experts() -> None:
+    made = layer_run(LayerOptions(preset=["llama2-70b", "qwen3-30b-a3b"]), 2)
+    assert made.ep == 2
+    assert layer_run(LayerOptions(preset=["llama2-70b"]), 2).ep == 1
+    (workload,) = layer_run(LayerOptions(preset=["qwen2-57b-a14b"], num_layers=2, delay_wgrad=True), 2).workloads
+    assert workload.label == "qwen2-57b-a14b-4096x2-delay-wgrad"
+    # Weights in bf16 and main gradients of half a layer's parameters, and as much again at most for what tokens take.
+    weights = workload.layers * workload.shape.layer_weights / 2 * 6 / 1e9
+    assert weights < workload.memory_gb(2, 1) < 2 * weights
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -250,6 +261,10 @@ def test_modes_of_layers() -> None:
         ({"cuda_graphs": True, "link": "p2p"}, "over the link p2p"),
         ({"mode": "prefill", "frozen": True}, "has no gradients"),
         ({"mode": "decode", "lora": 8}, "has no gradients"),
+        ({"preset": ["mixtral-8x7b"], "fp8": ["current"]}, "experts are measured in trainings in bf16"),
+        ({"preset": ["mixtral-8x7b"], "mode": "prefill"}, "mixtral-8x7b-4096x2-prefill: experts are measured in"),
+        ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: --delay-wgrad is for layers of experts"),
+        ({"preset": ["mixtral-8x7b"], "delay_wgrad": True, "frozen": True}, "whose weights are trained"),
         ({"lora": 12}, r"12 columns of A \(--lora\) cannot be divided among 8"),
     ],
 )
@@ -267,5 +282,7 @@ def test_memory_grows_with_what_is_held() -> None:
     assert decode.memory_gb(8, 1) < one
     frozen = base.model_copy(update={"frozen": True})
     assert frozen.memory_gb(8, 1) < frozen.model_copy(update={"lora": 16}).memory_gb(8, 1)
+    experts = base.model_copy(update={"model": "mixtral-8x7b"})
+    assert experts.memory_gb(8, 1) < experts.model_copy(update={"delay_wgrad": True}).memory_gb(8, 1)
     longer = decode.model_copy(update={"context_length": 4096})
     assert longer.memory_gb(8, 1) - decode.memory_gb(8, 1) == pytest.approx(4 * 2 * 2048 * 2 * 128 * 2 / 1e9)

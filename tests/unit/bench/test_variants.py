@@ -15,14 +15,16 @@ from megatron_flux.bench.options import flux_config
 from megatron_flux.errors import FluxError
 
 TRAINED = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
+EXPERTS = TRAINED.model_copy(update={"model": "qwen3-30b-a3b"})
 GPU = torch.device("cuda", 0)
 
 
 def test_names() -> None:
     assert variants.base_of("flux_te_again:backend=fused") == "flux_te"
     names = ("te", "te_ub", "flux_te:strict=1", "local_again", "unsynchronised")
-    assert [variants.block_of(name) for name in names] == ["te", "te_ub", "te", "local", "local"]
-    assert variants.block_of("no_communication", "current") == "te_bound"
+    assert [variants.block_of(name, TRAINED) for name in names] == ["te", "te_ub", "te", "local", "local"]
+    assert variants.block_of("no_communication", TRAINED.model_copy(update={"fp8": "current"})) == "te_bound"
+    assert variants.block_of("no_communication", EXPERTS) == "te"
     assert not variants.is_training("no_communication_again")
     assert flux_config("flux_te:gather_ahead=false:backend=fused", link="host").gather_ahead is False
     assert variants.wires_of("te") == variants.wires_of("flux_te") == ("exact", "exact")
@@ -50,6 +52,9 @@ def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variants.why_not("local", fp8, GPU, "nvlink") == "megatron-core's own linears have no FP8"
     assert variants.why_not("te_ub", fp8, GPU, "nvlink") == "TransformerEngine's userbuffers take no FP8 in blocks"
     assert variants.why_not(eight_bit, fp8, GPU, "host") == "in FP8 the bytes themselves are sent"
+    for name in ("local", "te_ub"):
+        assert "in TransformerEngine's layers" in str(variants.why_not(name, EXPERTS, GPU, "nvlink"))
+    assert variants.why_not("flux_te", EXPERTS, GPU, "nvlink") is None
     decode = TRAINED.model_copy(update={"mode": "decode", "sequence_parallel": False})
     assert "copies are those of gathers" in str(variants.why_not("unsynchronised", decode, GPU, "nvlink"))
     assert "trainings with sequence parallelism" in str(variants.why_not("te_ub", decode, GPU, "nvlink"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_flux.train.presets import PRESETS, ModelShape, step_flops
+from megatron_flux.train.presets import EXPERTS, PRESETS, ModelShape, step_flops
 
 
 def parameters(shape: ModelShape) -> float:
@@ -19,6 +19,15 @@ def parameters(shape: ModelShape) -> float:
 )
 def test_presets_are_the_published_models(preset: str, billions: float) -> None:
     assert parameters(PRESETS[preset].shape) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"), [("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("qwen2-57b-a14b", 57.4)]
+)
+def test_models_of_experts_are_the_published_ones(preset: str, billions: float) -> None:
+    shape = EXPERTS[preset].shape
+    embeddings = 2 * shape.vocab_size * shape.hidden_size
+    assert (shape.num_layers * shape.layer_weights + embeddings) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -3,10 +3,7 @@
 torchrun --nproc-per-node 2 examples/bridge/sft.py CHECKPOINT, a Megatron checkpoint of the model.
 """
 
-import os
 import sys
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # before CUDA starts; fused kernels beside data parallelism
 
 import megatron_flux
 

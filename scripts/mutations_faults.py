@@ -224,16 +224,16 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a kernel starts before its peers have come",
         f"{OPS}/fused.py",
-        "                work.start(half)",
-        "                pass",
-        ("tests/distributed/test_start_together.py",),
+        "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
+        "False",
+        ("tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",),
     ),
     _fault(
         "tiles of a CTA that finds no SM stay",
         "megatron_flux/kernels/plain.py",
         "        share = _left(ctrl + 2, gemm_ctas, epoch)",
         "        share = gemm_ctas",
-        ("tests/distributed/test_start_together.py",),
+        ("tests/distributed/test_start_together.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
     ),
     _fault(
         "stock layers do not end a prefetch",

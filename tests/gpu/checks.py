@@ -423,7 +423,8 @@ def beside_nccl(group, other, run, rounds):
     data, wrong = torch.ones(1 << 24, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
 
     def late():
-        torch.cuda._sleep(mine.choice((0, 0, 200_000, 2_000_000, 20_000_000)))  # up to ten milliseconds
+        cycles = mine.choices((0, 200_000, 2_000_000, 20_000_000), (60, 30, 9, 1))  # up to ten milliseconds
+        torch.cuda._sleep(*cycles)
 
     torch.cuda.synchronize()
     dist.barrier(group=group)

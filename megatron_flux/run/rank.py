@@ -127,17 +127,14 @@ def introduce_launcher() -> None:
 def end_with_parent() -> None:
     """End quietly on Ctrl-C, and when the launcher is killed: nothing else would stop this process.
 
-    The launcher may have been killed while this process was importing torch. torchrun, which does not introduce itself,
-    leaves ranks behind where SIGTERM comes as it starts them; with a parent that it may still be such a rank ends when
-    it cannot reach the others.
+    The launcher may have been killed while this process was importing torch. torchrun does not introduce itself: ranks
+    that it leaves behind as it starts them end when they cannot reach the others.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
-    if launcher is None and _left_behind():
-        os.kill(os.getpid(), signal.SIGTERM)
     if launcher in (None, str(os.getppid())):
         return
     try:  # one that lives and is not the parent launched something else, of which this process was started
@@ -146,17 +143,6 @@ def end_with_parent() -> None:
         gone = True
     if gone:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _left_behind() -> bool:
-    """Return True if this is a rank of torchrun's that the system's first process, no torchrun, has taken over."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != 1:
-        return False
-    try:
-        words = psutil.Process(1).cmdline()
-    except psutil.Error:
-        return False
-    return not any("python" in word or "torchrun" in word for word in words)
 
 
 if __name__ == "__main__":

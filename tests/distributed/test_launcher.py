@@ -43,12 +43,6 @@ def launch(python: str, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_ranks_find_each_other(warm_python: str, tmp_path: Path) -> None:
-    assert launch(warm_python, "sum", str(tmp_path)) == (0, "")
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3 1", "3 1"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -95,6 +95,7 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
     assert (after["ranks"], len(after["nodes"]), after["sample_interval"]) == (2, 1, 2)
     assert after["node_of_rank"] == [0, 0]
     assert after["versions"]["megatron-core"]
+    assert after["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert after["peak_tflops"] is None
     assert after["peak_source"].startswith("no MFU: ")
 

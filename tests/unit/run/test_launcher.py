@@ -1,13 +1,8 @@
-"""How many ranks a command starts, the signal it passes on to them, and which of several failed ones it names."""
+"""How many ranks a command starts, and which of several failed ones it names."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -16,7 +11,6 @@ from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.launcher import failure_of
 
-ROOT = Path(__file__).parents[3]
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
@@ -59,59 +53,3 @@ def test_numbers_of_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launcher.world_size(None, gpus=0, otherwise=2) == 4
     with pytest.raises(UserError, match="--nproc 2 under a launcher that started 4"):
         launcher.world_size(2, gpus=0, otherwise=2)
-
-
-RANK = """
-import os, pathlib, signal, time
-
-def work(argument):
-    out, asked = pathlib.Path(argument), []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    (out / f"ready-{os.environ['RANK']}").touch()
-    deadline = time.monotonic() + 60
-    while not asked:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    (out / f"asked-{os.environ['RANK']}").touch()
-    time.sleep(0.0 if "once" in argument else 60.0)
-"""
-
-
-LAUNCHING = """
-import signal, sys
-from megatron_flux.errors import InterruptedRunError
-from megatron_flux.run import launcher
-
-before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-try:
-    print(launcher.launch("rank_that_waits", sys.argv[1], 2, left="nothing is left", orderly=True).name)
-except InterruptedRunError as error:
-    print(error)
-assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-assert "rank_that_waits" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize(
-    ("folder", "signals", "said"),
-    [
-        ("once-term", [signal.SIGTERM], "SIGTERM"),
-        ("twice", [signal.SIGTERM, signal.SIGINT], "stopped by SIGINT; nothing is left"),
-    ],
-)
-def test_the_launcher_passes_signals_on(tmp_path: Path, folder: str, signals: list[signal.Signals], said: str) -> None:
-    """In a process of its own: the second signal ends all that the launcher's process has started."""
-    (tmp_path / "rank_that_waits.py").write_text(RANK)
-    (out := tmp_path / folder).mkdir()
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", LAUNCHING, str(out)]
-    launching = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for number, files in zip(signals, ("ready-*", "asked-*"), strict=False):
-        while len(list(out.glob(files))) < 2:
-            assert launching.poll() is None
-            time.sleep(0.02)
-        launching.send_signal(number)
-    assert said in launching.communicate(timeout=60)[0]
-    assert launching.returncode == 0
-    assert {file.name for file in out.glob("asked-*")} == {"asked-0", "asked-1"}

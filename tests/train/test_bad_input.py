@@ -104,11 +104,6 @@ def test_index_that_lies(
     assert f"tokens.idx is damaged: {said}" in line
 
 
-def test_an_option_that_does_not_fit(refused: Refused) -> None:
-    assert "attention heads 8" in refused("train", "--nproc", "3")
-    assert "--lr -1: input should be greater than 0" in refused("train", "--lr", "-1")
-
-
 @pytest.mark.parametrize(
     ("package", "option"),
     [("wandb", "--wandb=online"), ("wandb", "--wandb=auto"), ("tensorboard", "--tensorboard-dir=t")],

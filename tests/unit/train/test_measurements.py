@@ -24,6 +24,24 @@ def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
     assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
 
 
+@pytest.mark.parametrize(
+    ("operators", "reduction", "dp", "expected"),
+    [
+        # Two groups of a stage: both ranks of the second take 50 ms longer, the first's wait in the reduction.
+        ([40.0] * 4, [60.0, 60.0, 10.0, 10.0], 2, (2, 50.0)),
+        # Two stages, whose work differs: of the second one rank is behind.
+        ([90.0, 90.0, 10.0, 40.0], [0.0] * 4, 1, (2, 30.0)),
+    ],
+)
+def test_ranks_are_compared_with_those_of_the_same_work(
+    operators: list[float], reduction: list[float], dp: int, expected: tuple[int, float]
+) -> None:
+    names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 4)
+    ranks = {"seconds": [0.2] * 4, "operators_ms": operators, "reduction_ms": reduction, **names}
+    found = across_ranks(ranks, 2, dp)
+    assert (found["flux/slowest_rank"], found["flux/rank_spread_ms"]) == pytest.approx(expected)
+
+
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
     telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
     for iteration in (1, 2, 3):

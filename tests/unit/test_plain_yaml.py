@@ -32,8 +32,15 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         *(True, False, None, None, 0, 720, -5, "720", "null")
     ]
     assert load(tmp_path, "a: &x {b: 1}\nc: {<<: *x, d: 2}")["c"] == {"b": 1, "d": 2}
-    with pytest.raises(UserError, match="own is not YAML: could not determine a constructor"):
-        load(tmp_path, "!!python/object:os.system []")
+    for text, said in (
+        ("!!python/object/apply:os.system ['true']", "own is not YAML: could not determine a constructor"),
+        ("a: [", "own is not YAML: "),
+        ("[" * 20_000, "own is not YAML: "),  # at once
+        ("[1, 2]", "own must hold fields and values, it holds a list"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            load(tmp_path, text)
+        assert "\n" not in str(error.value)
 
 
 def profile(folder: Path, lines: str) -> Profile:

@@ -40,8 +40,10 @@ def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_p
 
 
 def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for words, said in (
         (["report", tmp_path / "no"], "no is missing; name a run folder"),
+        (["report", tmp_path / "file"], "file is no folder; name a run folder"),
         (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
         (["watch", tmp_path / "no", "--wait", "0"], "no is missing; name the run folder of a training job"),

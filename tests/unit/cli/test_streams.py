@@ -39,12 +39,3 @@ def test_ctrl_c_while_it_is_imported_is_no_traceback() -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == -signal.SIGINT
-
-
-def test_yaml_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "deep.yaml").write_text("[" * 20_000)
-    done = subprocess.run(
-        [*CLI, "slurm", "render", "--profile", tmp_path / "deep.yaml"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert "deep.yaml is not YAML: " in done.stderr

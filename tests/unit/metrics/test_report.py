@@ -12,7 +12,6 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics.report import figures, ranks, write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all, with_pairs
@@ -247,12 +246,3 @@ def test_damaged_files_are_said_in_the_report(run: Path) -> None:
     assert "flux/metrics.jsonl: line 5 is damaged and skipped" in text
     assert "flux/metrics.jsonl: line 18 is cut off" in text
     assert re.search("18 iterations and flux 16; .* the 16 that both have", text)
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    for name, said in (("file", "no folder"), ("missing", "missing"), ("empty", "not a run folder")):
-        with pytest.raises(UserError, match=said) as caught:
-            write_report([tmp_path / name], tmp_path / "out")
-        assert "\n" not in str(caught.value)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -34,22 +33,21 @@ MAX_PROBLEMS = 5
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     """Appends records to a file, usually ``<run>/<variant>/metrics.jsonl``."""
 
-    def __init__(self, path: str | os.PathLike[str], resume_from: int | None = None) -> None:
+    def __init__(self, path: Path, resume_from: int | None = None) -> None:
         """Open ``path`` for appending, creating its folder. Raises UserError: it cannot be written.
 
         ``resume_from`` is the last iteration in the loaded checkpoint: later records are moved to another file. None:
         the run starts at iteration 1, and all records are moved.
         """
-        self.path = Path(path)
+        self.path = path
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.last_iteration = _supersede(self.path, resume_from or 0)
             # Unbuffered: one write call per line, so a line is never late, and torn at its end only by a full disk.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(
-                f"cannot write metrics to {self.path}: {error.strerror}; choose a folder that can be written"
-            ) from error
+            said = f"cannot write metrics to {self.path}: {error.strerror}"
+            raise UserError(f"{said}; choose a folder that can be written") from error
 
     def write(self, record: Record) -> None:
         """Append one record. Raises StorageError: the disk does not take it.
@@ -63,18 +61,12 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             while line:  # a raw file may take less than it was given
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise StorageError(
-                f"{self.path} takes no more after iteration {self.last_iteration}: {error.strerror}"
-            ) from error
+            said = f"{self.path} takes no more after iteration {self.last_iteration}"
+            raise StorageError(f"{said}: {error.strerror}") from error
         self.last_iteration = record["iteration"]
 
-    def close(self) -> None:
-        """Close the file; harmless when closed already."""
-        self._file.close()
-
     def __exit__(self, *error: object) -> None:
-        """Close the file."""
-        self.close()
+        self._file.close()
 
 
 def _supersede(path: Path, last_kept: int) -> int:
@@ -105,13 +97,13 @@ def parse_record(line: bytes, after: int = 0) -> Record:
     return schema.checked(strict_json.loads(line), after)
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """Read all records of a file. Raises UserError: it is missing, or a line is damaged.
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
     """
-    tail = RecordTail(Path(path))
-    if not tail.path.exists():
+    tail = RecordTail(path)
+    if not path.exists():
         raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
     tail.poll()
     if tail.rest:

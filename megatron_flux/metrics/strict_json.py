@@ -8,7 +8,6 @@ would lose the difference between "diverged" and "not known". So non-finite floa
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,10 +38,10 @@ def loads(text: str | bytes) -> Any:
     return from_json(text, allow_inf_nan=False)
 
 
-def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises UserError: it is missing, not strict JSON, or no object."""
     try:
-        value = loads(Path(path).read_bytes())
+        value = loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that a run has written") from error
     except ValueError as error:

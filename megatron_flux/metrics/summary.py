@@ -14,7 +14,6 @@ Rules for what is not normal, so that nothing vanishes:
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -303,6 +302,6 @@ def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
     )
 
 
-def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically, indented. Raises UserError: it cannot be written."""
-    strict_json.write_text(Path(path), strict_json.dumps(summary, indent=2) + "\n")
+    strict_json.write_text(path, strict_json.dumps(summary, indent=2) + "\n")

@@ -23,15 +23,7 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
         report |= {"gpus": [], "driver": []}
         (folder / f"n{node}.json").write_text(json.dumps(report))
-    words = [
-        "--folder",
-        folder,
-        f"--device={device}",
-        "--processes=1",
-        "--link=none",
-        "--timeout=100",
-        f"--nodes={nodes}",
-    ]
+    words = ["--folder", folder, f"--device={device}", "--processes=1", "--link=none", "--timeout=100"]
     words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -387,7 +387,7 @@ _check_nodes() {
     local expected node cause last
     say "pre-flight: every node on its own, then all together"
     expected=(
-        --folder="$logs/preflight" --processes="$processes" --nodes="$nodes" --timeout="$preflight_timeout"
+        --folder="$logs/preflight" --processes="$processes" --timeout="$preflight_timeout"
         ${numa_binding:+--needs-numactl} "${preflight[@]}"
     )
     # Every node shall say what is wrong with it: none is ended because another is bad.

@@ -44,7 +44,6 @@ class Expected(Checked):
     needs_numactl: bool = False
     slow_fraction: float = 0.8  # the least part of the median that is not slow
     timeout: float = 600.0  # seconds
-    nodes: int = 1
     floors: Floors = DEFAULTS["none"]  # as JSON on a command line
 
     @property

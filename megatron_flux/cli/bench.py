@@ -57,8 +57,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
 def _ready_for_gpus(command: str, otherwise: str) -> None:
     """Set the environment, before asking for GPUs may start CUDA, and refuse a machine that cannot measure.
 
-    Raises:
-        UserError: no GPU, or one alone; ``otherwise`` says what works all the same.
+    Raises UserError: no GPU, or one alone; ``otherwise`` says what works all the same.
     """
     rank.set_environment()
     gpus = torch.cuda.device_count()

@@ -162,8 +162,7 @@ def _help(field: FieldInfo) -> str:
 def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
     """The options that ``file`` gives, by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``.
 
-    Raises:
-        UserError: no file, no YAML, or no such option.
+    Raises UserError: no file, no YAML, or no such option.
     """
     given = plain_yaml.read(file, f"--config {file}")
     if isinstance(given.get("options"), dict):

@@ -34,8 +34,7 @@ def described(
 ) -> bool:
     """Return True after printing a dry run's description. Before that, check the folder ``out``, if any.
 
-    Raises:
-        UserError: the folder is taken.
+    Raises UserError: the folder is taken.
     """
     if out is not None and rank.is_first():
         folder.check_free(out, overwrite=overwrite, resuming=resuming)

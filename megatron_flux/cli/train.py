@@ -32,8 +32,7 @@ def compare(options: CompareOptions, dry_run: bool) -> None:
 def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
     """Return the run that ``options`` mean on this machine, checked.
 
-    Raises:
-        UserError: versions, packages, sizes or data with which it could not run.
+    Raises UserError: versions, packages, sizes or data with which it could not run.
     """
     rank.quiet_megatron()
     checked_versions()

@@ -25,10 +25,6 @@ from megatron_flux.errors import UserError
 from megatron_flux.quant.gptq import GPTQLinear
 
 
-class NotFoldableError(UserError):
-    """An MLP that cannot be folded; the message says why."""
-
-
 @dataclass(frozen=True, eq=False)
 class MLP:
     """The linears of one MLP: ``first`` are FC1, or gate and up; ``second`` is FC2, or down."""
@@ -86,11 +82,10 @@ def tensor_parallel_sizes(mlp: MLP, most: int = 64) -> list[int]:
 def fold(mlp: MLP, tp: int | None = None) -> MLP:
     """Return ``mlp`` folded; itself if it is folded already.
 
-    Raises:
-        NotFoldableError: see the module; ``tp`` ranks are asked for, or any that divide.
+    Raises UserError: see the module; ``tp`` ranks are asked for, or any that divide.
     """
     if (reason := why_not(mlp, tp)) is not None:
-        raise NotFoldableError(reason)
+        raise UserError(reason)
     if not mlp.second.has_activation_order():
         return mlp
     order = mlp.second.order()
@@ -114,13 +109,12 @@ def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 def shard(mlp: MLP, rank: int, tp: int) -> MLP:
     """Return rank ``rank``'s part of a folded MLP: columns of FC1 (gate and up), rows of FC2, its bias on rank 0 alone.
 
-    Raises:
-        NotFoldableError: it is not folded, or ``tp`` does not divide.
+    Raises UserError: it is not folded, or ``tp`` does not divide.
     """
     if mlp.second.has_activation_order():
-        raise NotFoldableError(f"{mlp.second.name} has activation order; fold the MLP before ranks take their parts")
+        raise UserError(f"{mlp.second.name} has activation order; fold the MLP before ranks take their parts")
     if (reason := why_not(mlp, tp)) is not None:
-        raise NotFoldableError(reason)
+        raise UserError(reason)
     linear, part = mlp.second, mlp.second.k // tp
     inputs = slice(rank * part, (rank + 1) * part)
     per, size = 32 // linear.bits, linear.k // linear.groups

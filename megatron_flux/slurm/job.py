@@ -78,8 +78,7 @@ class Resolved:
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
     """Combine and check: ``settings`` win over the job's options, and those over the profile's.
 
-    Raises:
-        UserError: an unknown option, one that does not fit, or a model that cannot fit into the GPUs.
+    Raises UserError: an unknown option, one that does not fit, or a model that cannot fit into the GPUs.
     """
     kind: type[TrainOptions | CompareOptions] = CompareOptions if mode == "compare" else TrainOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}

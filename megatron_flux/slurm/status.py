@@ -171,8 +171,7 @@ def doing(repetition: Repetition, now: float) -> str | None:
 def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> list[str]:
     """Return a rank's or node's log lines of the newest start of the job whose folder is ``root``.
 
-    Raises:
-        UserError: there are none.
+    Raises UserError: there are none.
     """
     split(root)
     starts = [found.logs for found in repetitions(root) if found.logs is not None]

@@ -61,8 +61,7 @@ def check_paths(resolved: Resolved) -> None:
 
     Compute nodes may see other file systems: a path whose folder is missing too is left to them.
 
-    Raises:
-        UserError: a path is missing.
+    Raises UserError: a path is missing.
     """
     profile = resolved.profile
     places = [("venv", profile.venv)] if profile.venv is not None else []

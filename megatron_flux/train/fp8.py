@@ -65,8 +65,7 @@ def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) ->
 def check(recipe: Recipe, shape: ModelShape, tp: int, tokens: int, shards: int) -> None:
     """Check that TransformerEngine runs the model's linears in FP8; ``tokens`` of a micro-batch, over ``shards`` ranks.
 
-    Raises:
-        UserError: which size, what it must be a multiple of, and the option to change.
+    Raises UserError: which size, what it must be a multiple of, and the option to change.
     """
     multiple = _MULTIPLE[recipe]
     rules = (

@@ -51,8 +51,7 @@ def add_adapters(
     A starts from Xavier's normal distribution and B from zero, so that the model is at first what it was. ``rank`` is a
     multiple of the tensor-parallel size.
 
-    Raises:
-        FluxError: no linear has such a name.
+    Raises FluxError: no linear has such a name.
     """
     model.requires_grad_(False)
     found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in targets]

@@ -24,8 +24,8 @@ def taken() -> Any:
         yield str(listening.getsockname()[1])
 
 
-def node(python: str, *words: str) -> str:
-    """The last line of a launcher that fails."""
+def node(python: str, notes: Path, *words: str) -> tuple[str, str]:
+    """The last line of a launcher that fails, and the order of its cause by its note in ``notes``."""
     words = ("--nnodes=2", "--rdzv-conf=timeout=1", "--master-addr=127.0.0.1", *words, "nothing.py")
     done = subprocess.run(
         [python, "-m", "megatron_flux.run.node", *words],
@@ -33,28 +33,31 @@ def node(python: str, *words: str) -> str:
         text=True,
         timeout=120,
         cwd=ROOT,
-        env={**os.environ, "SLURMD_NODENAME": "n07"},
+        env={**os.environ, "MEGATRON_FLUX_FAILURES": str(notes), "SLURMD_NODENAME": "n07"},
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("megatron-flux: error: the launcher on n07 failed: Dist")
-    return last
+    order, _, said = (notes / "n07").read_text().strip().split(" ", 2)
+    assert f"megatron-flux: error: {said}" == last
+    return last, order
 
 
 @pytest.mark.slow
-def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: str) -> None:
+def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: str, tmp_path: Path) -> None:
     """meta-pytorch/torchtune#2676, pytorch/pytorch#64926: "the connection to the C10d store has failed"."""
-    assert node(warm_python, "--node-rank=0", f"--master-port={taken}").endswith(
-        f"; the port of 127.0.0.1:{taken} is in use on this node: give another --master-port"
-    )
+    said, order = node(warm_python, tmp_path, "--node-rank=0", f"--master-port={taken}")
+    assert said.endswith(f"; the port of 127.0.0.1:{taken} is in use on this node: give another --master-port")
+    assert order == "1"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     advice = f"; the launchers of 2 nodes have not met at 127.0.0.1:{port}: does one run on each, with this address?"
-    missing = node(warm_python, "--node-rank=0", f"--master-port={port}")
-    assert "1/2 clients joined" in missing
-    assert missing.endswith(advice)
-    assert node(warm_python, "--node-rank=1", f"--master-port={port}").endswith(advice)
+    for rank in range(2):
+        said, order = node(warm_python, tmp_path, f"--node-rank={rank}", f"--master-port={port}")
+        assert said.endswith(advice)
+        assert ("1/2 clients joined" in said) is (rank == 0)
+        assert order == "3", "a witness: nobody is to blame"
 
 
 @pytest.mark.slow

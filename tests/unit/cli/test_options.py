@@ -108,7 +108,6 @@ def test_a_resumed_comparison_keeps_its_turns(cli: Cli, tmp_path: Path) -> None:
     [
         ("num_layer: 3", "num_layer is no option of this command; did you mean num_layers?"),
         ("steps: many", "steps many: input should be a valid integer"),
-        ("a: !!python/object/apply:os.getcwd []", "is not YAML: could not determine a constructor"),
     ],
 )
 def test_what_a_file_cannot_say(cli: Cli, tmp_path: Path, text: str, said: str) -> None:

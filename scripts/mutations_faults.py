@@ -226,7 +226,9 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fused.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
-        ("tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",),
+        (
+            "tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",
+        ),
     ),
     _fault(
         "tiles of a CTA that finds no SM stay",

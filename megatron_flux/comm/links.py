@@ -217,7 +217,7 @@ def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
 def _say_once(advice: str) -> None:
     logger.info(
         "megatron_flux: other process groups run beside tensor parallelism, so fused calls begin on all its ranks "
-        "together, which takes them some microseconds each%s", advice,
+        "together, behind a small kernel each%s", advice,
     )  # fmt: skip
 
 

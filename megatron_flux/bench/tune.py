@@ -67,11 +67,11 @@ def run(
             call = _call(case, group, dtype, device, wanted.grad_wire if case.direction == "dgrad" else wanted.wire)
             key = key_of(call, captured=captured)
             known = key in tuner.decisions(group).entries or agreement.first_rank(
-                group, "cached plans", partial(_is_cached, key)
+                group, "cached plans", partial(_is_cached, key, call.m)
             )
             plan = ops.plan_of(call, captured=captured)
             done.append((case, key, plan))
-            agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, plan))
+            agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
                 name, ms = plan.label, plan.ms
                 log(
@@ -111,15 +111,15 @@ def _how(case: Case) -> str:
     return case.direction if case.fp8 is None else f"{case.direction} FP8 {case.fp8}"
 
 
-def _is_cached(key: str) -> bool:
-    return cache.find([key], full=True) is not None
+def _is_cached(key: str, m: int) -> bool:
+    return m in cache.find([key], m, full=True)
 
 
-def _store(wanted: TuneRun, key: str, plan: Entry) -> None:
+def _store(wanted: TuneRun, key: str, m: int, plan: Entry) -> None:
     """Store a forced plan. Raises UserError where the tuner could not store its own: here nothing else counts."""
     if wanted.force:
         cache.store(wanted.cache, key, plan)
-    elif plan.ms and not _is_cached(key):
+    elif plan.ms and not _is_cached(key, m):
         raise UserError(f"the plan for {key} could not be stored in {wanted.cache}; set another cache")
 
 

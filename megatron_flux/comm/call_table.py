@@ -22,6 +22,7 @@ from megatron_flux.errors import OperatorError, UserError
 
 LAST = 1023
 """Calls that a row holds, less one. Ranks that are further apart are not compared."""
+MOST_WORDS = 4096
 _ROW = 8 * (LAST + 1)
 
 
@@ -48,6 +49,12 @@ class CallTable:
         self.words: dict[int, str] = {}
         """Calls in words, by their specs: hashes of 32 bits."""
         self.number = self.spec = 0
+
+    def name(self, spec: int, words: str) -> None:
+        """Note what to call ``spec`` in errors. Of very many the older ones are forgotten."""
+        if len(self.words) >= MOST_WORDS:
+            self.words.clear()
+        self.words[spec] = words
 
     def clear(self) -> None:
         """Count from zero; all ranks do so before a barrier."""

@@ -93,6 +93,8 @@ class GroupState:
         self.compared: Cache[tuple[object, ...], int] = Cache()
         """Calls that all ranks make alike, with their specs in :attr:`table`; see
         :func:`megatron_flux.ops.call.compare_calls`."""
+        self.compared_m: dict[tuple[object, ...], int] = {}
+        """Values of m that they have come with, by the call without it."""
         self.table: CallTable | None = None
         self.gathers_begun = 0
         """Number of ``all_gather`` calls so far: the result of one is valid until the next begins."""
@@ -200,6 +202,7 @@ class GroupState:
     def forget_calls(self) -> None:
         """Compare all calls anew: a call has failed on all ranks, and some of them may have counted it."""
         self.compared.clear()
+        self.compared_m.clear()
         self.plans.clear()
         self.table = None
 

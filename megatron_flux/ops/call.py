@@ -3,7 +3,8 @@
 All ranks of a group make the same calls in the same order. Every new ``(operator, shapes, dtype)`` of a group is
 compared over the group once, so that ranks that differ get an error instead of a hang. Where a rank repeats another
 call than its peer, that is seen as the call begins (:mod:`megatron_flux.comm.call_table`); between hosts the bounded
-waits see some of it.
+waits see some of it. Where m changes from call to call (packed sequences), :data:`COMPARED_M` values of it are
+compared. Of further ones the call table alone tells, so that they cost no word between ranks.
 
 Kernels differ in what they send, so which one runs may depend on shapes, and not on where one rank's tensor happens to
 begin: operands that a kernel cannot address where they lie are copied (:meth:`OperatorCall.aligned`).
@@ -34,6 +35,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GATHERING = frozenset({"all_gather_gemm", "all_gather"})
 """Operators that gather the rows of x."""
+
+COMPARED_M = 8
+"""Values of m of otherwise equal calls that ranks compare before they make the call."""
 
 _FP8_PAIRS = {"tensor": "tensor", "1x128": "128x128"}
 _FP8_RESULTS = (torch.bfloat16, torch.float16)
@@ -317,8 +321,8 @@ def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
 def compare_calls(call: OperatorCall) -> int:
     """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
 
-    Collective the first time only. Raises UserError: they are not (all ranks raise), or the first call of its kind is
-    being captured in a CUDA graph.
+    Collective the first time only, and not even then for a further m. Raises UserError: they are not (all ranks raise),
+    or the first call of its kind is being captured in a CUDA graph.
     """
     exchanged, state = call.exchanged, state_of(call.group)
     number = state.compared.get(exchanged)
@@ -328,15 +332,19 @@ def compare_calls(call: OperatorCall) -> int:
         words = f"{operator} m={m} n={n} k={k} dtype={dtype} transposed={transposed}"
         if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
-        calls = of_all_ranks(words, call.group, "comparing calls")
-        if len(set(calls)) > 1:
-            lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
-            raise UserError(f"the ranks of the group make different calls: {lines}")
+        without_m = (operator, *exchanged[2:])
+        seen = state.compared_m.get(without_m, 0)
+        if state.table is None or seen < COMPARED_M:
+            calls = of_all_ranks(words, call.group, "comparing calls")
+            if len(set(calls)) > 1:
+                lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
+                raise UserError(f"the ranks of the group make different calls: {lines}")
+        state.compared_m[without_m] = seen + 1
         if not state.compared:
             state.table = call_table.create(call.group)
         number = zlib.crc32(words.encode())
         if state.table is not None:
-            state.table.words[number] = words
+            state.table.name(number, words)
         state.compared[exchanged] = number
     if state.table is not None:
         state.table.spec = number

@@ -61,7 +61,7 @@ class FusedPlan(Plan):
         self.config, self.nbytes_of_half, self.nbytes = config, nbytes, call.bytes_received
         self._shape, self._captured = call.result_shape, call.spec.captured
         self._device, self._cuda, self._sms = x.device, x.is_cuda, sm_count(x.device)
-        self._together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
+        self._together = False  # the kernel starts on all ranks together
         self._slab: Slab | None = None
         self._number = 0  # of such calls in the group's call table
         self._launches: list[Any] = [None, None]
@@ -73,6 +73,7 @@ class FusedPlan(Plan):
         # What is made here may outlive inference mode, and must be written to by a training later.
         with torch.inference_mode(False), torch.no_grad():
             self._number = compare_calls(call)
+            self._together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
             work, old = self.slab_of(call), self._slab
             if work is not old:
                 if old is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture

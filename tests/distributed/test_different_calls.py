@@ -85,3 +85,40 @@ def test_a_call_that_is_made_again_is_counted_once(way: str) -> None:
     assert numbers[0] == numbers[1]
     state_of(group).transports.clear()
     drop_slabs()
+
+
+@on_ranks("world2")
+def test_ever_other_m_cost_no_word_between_ranks() -> None:
+    from megatron_flux.ops import call as calls
+
+    by, asked, of_all_ranks = backend("fused"), [], calls.of_all_ranks
+
+    def noted(mine: Any, group: Any, about: str) -> Any:
+        asked.append(about)
+        return of_all_ranks(mine, group, about)
+
+    with mock.patch.object(calls, "of_all_ranks", noted):
+        for m in range(2, 42, 2):
+            call(by, m, 48)  # of no other test
+    assert asked == ["comparing calls"] * calls.COMPARED_M
+    del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
+
+
+def rank_has_another_m() -> str:
+    by, rank = backend("fused"), dist.get_rank()
+    for m in range(2, 42, 2):
+        call(by, m, 80)
+    dist.barrier()
+    time.sleep(0.5 * rank)
+    try:
+        call(by, (44, 46)[rank], 80)
+    except OperatorError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_another_m_than_the_peers_is_seen_without_a_word(world2: WorkerPool) -> None:
+    first, second = world2.run(rank_has_another_m)
+    assert "makes all_gather_gemm m=92 n=32 k=80" in second
+    assert "a call that this rank has never made, as the group's call" in second
+    assert "timed out" in first

@@ -52,11 +52,12 @@ def test_the_first_ranks_answer_holds_for_all(tmp_path: Path) -> None:
         made = TunedBackend(Backends(*backends))
         fused = Entry(backend="fused", plan=KernelConfig(reducers=7), ms={"fused": 1.0})
         stock = Entry(backend="reference", ms={"reference": 1.0})
+        calls = []
         for m, *kept in ((8, fused, stock), (16, fused, None), (24, None, fused)):
-            call = OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), torch.zeros(6, 4), group)
-            key, mine = key_of(call, captured=False), kept[rank]
-            if mine is not None:
-                cache.store(tmp_path / f"{rank}.json", key, mine)
-            dist.barrier()
+            calls.append(OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), torch.zeros(6, 4), group))
+            if (mine := kept[rank]) is not None:
+                cache.store(tmp_path / f"{rank}.json", key_of(calls[-1], captured=False), mine)
+        dist.barrier()
+        for call in calls:
             call.run(made).wait()
     assert log == [*2 * [("fused", KernelConfig(reducers=7))], ("reference", None)]

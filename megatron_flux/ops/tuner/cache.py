@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -100,43 +99,34 @@ def cache_path() -> Path:
     return Path(given) if given else cache_folder() / "tuned.json"
 
 
-def find(keys: Iterable[str], *, full: bool = False) -> Entry | None:
-    """Return the first entry under ``keys`` that can be used; log what is wrong with the file.
+def find(keys: Iterable[str], m: int, *, full: bool = False) -> dict[int, Entry]:
+    """Return the entries under ``keys``, whose rows are ``m``, and under those that differ from them in their rows
+    alone, by these; of two with the same rows that of the first key. Log what is wrong with the file or its entries.
 
-    ``full``: not one that was chosen from a short list.
+    ``full``: not those that were chosen from a short list.
     """
-    path = cache_path()
+    path, found = cache_path(), dict[int, Entry]()
     try:
         kept = load(path)
     except UserError as error:
         log_once(f"{error}. Until then plans are measured anew and kept in memory alone")
-        return None
+        return found
     for key in keys:
-        if key in kept:
+        head, _, tail = key.partition(f" m={m} ")
+        for other, data in kept.items():
+            rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
+            if not rows.isdecimal() or other != f"{head} m={rows} {tail}" or int(rows) in found:
+                continue
             try:
-                entry = parse(key, kept[key])
+                entry = parse(other, data)
             except ValueError as error:
-                log_once(f"tuning cache {path} has an entry that cannot be used and is measured anew: {error} ({key})")
+                log_once(
+                    f"tuning cache {path} has an entry that cannot be used and is measured anew: {error} ({other})"
+                )
                 continue
             if not (full and entry.list == "short"):
-                return entry
-    return None
-
-
-def of_other_rows(key: str, m: int, *, full: bool = False) -> dict[int, Entry]:
-    """Return the entries that differ from that under ``key``, of ``m`` rows, in their rows alone; by these.
-
-    :func:`find` logs what is wrong with the file.
-    """
-    head, _, tail = key.partition(f" m={m} ")
-    found = {}
-    with suppress(UserError):
-        for other, data in load(cache_path()).items():
-            rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
-            if rows.isdecimal() and other == f"{head} m={rows} {tail}":
-                with suppress(ValueError):
-                    found[int(rows)] = parse(other, data)
-    return {rows: entry for rows, entry in found.items() if not (full and entry.list == "short")}
+                found[int(rows)] = entry
+    return found
 
 
 def keep(key: str, entry: Entry) -> None:

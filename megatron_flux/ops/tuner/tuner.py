@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement
-from megatron_flux.comm.group_state import all_states, state_of
+from megatron_flux.comm.group_state import Cache, all_states, state_of
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, fits
@@ -31,12 +31,12 @@ MOST_M = 8
 class Decisions:
     """What the tuner has decided for a group."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: Cache[str, Entry] = field(default_factory=Cache)
     """By key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
     measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
     """What this process has measured, by the call without its m, and by m."""
     kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
-    """Entries of decode steps that the file had when such a call first came, by the same."""
+    """What the file had when such a call first came, by the same."""
 
 
 class Tuner:
@@ -80,12 +80,11 @@ class Tuner:
                 )
             return UNMEASURED
         if entry is None:
-            full, about = tunes_fully(), f"plans kept for {words_of(call)}"
-            entry = agreement.first_rank(group, about, lambda: cache.find(keys, full=full))
+            entry = self._kept(call, keys, anew=exact_m).get(call.m)
             if entry is not None and not _runs(call, entry):
                 entry = None
         if entry is None and not exact_m:
-            entry = self._of_other_m(call, keys[0])
+            entry = self._of_other_m(call, keys)
         if entry is None:
             entry = measure(call, self.backends)
             if entry.ms:
@@ -94,11 +93,11 @@ class Tuner:
         entries[keys[0]] = entry
         return entry
 
-    def _of_other_m(self, call: OperatorCall, key: str) -> Entry | None:
+    def _of_other_m(self, call: OperatorCall, keys: Sequence[str]) -> Entry | None:
         """Return the entry, without times, of another m whose plan ``call`` can run; None while one may be measured."""
         measured = self._measured(call)
         if call.operator == "gemm_all_reduce" and not call.async_op and call.m <= LONG_M:  # a decode step
-            kept = self._kept(call, key) | measured
+            kept = self._kept(call, keys) | measured
             if (entry := _first_that_runs(call, [kept[m] for m in _between(kept, call.m)])) is not None:
                 return entry
         if len(measured) < MOST_M:
@@ -113,14 +112,14 @@ class Tuner:
     def _measured(self, call: OperatorCall) -> dict[int, Entry]:
         return self.decisions(call.group).measured.setdefault(_without_m(call), {})
 
-    def _kept(self, call: OperatorCall, key: str) -> dict[int, Entry]:
-        """Return the file's entries of other rows, read once. Collective that time."""
+    def _kept(self, call: OperatorCall, keys: Sequence[str], *, anew: bool = False) -> dict[int, Entry]:
+        """Return the file's entries of such calls, by m, read once or ``anew``. Collective that time: a later m costs
+        neither a file's reading nor a word between ranks. What ``keys`` names first counts.
+        """
         kept, kind = self.decisions(call.group).kept, _without_m(call)
-        if kind not in kept:
-            full = tunes_fully()
-            kept[kind] = agreement.first_rank(
-                call.group, "plans kept for other rows", lambda: cache.of_other_rows(key, call.m, full=full)
-            )
+        if anew or kind not in kept:
+            full, about = tunes_fully(), f"plans kept for {words_of(call)}"
+            kept[kind] = agreement.first_rank(call.group, about, lambda: cache.find(keys, call.m, full=full))
         return kept[kind]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_flux.comm import links, transports
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.group_state import MOST_ENTRIES, state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import UserError
 from megatron_flux.ops import shipped_plans, timing
@@ -197,6 +197,19 @@ def test_what_is_asked_for_ahead_is_measured_whatever_was(tuner: Tuned, monkeypa
     assert measured == [8, 16, 24], "and what a training asks for is not, with so many known"
 
 
+def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ever other m cost neither a file's reading nor a word between ranks, and memory stays bounded."""
+    asked: list[str] = []
+    monkeypatch.setattr(module.agreement, "of_all_ranks", lambda mine, group, about: asked.append(about) or [mine])
+    monkeypatch.setattr(module, "measure", lambda call, backends: Entry(backend="reference", ms={"reference": 1.0}))
+    keep(plan=KernelConfig(reducers=7))
+    for rows in range(2, 1400, 2):
+        assert tuner(x=torch.zeros(rows, 4)) == (("fused", KernelConfig(reducers=7)) if rows == len(X) else STOCK)
+    assert len([about for about in asked if about.startswith("plans kept")]) == 1
+    assert len(asked) <= 1 + 2 * module.MOST_M, "of each m that was measured, that it is kept"
+    assert len(tuner.tuner.decisions(GROUP).entries) <= MOST_ENTRIES
+
+
 OWN, ONE, TWO = AllReduceConfig(own_gemm=True), AllReduceConfig(), AllReduceConfig(shots=2)
 
 
@@ -252,8 +265,8 @@ def test_what_the_file_has_of_other_rows_is_enough(decoding: Decoding, monkeypat
     decoding.tune({8: OWN, 16: None, 64: ONE})
     decoding.tuner.forget()
     read: list[str] = []
-    stock = cache.of_other_rows
-    monkeypatch.setattr(cache, "of_other_rows", lambda key, *a, **k: read.append(key) or stock(key, *a, **k))
+    stock = cache.find
+    monkeypatch.setattr(cache, "find", lambda keys, *a, **k: read.append(keys[0]) or stock(keys, *a, **k))
     assert [decoding.step(m) for m in (5, 8, 9, 17, 40, 100)] == [OWN, OWN, "reference", "reference", ONE, ONE]
     assert len(read) == 1, "read once for all rows"
     assert decoding.measured == [8, 16, 64]

@@ -37,6 +37,8 @@ NOT_READY = -0x8000
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 MOST_ENTRIES = 512
+MOST_SIZES = 4
+"""How often a slab grows to just what a call needs, as while a model's calls come for the first time."""
 
 
 class Cache(dict[_Key, _Value]):
@@ -84,6 +86,8 @@ class GroupState:
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
         """By purpose and whether captured calls run on it: the largest so far."""
+        self._grown: dict[tuple[str, bool], int] = {}
+        """How often a slab gave way to a larger one, by the same."""
         self.graph_slabs: list[Slab] = []  # smaller ones, whose addresses CUDA graphs hold
         self.link: Link | None = None  # see :func:`megatron_flux.comm.links.probe`
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
@@ -120,7 +124,8 @@ class GroupState:
     def slab(self, purpose: str, nbytes: int, device: torch.device, captured: bool) -> Slab:
         """Return the slab for ``purpose`` whose halves hold ``nbytes``; made (a collective call) if there is none.
 
-        A larger call, or one after :data:`~slab.MOST_CALLS`, makes a new slab and drops the old one. Slabs that a call
+        A larger call, or one after :data:`~slab.MOST_CALLS`, makes a new slab and drops the old one. After
+        :data:`MOST_SIZES` larger ones, as where m changes from call to call, it has a power of two. Slabs that a call
         was captured on are kept: graphs hold their addresses. So memory is bounded by the largest call, whatever the
         number of layers and shapes. Raises UserError: it would have to be made while a CUDA graph is captured.
         """
@@ -128,6 +133,10 @@ class GroupState:
         if old is not None:
             if old.half_bytes >= nbytes and old.calls < old.limit:
                 return old
+            if old.half_bytes < nbytes:
+                self._grown[purpose, captured] = grown = self._grown.get((purpose, captured), 0) + 1
+                if grown > MOST_SIZES:
+                    nbytes = 1 << (nbytes - 1).bit_length()
             nbytes = max(nbytes, old.half_bytes)
         size = size_class(nbytes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import slab
-from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, state_of
+from megatron_flux.comm.group_state import MOST_ENTRIES, MOST_SIZES, Cache, all_states, state_of
 from megatron_flux.comm.slab import MIB, MOST_CALLS
 
 CPU = torch.device("cpu")
@@ -78,3 +78,15 @@ def test_shapes_that_never_come_again_take_no_more_memory() -> None:
         assert state.plans.get(m // 2 + MOST_ENTRIES // 2) is None or m
     assert list(state.plans) == list(range(MOST_ENTRIES, 2 * MOST_ENTRIES))
     assert all(isinstance(one, Cache) for one in (state.plans, state.compared, state.kernels))
+
+
+def test_a_slab_grows_to_what_is_needed_and_later_by_powers_of_two(made: list[Any]) -> None:
+    """A model's few calls waste no memory; lengths that ever grow make few slabs."""
+    group = Group("tp")
+    state = state_of(group)  # type: ignore[arg-type]
+    for size in range(1, MOST_SIZES + 2):
+        assert state.slab("gemm", size * 5 * MIB, CPU, False).half_bytes == slab.size_class(size * 5 * MIB)
+    for size in range(5 * (MOST_SIZES + 1), 1000, 3):
+        found = state.slab("gemm", size * MIB, CPU, False)
+        assert size * MIB <= found.half_bytes < 2 * size * MIB
+    assert len(made) <= MOST_SIZES + 1 + 6

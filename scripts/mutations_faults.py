@@ -133,9 +133,16 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/tuner/tuner.py",
-        "agreement.first_rank(group, about, lambda: cache.find(keys, full=full))",
-        "cache.find(keys, full=full)",
+        "agreement.first_rank(call.group, about, lambda: cache.find(keys, call.m, full=full))",
+        "cache.find(keys, call.m, full=full)",
         ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
+    ),
+    _fault(
+        "each m of a training is compared",
+        f"{OPS}/call.py",
+        "if state.table is None or seen < COMPARED_M:",
+        "if True:",
+        ("tests/distributed/test_different_calls.py::test_ever_other_m_cost_no_word_between_ranks",),
     ),
     _fault(
         "each rank lists its own candidates",

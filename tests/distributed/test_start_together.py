@@ -138,12 +138,12 @@ def test_one_cta_computes_the_tiles_of_those_that_do_not_start(operator: str) ->
 
     group, rows = dist.group.WORLD, 64
     x, w = integers(rows, 32, torch.float16), integers(96, 32, torch.float16)
-    tiles = KernelConfig(**TINY)
+    tiles = KernelConfig(**TINY, reducers=1)  # two CTAs compute
     config: Any = tiles if operator == "gemm_reduce_scatter" else AllReduceConfig(tiles=tiles)
     call, backend = OperatorCall(operator, x, w, group), twin()
     with mock.patch.dict("os.environ", MEGATRON_FLUX_TIMEOUT_S="20"):
         result = backend.plan(call, config).run(call)
-    assert rows // TINY["bm"] * 96 // TINY["bn"] > CPU_CTAS, "every CTA has tiles"
+    assert CPU_CTAS == 3, "one of three adds"
     want = summed(x.float() @ w.float().t(), group).half()
     if operator == "gemm_reduce_scatter":
         want = want[rows // 2 * dist.get_rank() :][: rows // 2]

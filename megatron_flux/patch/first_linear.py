@@ -6,7 +6,8 @@ Frameworks that only use ``megatron.core`` never call that: Megatron-Bridge, ver
 Contract
     * nothing is imported or patched before such a linear is built: processes of the same job that build none (drivers,
       rollout engines) stay as they are;
-    * what switches flux on or off by other means comes first, and ends the wait;
+    * what patches by other means, or switches flux off, comes first, and ends the wait; layer specs that run flux do
+      not: what they do not reach, such as the output layer, is patched all the same;
     * where torch loads no plugins (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) nothing is patched, and rank 0 says so.
 """
 

@@ -88,6 +88,7 @@ def patch(config: FluxConfig | None = None) -> None:
     linears = use(config)
     if is_patched():
         return
+    first_linear.settle()
     replacements = replacements_of(linears)
     for r in replacements:
         setattr(r.owner, r.name, r.flux)
@@ -116,7 +117,6 @@ def use(config: FluxConfig | None) -> LinearPatch:
     line = checked_line(strict=strict)
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    first_linear.settle()
     linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
     if te_layers() is not None:
         try:

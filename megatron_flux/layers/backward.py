@@ -77,6 +77,13 @@ def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | 
     return memory[:size].view(weight.shape)
 
 
+def release() -> int:
+    """Drop the memory of unread gradients and return its bytes; the next backward makes it again."""
+    nbytes = sum(memory.nbytes for memory in _unread_memory.values())
+    _unread_memory.clear()
+    return nbytes
+
+
 def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """Add ``dy.T @ x`` to ``main_grad`` ``[n, k]``, which is fp32 or the operands' own dtype."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])

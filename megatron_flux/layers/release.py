@@ -17,13 +17,15 @@ import torch.distributed as dist
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import all_states, slab_bytes
 from megatron_flux.errors import UserError
-from megatron_flux.layers import keep, prefetch
+from megatron_flux.layers import backward, keep, prefetch
+from megatron_flux.ops import cuda_graphs
 
 
 def release() -> int:
-    """Free workspaces and kept inputs of all process groups, until the next call needs them. Collective over all ranks.
+    """Free workspaces and kept inputs of all process groups, and the memory of gradients that nobody reads, until the
+    next call needs them. Collective over all ranks.
 
-    Returns the bytes that this rank has freed: workspaces go back to the driver at once, kept inputs to torch's
+    Returns the bytes that this rank has freed: workspaces go back to the driver at once, the others to torch's
     allocator (``torch.cuda.empty_cache()``).
 
     Raises:
@@ -42,8 +44,10 @@ def release() -> int:
     if causes := "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None):
         raise UserError(f"release: nothing is freed ({causes})")
     prefetch.clear()
-    before, kept = slab_bytes(), keep.release()
+    before, others = slab_bytes(), keep.release()
+    if not cuda_graphs.requested:  # a graph of stock's operators may have their addresses
+        others += backward.release()
     for state in all_states():
         state.free()
     of_all_ranks(None, world, "freed workspaces")  # memory that a peer still maps is not free
-    return before - slab_bytes() + kept
+    return before - slab_bytes() + others

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import megatron_flux
 from megatron_flux import UserError, ops
 from megatron_flux.comm.group_state import all_states, drop_slabs, slab_bytes, state_of
-from megatron_flux.layers import keep
+from megatron_flux.layers import backward, column_parallel_linear, keep
+from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import test_chunked
 from tests.distributed.pool import on_ranks
@@ -28,6 +29,7 @@ def start_anew() -> None:
     """Forget what other tests have left, poisoned or captured."""
     dist.barrier()
     drop_slabs()
+    backward.release()
     for state in all_states():
         state.transports.clear()
         state.forget_calls()
@@ -123,6 +125,22 @@ def test_backward_gathers_what_was_kept() -> None:
     found, gathers = block.results(1)
     assert (gathers, keep.report()["total"] - total) == (0, 1)
     require_equal(found, plain)
+
+
+@on_ranks("world2")
+def test_memory_of_unread_gradients_comes_back() -> None:
+    """It is as large as the largest weight whose gradient goes to ``main_grad``."""
+    start_anew()
+    group: Any = dist.group.WORLD
+    weight, x = torch.nn.Parameter(torch.ones(16, 8)), one_input()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    for _ in range(2):
+        column_parallel_linear(x, weight, None, group, gradient_accumulation_fusion=True).sum().backward()
+        weight.grad = None  # as Megatron's DistributedDataParallel does
+        with captured_calls():
+            assert megatron_flux.release() == 0, "a graph may write there"
+        assert megatron_flux.release() == weight.nbytes
+        assert megatron_flux.release() == 0
 
 
 @NEEDS_TRITON

@@ -13,6 +13,7 @@ import megatron_flux
 from megatron_flux import ops
 from megatron_flux.comm.group_state import drop_slabs, slab_bytes
 from megatron_flux.errors import OperatorError
+from megatron_flux.layers import backward
 from tests.distributed.pool import on_ranks
 
 LEFT = 300 << 20  # bytes that are left free
@@ -75,6 +76,7 @@ def test_released_workspaces_are_the_drivers_at_once_and_come_back() -> None:
     torch.cuda.synchronize()
     dist.barrier()
     drop_slabs()  # other tests' may be poisoned, or in graphs
+    backward.release()
     group, (x, w) = dist.new_group([0, 1]), operands()
     for _ in range(3):
         assert exact(x, w, group)

@@ -56,7 +56,7 @@ from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
-from megatron_flux.telemetry import breakdown
+from megatron_flux.telemetry import breakdown, environment
 from megatron_flux.telemetry.profiler import exported, write_trace
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
@@ -266,6 +266,7 @@ class LayerBench:
             parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
         return {
             **row(self.workload, variant, samples),
+            "device": environment.device_name(),
             "link": self.here.link.kind,
             "wire": wires.activations,
             "grad_wire": wires.gradients,

@@ -207,18 +207,17 @@ def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
     """
     there = beside(group)
     together = there.high_priority or (there.others and (captured or not settings.one_queue()))
-    if together and group.rank() == 0:
-        faster = there.high_priority or captured or settings.one_queue()
-        _say_once("" if faster else "; set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts to save that")
+    if together and not (there.high_priority or captured or settings.one_queue()) and dist.get_rank() == 0:
+        _say_once()
     return together
 
 
 @functools.cache
-def _say_once(advice: str) -> None:
-    logger.info(
+def _say_once() -> None:
+    logger.warning(
         "megatron_flux: other process groups run beside tensor parallelism, so fused calls begin on all its ranks "
-        "together, behind a small kernel each%s", advice,
-    )  # fmt: skip
+        "together, behind a small kernel each; set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts to save that"
+    )
 
 
 def seen(group: dist.ProcessGroup) -> Beside:

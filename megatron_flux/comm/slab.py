@@ -172,7 +172,6 @@ class Slab:
     _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
     """The same for the latest call outside of captures, during one."""
     capture: int | None = None  # that the latest call was part of
-    _synchronised: bool = False  # the latest call
 
     def __post_init__(self) -> None:
         """Look the device up once."""
@@ -186,7 +185,7 @@ class Slab:
         """
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
-        synchronise = self._synchronised = self.captured and self._enter_capture()
+        synchronise = self.captured and self._enter_capture()
         raw = -1 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._raw:
             self._follow()
@@ -217,9 +216,11 @@ class Slab:
         return True
 
     def start(self, half: int) -> None:
-        """Enqueue the kernel that returns once all ranks have come to the call in ``half``."""
-        if self._synchronised:  # its barrier has done that
-            return
+        """Enqueue the kernel that returns once all ranks have come to the call in ``half``.
+
+        Behind the barrier of a synchronised call it waits for nobody; but without it a capture would be the first to
+        launch it, and kernels cannot be loaded there.
+        """
         if (order := self.order) is not None and self.capture is None:
             order.follow()
         from megatron_flux.kernels.device import start_kernel

@@ -1,4 +1,4 @@
-"""What a user can choose about the patch itself; training and benchmark options live with their commands."""
+"""Options of the patch itself; training and benchmark options live with their commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_flux import settings
 from megatron_flux.errors import UserError
 
 STOCK = "stock"
-"""In :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
+"""Value for :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
 
 
 class Backends(NamedTuple):
@@ -22,21 +22,21 @@ class Backends(NamedTuple):
 
     @classmethod
     def of(cls, backend: str | Backends) -> Backends:
-        """One backend in all directions, or what is given."""
+        """Make the backends of all directions from one name, or return those given."""
         return backend if isinstance(backend, Backends) else cls(backend, backend, backend)
 
 
 class Wires(NamedTuple):
-    """What the tuner may send of a layer where the link is ``host``, beside the numbers as they are."""
+    """Wire formats that the tuner may use for a layer where the link is ``host``, beside the exact one."""
 
     activations: str = "exact"  # x and y in forward, and x once more where it is gathered for wgrad
     gradients: str = "exact"  # dy and dx
 
     @classmethod
     def of(cls, wire: str | None, grad_wire: str | None) -> Wires:
-        """What is given, else what the environment says, else ``exact``, and of gradients what holds of activations.
+        """Resolve the arguments: None means the environment's value, else ``exact``; for gradients that of activations.
 
-        A value of the environment that does not exist is a UserError.
+        Raises UserError: the environment has an unknown value.
         """
         activations = wire or settings.wire() or "exact"
         return cls(activations, grad_wire or settings.grad_wire() or activations)
@@ -46,7 +46,7 @@ ALL_EXACT = Wires()
 
 
 def number_of_bytes(given: str | int, option: str = "") -> int:
-    """A size such as 8GB, 512MiB or a plain number, of ``option``. Raises UserError: it is none."""
+    """Parse the value of ``option``: a size such as 8GB, 512MiB or a plain number. Raises UserError: it is none."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
@@ -58,7 +58,7 @@ def number_of_bytes(given: str | int, option: str = "") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """How patched layers run; checked by :func:`megatron_flux.patch`."""
+    """Options of patched layers; checked by :func:`megatron_flux.patch`."""
 
     backend: str = "auto"
     """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
@@ -77,7 +77,7 @@ class FluxConfig:
     where that was chosen (:func:`megatron_flux.set_backend`), or stock is as fast (docs/limits.md)."""
 
     gather_ahead: bool = True
-    """In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel layer behind it, not in
+    """Gather a column-parallel layer's input for backward beside the wgrad of the row-parallel layer behind it, not in
     its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
     their own (``reference``, ``pipelined``) keep it a little longer."""
 
@@ -88,7 +88,7 @@ class FluxConfig:
     kept."""
 
     keep_gathered_bytes: int | None = None
-    """How many bytes a process may keep so; layers beyond gather again. None: nothing before the optimizer's first
+    """Bytes that a process may keep so; further layers gather again. None: nothing before the optimizer's first
     step, from then on a quarter of the GPU memory that was never needed; on CPUs no limit."""
 
     fp8: bool = True
@@ -100,19 +100,19 @@ class FluxConfig:
     (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""
 
     wire: str | None = None
-    """What the tuner may send where the link is ``host``: ``exact``, or also ``fp8`` or ``int8``, whose results differ
+    """Wire formats over a ``host`` link: ``exact`` only, or also ``fp8`` or ``int8``, whose results differ
     (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes. None:
     ``MEGATRON_FLUX_WIRE``, else ``exact``."""
 
     grad_wire: str | None = None
-    """The same of gradients (dgrad's calls); None: ``MEGATRON_FLUX_GRAD_WIRE``, else as activations."""
+    """Wire format of gradients (dgrad's calls); None: ``MEGATRON_FLUX_GRAD_WIRE``, else that of activations."""
 
     @cached_property
     def backends(self) -> Backends:
-        """By direction."""
+        """Backends by direction."""
         return Backends(*(given or self.backend for given in (self.forward, self.dgrad, self.wgrad)))
 
     @cached_property
     def wires(self) -> Wires:
-        """Of activations and gradients."""
+        """Wire formats of activations and gradients."""
         return Wires.of(self.wire, self.grad_wire)

@@ -10,7 +10,7 @@ import sys
 
 
 def one_line(error: BaseException) -> str:
-    """What ``error`` says, in one line; its kind where it says nothing."""
+    """Return the message of ``error`` in one line, or its class where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -38,7 +38,7 @@ class RendezvousError(FluxError):
 
 
 class StorageError(FluxError):
-    """What a run has to keep could not be written: a full disk, mostly. The message names the file and the cause."""
+    """A file that a run needs could not be written: a full disk, mostly. The message names the file and the cause."""
 
 
 class FallbackError(FluxError):

@@ -43,7 +43,7 @@ class Options(Checked):
     group: ClassVar[str] = "Options"
 
     def as_given(self) -> dict[str, Any]:
-        """The options that were given, as ``--config`` reads them to repeat a run in another folder."""
+        """Return the given options, as ``--config`` reads them to repeat a run in another folder."""
         return self.model_dump(mode="json", exclude_unset=True, exclude={"out", "overwrite"})
 
     @field_validator("*", mode="before")
@@ -62,7 +62,7 @@ class Options(Checked):
 
 
 def kinds(field: FieldInfo) -> tuple[Any, ...]:
-    """The annotation, and the types of a union, or the values of a literal."""
+    """List the annotation, and the types of a union, or the values of a literal."""
     return (field.annotation, *get_args(field.annotation))
 
 
@@ -82,12 +82,12 @@ def is_argument(field: FieldInfo) -> bool:
 
 
 def names(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The option's names, Megatron-LM's first, with dashes and without ``--``."""
+    """Return the option's names, Megatron-LM's first, with dashes and without ``--``."""
     return tuple(filter(None, (_extra(field).get("long"), name.rstrip("_").replace("_", "-"))))
 
 
 def field_named(fields: Fields, word: str) -> str | None:
-    """The field that ``word`` (dashes or underscores) names, by either name."""
+    """Return the field that ``word`` (dashes or underscores) names, by either name."""
     word = word.replace("_", "-")
     return next((name for name, field in fields.items() if word in names(name, field)), None)
 
@@ -115,7 +115,7 @@ def read_settings(pairs: Sequence[str], fields: Fields) -> dict[str, Any]:
 
 
 def group_of(model: type[BaseModel], name: str) -> str:
-    """The heading of the class that first declared the field ``name``."""
+    """Return the heading of the class that first declared the field ``name``."""
     declared = next(kind for kind in reversed(model.__mro__) if name in getattr(kind, "model_fields", ()))
     return str(getattr(declared, "group", Options.group))
 

@@ -1,4 +1,4 @@
-"""What the environment says: how kernels run, as of CUDA's start in this process, and where caches are.
+"""Environment variables: how kernels run, as of CUDA's start in this process, and where caches are.
 
 ===============================  =====================================================================================
 ``MEGATRON_FLUX``                whether trainings run with flux; read when Megatron-LM's arguments are parsed, or when
@@ -32,14 +32,14 @@ from platformdirs import user_cache_dir
 from megatron_flux.errors import UserError
 
 OFF, ON = ("", "0", "false", "off", "no"), ("1", "true", "on", "yes")
-"""What MEGATRON_FLUX may say, in any case of letters."""
+"""Values of MEGATRON_FLUX, in upper or lower case."""
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S")
 LinkKind = Literal["none", "host", "p2p", "nvlink"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
-"""What connects a group, from the weakest; :mod:`megatron_flux.comm.links` says more."""
+"""Links of a group, from the weakest; :mod:`megatron_flux.comm.links` describes them."""
 Wire = Literal["exact", "fp8", "int8"]
 WIRES: tuple[str, ...] = get_args(Wire)
-"""What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
+"""Wire formats; :mod:`megatron_flux.kernels.wire` describes them."""
 _TUNE = ("short", "full")
 NO_GPU = "reference: no GPU"
 """Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
@@ -47,7 +47,7 @@ _held: dict[str, str | None] | None = None
 
 
 def switched_on() -> bool:
-    """Whether flux is on in a training that does not say so itself."""
+    """Return True if MEGATRON_FLUX switches flux on in trainings that do not decide themselves."""
     given = os.environ.get("MEGATRON_FLUX", "")
     if given.lower() not in (*OFF, *ON):
         raise UserError(f"MEGATRON_FLUX={given!r}: set it to one of {', '.join(ON)} (on) or {', '.join(OFF[1:])} (off)")
@@ -55,12 +55,12 @@ def switched_on() -> bool:
 
 
 def one_queue() -> bool:
-    """Whether all kernels of this process go through one hardware queue, in the order in which they are enqueued."""
+    """Return True if all kernels of this process go through one hardware queue, in the order of enqueueing."""
     return _value("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def timeout_s() -> float | None:
-    """Seconds a device-side wait may last; None where nothing is given."""
+    """Return the seconds that a device-side wait may last; None where nothing is given."""
     given = _value("MEGATRON_FLUX_TIMEOUT_S")
     if not given:
         return None
@@ -74,27 +74,27 @@ def timeout_s() -> float | None:
 
 
 def link() -> str | None:
-    """The strongest link to use; None where nothing is given."""
+    """Return the strongest link to use; None where nothing is given."""
     return _one_of(LINKS, "MEGATRON_FLUX_LINK")
 
 
 def wire() -> str | None:
-    """What may be sent over a host link; None where nothing is given."""
+    """Return the allowed wire format of a host link; None where nothing is given."""
     return _one_of(WIRES, "MEGATRON_FLUX_WIRE")
 
 
 def grad_wire() -> str | None:
-    """What gradients may be sent as over a host link; None where nothing is given."""
+    """Return the allowed wire format of gradients over a host link; None where nothing is given."""
     return _one_of(WIRES, "MEGATRON_FLUX_GRAD_WIRE")
 
 
 def tunes_fully() -> bool:
-    """Whether the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
+    """Return True if the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
     return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "full"
 
 
 def tune_seconds() -> float:
-    """Seconds after which the tuner begins no further candidate of a call; 0 never measures."""
+    """Return the seconds after which the tuner begins no further candidate of a call; 0 never measures."""
     given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS") or "30"
     try:
         seconds = float(given)
@@ -121,7 +121,7 @@ def _one_of(allowed: tuple[str, ...], name: str) -> str | None:
 
 
 def cache_folder(given: Path | None = None) -> Path:
-    """``given``, else the folder that MEGATRON_FLUX_CACHE names, else the user's cache folder. Not made here."""
+    """Return ``given``, else the folder in MEGATRON_FLUX_CACHE, else the user's cache folder. Not made here."""
     return given or Path(os.environ.get("MEGATRON_FLUX_CACHE") or user_cache_dir("megatron-flux"))
 
 

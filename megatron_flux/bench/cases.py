@@ -36,7 +36,7 @@ class Case:
         return self.direction == "dgrad"
 
     def bytes_received(self, tp: int, element: int = 2) -> int:
-        """Bytes a rank gets from its peers: ``element`` a number; FP8 operands have one, and the scales of blocks."""
+        """Return the bytes that a rank receives: ``element`` for each number; in FP8 one, and the scales of blocks."""
         if self.op != "all_gather_gemm":
             row = self.n * element
         elif self.fp8 is None:
@@ -81,7 +81,7 @@ def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -
 
 
 def working_memory(shape: ModelShape, tokens: int, tp: int) -> float:
-    """Bytes of whole-sequence temporaries: two tensors, and the gradient of one."""
+    """Return the bytes of whole-sequence temporaries: two tensors, and the gradient of one."""
     return 8 * tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)
 
 
@@ -138,7 +138,7 @@ class Workload(BaseModel):
         return "-".join([f"{self.model}-{self.seq}x{self.micro_batch}", *filter(None, how)])
 
     def cache_shape(self, tp: int) -> tuple[int, int, int, int]:
-        """Shape of a rank's keys, and of its values, in one layer: tokens, sequences, heads, channels."""
+        """Return the shape of a rank's keys, and of its values, in one layer: tokens, sequences, heads, channels."""
         heads = self.shape.num_query_groups // tp
         return (self.context_length or 0) + self.seq, self.micro_batch, heads, self.shape.head_size
 

@@ -32,7 +32,7 @@ from megatron_flux.config import ALL_EXACT, Wires
 TOLERANCE = {"exact": 0.05, "int8": 0.05, "fp8": 0.2}
 """Relative, for every difference between variants, by wire format: e4m3 keeps three bits, 2-3 per cent a transfer."""
 LARGEST_ROUNDING = 0.3
-"""The same in FP8. What one of eight ranks does not add is a third of a result's norm."""
+"""Largest difference in FP8, relative to the result's norm. A missing addend of one of eight ranks is a third of it."""
 
 Result = list[torch.Tensor]
 """Results of one step on this rank: output and input gradient without the residual's share, then one product per weight

@@ -49,13 +49,13 @@ _T = TypeVar("_T")
 
 
 class Ranks(NamedTuple):
-    """Where a benchmark runs."""
+    """Process groups and device of a benchmark."""
 
     device: torch.device
     group: dist.ProcessGroup
     """The tensor-parallel group."""
     ranks: dist.ProcessGroup
-    """All ranks over gloo: a barrier of NCCL is a kernel, which would show in traces and in the first step after it."""
+    """Gloo group of all ranks: a barrier of NCCL is a kernel, which would show in traces and in the next step."""
     link: links.Link
     say: Callable[[str], None]
     """Write a line for people; does nothing on other ranks than the first."""

@@ -194,7 +194,7 @@ class LayerBench:
         return self.trained and not self.workload.frozen
 
     def _held_bytes(self) -> int:
-        """Bytes that all variants hold together."""
+        """Return the bytes that all variants hold together."""
         tensors = [*self.weights.values(), *cache_of(self.context)]
         gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
         return sum(tensor.nbytes for tensor in tensors + gradients)

@@ -179,4 +179,4 @@ class Unsynchronised(NoCommunication):
 
 
 BOUNDS: dict[str, NoCommunication] = {backend.name: backend for backend in (NoCommunication(), Unsynchronised())}
-"""By the variant that runs it."""
+"""Backends by the name of the variant that runs them."""

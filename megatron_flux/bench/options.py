@@ -177,7 +177,7 @@ class LayerRun(LayerOptions):
     burst: int = 3
     out: Path = Path()
     pp: ClassVar[int] = 1
-    """With ``tp`` and ``timeout`` the process groups of a training of one stage."""
+    """A benchmark has one pipeline stage; with ``tp`` and ``timeout`` this describes its process groups."""
 
     @property
     def ep(self) -> int:

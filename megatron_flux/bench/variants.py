@@ -192,7 +192,7 @@ def backward_dw(block: Any) -> None:
 
 
 def memory_outside(variant: Variant) -> int:
-    """Bytes of a variant that torch's caching allocator does not know of: symmetric memory, userbuffers."""
+    """Return a variant's bytes that torch's caching allocator does not know of: symmetric memory, userbuffers."""
     return workspace_bytes() if variant.name.startswith("flux") else variant.facts.get("userbuffer_bytes", 0)
 
 

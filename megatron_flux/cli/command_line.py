@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             self._add("Run", "--dry-run", action="store_true", help=text)
 
     def _add_field(self, name: str, field: FieldInfo, *, can_be_off: bool) -> None:
-        """``can_be_off``: a file may have switched on what the command line switches off."""
+        """Add an option. ``can_be_off``: a file may have switched on what the command line switches off."""
         flags = [f"--{option}" for option in names(name, field)]
         how: dict[str, Any] = {"dest": name, "metavar": _metavar(field)}
         if is_argument(field):
@@ -136,7 +136,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types and values that ``annotation`` is made of."""
+    """List the types and values in ``annotation``."""
     if not (inner := get_args(annotation)):
         yield annotation
     for part in inner:
@@ -144,7 +144,7 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 
 def _metavar(field: FieldInfo) -> str:
-    """The values of a choice, else the type of the value."""
+    """Return the values of a choice, else the type of the value."""
     leaves = list(_leaves(field.annotation))
     if choices := [leaf for leaf in leaves if isinstance(leaf, str)]:
         return f"{{{','.join(choices)}}}"
@@ -152,7 +152,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _help(field: FieldInfo) -> str:
-    """The description, and the default where there is one to name."""
+    """Return the description, with the default where there is one to name."""
     default = ",".join(map(str, field.default)) if isinstance(field.default, list) else field.default
     default = "on" if default is True else default
     shown = "" if field.is_required() or default in (None, "", False) else f" [{default}]"
@@ -160,7 +160,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
-    """The options that ``file`` gives, by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``.
+    """Read the options of ``file``, by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``.
 
     Raises UserError: no file, no YAML, or no such option.
     """

@@ -94,7 +94,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Entry point of ``megatron-flux``: run it and end the process, as the command line or as a rank of a run."""
+    """Run ``megatron-flux`` and end the process, as the command line or as a rank of a run."""
     _have_streams()
     first_linear.settle()
     try:

@@ -1,4 +1,4 @@
-"""How commands begin: the run described, its folder made, its ranks started.
+"""Start commands: describe the run, make its folder, start its ranks.
 
     if start.described(dry_run, describe, out): return              # checks the folder; a dry run ends here
     start.on_ranks(command, about, module, argument, ranks, left=...)

@@ -27,7 +27,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FAILURES = (RuntimeError, ValueError)
-"""What a collective raises: torch.distributed's own errors derive from RuntimeError."""
+"""Errors of a collective: torch.distributed's own derive from RuntimeError."""
 
 
 class Pending:

@@ -35,7 +35,7 @@ from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab
 
 
 class Edges(NamedTuple):
-    """Which shards are sent in two pieces of columns, each with its flag.
+    """Shards that are sent in two pieces of columns, each with its flag.
 
     Tiles of a GEMM's first round belong to the first two shards to come and begin at the same time: with ``early`` the
     first columns of both go ahead. What is left to multiply when the last copy has arrived cannot be hidden: with

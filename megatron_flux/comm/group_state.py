@@ -82,7 +82,7 @@ class GroupState:
     """See the module; from :func:`state_of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Nothing is allocated."""
+        """Make the state of ``group``, and allocate nothing."""
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
         """By purpose and whether captured calls run on it: the largest so far."""
@@ -222,7 +222,7 @@ class GroupState:
 
 
 _states: dict[int, GroupState] = {}
-"""By ``id`` of the group: torch's process groups take no attributes, and this look-up costs a tenth of that in a
+"""States by ``id`` of the group. torch's process groups take no attributes, and this look-up costs a tenth of one in a
 WeakKeyDictionary. An entry goes before the ``id`` can be given to another object."""
 
 

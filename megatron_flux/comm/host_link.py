@@ -213,7 +213,7 @@ class _HostCall:
     """A call that has begun."""
 
     def __init__(self, link: HostLink, program: Program, received: torch.Tensor, sent: int) -> None:
-        """Nothing is enqueued yet. ``sent``: address of what is sent."""
+        """Prepare a call, and enqueue nothing yet. ``sent``: address of the data to send."""
         self._link, self._received = link, received
         pitch, first = received.shape[1], received.data_ptr()
         self._rows = [*(first + row * pitch for row in range(received.shape[0])), sent]
@@ -248,7 +248,7 @@ class HostGather(_HostCall):
     """A gather; iterate over it for the pieces as they arrive."""
 
     def __init__(self, link: HostLink, program: Program, local: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Nothing is enqueued yet."""
+        """Prepare a call, and enqueue nothing yet."""
         super().__init__(link, program, gathered, local.data_ptr())
         self._local = local
         self._begun = torch.cuda.current_stream(local.device) if local.is_cuda else None
@@ -286,7 +286,7 @@ class HostExchange(_HostCall):
     def __init__(
         self, link: HostLink, program: Program, received: torch.Tensor, steps: Sequence[tuple[int, int]]
     ) -> None:
-        """Nothing is enqueued yet."""
+        """Prepare a call, and enqueue nothing yet."""
         super().__init__(link, program, received, 0)
         self.steps = steps
         self._sent: list[torch.Tensor] = []

@@ -106,19 +106,19 @@ class Layout:
         return self.tp * self.region_bytes
 
     def slot(self, use: int) -> int:
-        """Offset of the slot for the ``use``-th chunk of a call."""
+        """Return the offset of the slot for the ``use``-th chunk of a call."""
         return self.data + use % self.slots * self.slot_pitch
 
     def word(self, use: int, reader: int) -> int:
-        """Offset of that slot's word for rank ``reader``."""
+        """Return the offset of that slot's word for rank ``reader``."""
         return HEAD + (use % self.slots * self.tp + reader) * LINE
 
     def own_words(self) -> range:
-        """Offsets of all words of a region."""
+        """Return the offsets of all words of a region."""
         return range(HEAD, HEAD + self.slots * self.tp * LINE, LINE)
 
     def words_of(self, reader: int) -> list[int]:
-        """Offsets of the words that rank ``reader`` waits for and empties."""
+        """Return the offsets of the words that rank ``reader`` waits for and empties."""
         return [self.word(use, reader) for use in range(self.slots)]
 
 
@@ -183,10 +183,10 @@ class Program:
     """Everything a rank enqueues for one call."""
 
     parts: list[Part] = field(default_factory=list)
-    """Of a gather: what can leave before anything is waited for, then one part per piece. Of an exchange: one part per
+    """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per
     block, in the order of :func:`exchange_steps`."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
-    """All batches of each lane. A batch writes its index into the head as it begins."""
+    """Batches of each lane. A batch writes its index into the head when it begins."""
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""

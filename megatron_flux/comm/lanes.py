@@ -35,7 +35,7 @@ _POLL_S = 5e-5
 
 
 class Wait(NamedTuple):
-    """What a wait is for: the rank (within the group) that ends it, and whose shard it is about."""
+    """The rank (within the group) that ends a wait, and the rank whose shard it is about."""
 
     peer: int
     shard: int
@@ -222,7 +222,7 @@ class ProcessorLane:
 
 
 Lane = StreamLane | ProcessorLane
-"""All lanes of a link are of one kind."""
+"""A lane. A link has lanes of one kind only."""
 
 
 def follow(lanes: Sequence[Lane]) -> Callable[[], None]:

@@ -46,7 +46,7 @@ from megatron_flux.errors import UserError
 logger = logging.getLogger("megatron_flux")
 
 KINDS = settings.LINKS
-"""From the weakest to the strongest."""
+"""Kinds of links, from the weakest to the strongest."""
 
 
 def probe(group: dist.ProcessGroup, device: torch.device) -> Link:

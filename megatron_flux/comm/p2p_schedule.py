@@ -76,7 +76,7 @@ Islands = tuple[tuple[int, ...], tuple[int, ...]]
 """The ranks of both islands, equally many."""
 
 _CROSSING_ORDERS = {4: ((0, 2, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 0, 1, 3))}
-"""By size of an island and round, to which place of it each place sends; the one that stays crosses. Every place sends
+"""Destination of each place in its island, by island size and round; to itself: across. Every place sends
 to every other once: a tetrahedron's faces, gone round."""
 
 
@@ -89,7 +89,7 @@ class Move(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one rank does in one round."""
+    """Transfers of one rank in one round."""
 
     target: int
     sent: int  # whose block it sends
@@ -144,7 +144,7 @@ def _ring(ring: Sequence[int]) -> list[list[Move]]:
 
 
 def _crossing_order(size: int) -> Sequence[Sequence[int]]:
-    """By round, to which place of its island each place sends its own block; to itself: across."""
+    """Return by round the place in its island to which each place sends its own block; to itself: across."""
     if size in _CROSSING_ORDERS:
         return _CROSSING_ORDERS[size]
     if size % 2:
@@ -183,7 +183,7 @@ class PeerLayout(Layout):
         return self.slots * self.slot_pitch
 
     def slot(self, use: int) -> int:
-        """Offset of the slot for the ``use``-th chunk of a round."""
+        """Return the offset of the slot for the ``use``-th chunk of a round."""
         return use % self.slots * self.slot_pitch
 
 
@@ -200,7 +200,7 @@ def program(
     plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
 
     def opening(number: int) -> list[WordOp]:
-        """Words that let the sender of this round begin."""
+        """Return the words that let the sender of this round begin."""
         if number == len(plan):
             return []
         piece, round_ = plan[number]
@@ -208,7 +208,7 @@ def program(
         return [WordOp(WRITE, regions[round_.source] + layout.word(use, rank), EMPTY) for use in first]
 
     def transfers(number: int) -> tuple[Callable[[int], Transfer], Callable[[int], Transfer]]:
-        """Sending and receiving chunks of this round."""
+        """Return the steps that send and receive the chunks of this round."""
         piece, round_ = plan[number]
         chunk, base = parts[piece], cuts[piece] if exchange else 0
         row = layout.tp if round_.sent == rank else round_.sent

@@ -167,7 +167,7 @@ class Regions:
     """The regions of a group, by rank."""
 
     def __init__(self, mappings: list[Mapping]) -> None:
-        """From :func:`make_regions`."""
+        """Make a view of ``mappings``, which :func:`make_regions` returns."""
         self._mappings = mappings
         self.host = [mapping.address for mapping in mappings]
         """Addresses for this process."""

@@ -170,7 +170,7 @@ class Slab:
     """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
     a twentieth."""
     _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
-    """The same for the latest call outside of captures, during one."""
+    """Stream and handle of the latest call outside of captures, kept during a capture."""
     capture: int | None = None  # that the latest call was part of
 
     def __post_init__(self) -> None:

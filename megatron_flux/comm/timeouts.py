@@ -48,7 +48,7 @@ OPERATORS = {
     7: "all_gather",
     8: "gemm_all_reduce",
 }
-"""By ``op`` in an alarm; :mod:`megatron_flux.kernels.device` has the codes."""
+"""Names of operators by ``op`` in an alarm; :mod:`megatron_flux.kernels.device` has the codes."""
 UNITS = {1: "block", 2: "tile", 3: "call", 4: "shard", 5: "shard", 6: "shard", 7: "shard", 8: "block"}
 _MAX_LIMIT = (1 << 63) - 1  # the largest that a kernel can compare with
 
@@ -159,7 +159,7 @@ class Alarm:
 
 
 class Poisonable(Protocol):
-    """What a call can leave unusable: a slab, a link."""
+    """A slab or link, which an interrupted call leaves unusable."""
 
     def poison(self, operator: str, error: BaseException) -> None:
         """Refuse every further call: ``error`` ended one of ``operator`` that had begun."""

@@ -67,19 +67,19 @@ class LinearState:
 
     parameter: torch.Tensor
     main_grad: torch.Tensor | None
-    """Where the weight gradient is added, taken in forward: a weight used several times may change it before backward.
+    """Tensor to which wgrad adds, taken in forward: a weight used several times may change it before backward.
     """
     overwrite_main_grad: bool
     group: dist.ProcessGroup
     backends: Backends
     wires: Wires
     autocast: torch.dtype | None
-    """From :func:`~megatron_flux.layers.backward.autocast_of`, in forward."""
+    """Result of :func:`~megatron_flux.layers.backward.autocast_of` in forward."""
     sequence_parallel: bool
     """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision
     delayed: DelayedWgrad | None = None
-    """Who computes wgrad behind backward. None: backward does."""
+    """Owner that computes wgrad after backward. None: backward computes it."""
 
     @property
     def own_gathered(self) -> bool:
@@ -91,7 +91,7 @@ class Precision:
     """Operands in their own dtype; base class of other precisions. Shapes are those of :mod:`layers.linears`."""
 
     serves_wgrad = True
-    """What forward gathers of ``x``, and dgrad of ``dy``, is wgrad's operand."""
+    """True if wgrad can use the ``x`` that forward gathers and the ``dy`` that dgrad gathers."""
     gathered_dtype: torch.dtype | None = None
     """The dtype in which ``x`` is gathered, if it is not its own."""
     epilogue_bias = False
@@ -190,7 +190,7 @@ class Precision:
         return unread_gradient(linear.parameter, x.dtype)
 
     def end_backward(self) -> None:
-        """Called when everything of the layer's backward is enqueued, if :attr:`updates_scales`."""
+        """Update scales after the layer's backward has been enqueued; called if :attr:`updates_scales`."""
 
 
 EXACT = Precision(epilogue_bias=False), Precision(epilogue_bias=True)

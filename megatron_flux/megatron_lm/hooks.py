@@ -59,7 +59,7 @@ _WRAPPED: dict[str, tuple[tuple[str, str | None, _Then], ...]] = {
         ("setup_model_and_optimizer", None, lambda result, _: tune(result[0])),
     ),
 }
-"""By module: its functions, a parameter that each must have, and the call that follows it."""
+"""Functions by module, each with a parameter that it must have and the call that follows it."""
 
 
 def _followed(stock: Callable[..., Any], then: _Then) -> Callable[..., Any]:

@@ -195,6 +195,6 @@ def _graph_problems(args: Any) -> Iterator[str]:
 
 
 def _backends(args: Any) -> set[str]:
-    """Backends of all directions."""
+    """Return the backends of all directions."""
     whole = getattr(args, "flux_backend", "auto")
     return {getattr(args, f"flux_{name}", None) or whole for name in Backends._fields}

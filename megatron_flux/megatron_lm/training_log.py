@@ -37,7 +37,7 @@ class Samples:
     """Samples one step out of ``interval`` (0: none)."""
 
     def __init__(self, interval: int, *, operators: bool = True) -> None:
-        """Nothing runs before the first step that is due. Without ``operators`` their calls are not timed."""
+        """Start nothing before the first step that is due. Without ``operators`` their calls are not timed."""
         asks = interval and nvml.why_not() is None and torch.cuda.is_available()
         gpu = nvml.found_behind(torch.device("cuda", torch.cuda.current_device())) if asks else None
         self.sampler = Sampler(interval, operators=operators, gpu=gpu)

@@ -16,7 +16,7 @@ from megatron_flux.errors import one_line
 logger = logging.getLogger("megatron_flux")
 
 BASELINE_EXPOSED = "baseline/exposed_communication_ms"
-"""By operator, ms per iteration: a curve of flux's run beside its own ``flux/exposed_communication_ms``."""
+"""The baseline's ms per iteration, by operator: a curve in flux's run beside ``flux/exposed_communication_ms``."""
 
 RANKS = "flux/ranks"
 NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "schema", RANKS}

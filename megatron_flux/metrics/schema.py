@@ -163,7 +163,7 @@ class ProcessRecord(BaseModel):
 
 
 class Breakdown(BaseModel):
-    """Where the time of profiled steps went: ``breakdown.json`` beside the records."""
+    """Time of profiled steps by category: ``breakdown.json`` beside the records."""
 
     version: int = Field(alias="schema", description=f"version of this table: {SCHEMA_VERSION}")
     steps: tuple[int, int] = Field(description="first and last profiled step")

@@ -38,7 +38,7 @@ logger = logging.getLogger("megatron_flux")
 
 ID_FILE = "wandb.json"
 PROJECT = "megatron-flux"
-"""Where neither an option nor wandb's own settings name one."""
+"""Project where neither an option nor wandb's own settings name one."""
 
 # What a table of runs shows of these; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}

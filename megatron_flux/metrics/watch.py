@@ -26,10 +26,10 @@ STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
 
 START_S = 900.0
-"""So long a start may be without a step: pre-flight, tuning, compilation, a big checkpoint."""
+"""Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
 
 WAIT_S = 60.0
-"""How long a pipe waits for a run to appear."""
+"""Seconds that ``watch`` in a pipe waits for a run to appear."""
 
 SUMMARY_S = 5.0
 """Seconds between summaries of a running job: the interval of the speed-up takes longer the longer a run is."""

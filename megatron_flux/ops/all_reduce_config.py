@@ -37,9 +37,9 @@ from megatron_flux.ops.kernel_config import (
 
 ALIGNED = 64  # numbers: slots begin at multiples of 128 bytes or more
 MOST_BYTES = 16 << 20
-"""Of a result that is added in shots: beyond it tiles are ahead, since two shots hide none of their bytes."""
+"""Largest result that is added in shots. Beyond it tiles are faster, since two shots hide none of their bytes."""
 FEW_BYTES = 1 << 20
-"""Of a result of many rows whose sum is latency alone, as an adapter's of 8 to 64 columns: one shot saves one way."""
+"""Largest result of many rows whose sum is latency alone (an adapter's 8 to 64 columns): one shot saves one way."""
 MOST_ROWS_OF_OWN_GEMM = 64
 LEAST_ROWS_BY_TILES = 128
 
@@ -76,18 +76,18 @@ class AllReduceConfig:
         return min(self.bm, max(1, 2048 // self.bn))
 
     def own_tiles(self, m: int, n: int) -> int:
-        """Tiles of the own GEMM."""
+        """Return the number of tiles of the own GEMM."""
         return cdiv(m, self.bm) * cdiv(n, self.bn)
 
     def stride(self, m: int, n: int, tp: int) -> int:
-        """Numbers between the slots of two ranks in a slab; without ``own_gemm`` m is the count of numbers."""
+        """Return the numbers between two ranks' slots in a slab. Without ``own_gemm`` m is the count of numbers."""
         if self.own_gemm:
             return self.own_tiles(m, n) * self.bm * self.bn
         each = m if self.shots == 1 else cdiv(m, tp)
         return cdiv(each, ALIGNED) * ALIGNED
 
     def nbytes(self, m: int, n: int, tp: int, size: int) -> int:
-        """Of a slab's half that a call uses; ``size``: bytes of a number."""
+        """Return the bytes that a call uses in a slab's half; ``size``: bytes of a number."""
         slots = tp * (2 if self.shots == 2 else 1)
         return slots * size * (self.stride(m, n, tp) if self.own_gemm else self.stride(m * n, 0, tp))
 

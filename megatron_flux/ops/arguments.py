@@ -61,7 +61,7 @@ class SlabCall:
     own: torch.Tensor | None = None  # [m, k] of the caller's own, where a warp-specialised kernel copies what arrives
 
     def constants(self) -> dict[str, Any]:
-        """The constants that all kernels of :class:`KernelConfig` have."""
+        """Return the constants that all kernels of :class:`KernelConfig` have."""
         call, config, dtype = self.call, self.config, DTYPES[self.out.dtype]
         tile = {"BM": config.bm, "BN": config.bn, "BK": config.bk}
         fp8 = call.fp8
@@ -77,12 +77,12 @@ class SlabCall:
         return 1 if self.call.operator == "gemm_all_reduce" else self.work.tp
 
     def weight_box(self) -> list[int]:
-        """Rows and columns of the weight that a tile multiplies at a time."""
+        """Return the rows and columns of the weight that a tile multiplies at a time."""
         bn, bk = self.config.bn, self.config.bk
         return [bk, bn] if self.call.transposed else [bn, bk]
 
     def workspaces(self) -> list[torch.Tensor]:
-        """Partial sums of a gemm_reduce_scatter on every rank: both halves, ``[rows, bn]``."""
+        """Return the partial sums of a gemm_reduce_scatter on every rank: both halves, ``[rows, bn]``."""
         work, bn, dtype = self.work, self.config.bn, self.call.out
         rows = 2 * work.half_bytes // (bn * dtype.itemsize)
         return self.get_or_create("workspaces", lambda: [data.view(dtype).view(rows, bn) for data in work.data])
@@ -95,7 +95,7 @@ class SlabCall:
 
 
 class Scales:
-    """What a kernel takes of the scales of FP8 operands; without any something that is not read."""
+    """Kernel arguments for the scales of FP8 operands; without scales, arguments that are not read."""
 
     def __init__(self, call: OperatorCall) -> None:
         """``strides``: between the rows of both operands' scales."""
@@ -165,7 +165,7 @@ def _plain(kernel: Any, at: SlabCall, arguments: Sequence[Any], constants: dict[
 
 
 def gemm_one_shot(at: SlabCall) -> Launch:
-    """A gemm_all_reduce whose kernel multiplies itself."""
+    """Build the arguments of a gemm_all_reduce whose kernel has the GEMM."""
     call, out, config = at.call, at.out, at.config
     x, weight, (m, n), k = call.x, call.weight, out.shape, call.k
     ctas, tma = min(at.sms, config.own_tiles(m, n)), call.uses_tma
@@ -182,7 +182,7 @@ def gemm_one_shot(at: SlabCall) -> Launch:
 
 
 def shots(at: SlabCall, product: torch.Tensor) -> Launch:
-    """The sum of ``product`` over the ranks, in one or two shots."""
+    """Build the arguments for the sum of ``product`` over the ranks, in one or two shots."""
     config: AllReduceConfig = at.config
     kernel = all_reduce_kernels.one_shot_kernel if config.shots == 1 else all_reduce_kernels.two_shot_kernel
     count = product.numel()
@@ -194,7 +194,7 @@ def shots(at: SlabCall, product: torch.Tensor) -> Launch:
 
 
 def _slots(at: SlabCall) -> tuple[Any, ...]:
-    """The slabs of all ranks by step, what every kernel takes of its call, and the numbers in a half."""
+    """Return the slabs of all ranks by step, the arguments that every kernel takes, and the numbers in a half."""
     work, size = at.work, at.out.element_size()
     integers = INTEGERS[size]
     sinks = at.get_or_create(
@@ -215,6 +215,6 @@ def _all_reduce(
 
 
 def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
-    """A kernel and not a memcpy: the copy engines are busy with the peers' shards."""
+    """Copy by a kernel, not a memcpy: the copy engines are busy with the peers' shards."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
     torch.bitwise_or(source.view(bits), 0, out=target.view(bits))

@@ -16,7 +16,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Plan:
-    """How calls of one :class:`~megatron_flux.ops.call.CallSpec` run on a group.
+    """Resources and launches for calls of one :class:`~megatron_flux.ops.call.CallSpec` on a group.
 
     The first call of a spec makes it (:func:`megatron_flux.ops.backends.registry.plan`), later ones run it. It must not
     hold the group: a group's state, and with it its plans, goes with the last reference to the group.
@@ -67,7 +67,7 @@ class BackendPlan(Plan):
 
 
 def shaped(t: Any, shape: tuple[int, ...]) -> Any:
-    """``t`` with other dimensions, not a view of it for autograd: Megatron's cross entropy works in place on the
+    """Reshape ``t``, not as a view for autograd: Megatron's cross entropy works in place on the
     output layer's result, which autograd forbids for a view made inside a custom function.
     """
     return t if not isinstance(t, torch.Tensor) or t.shape == shape else _unsafe_view(t, shape)
@@ -84,15 +84,15 @@ class Backend:
     automatic = False
     """``auto`` may choose it. Otherwise it runs only when it is asked for by name."""
     needs_cuda = False
-    """It runs on CUDA tensors in 16 bits only, which a configuration can be refused for before anything starts."""
+    """True if it runs on 16-bit CUDA tensors only: other configurations are refused before anything starts."""
     gathers_stay = False
-    """What its all_gather hands out is never overwritten by a later one."""
+    """True if no later call overwrites the results of its all_gather."""
     takes_leading_dimensions = False
     """Its methods take a contiguous ``x`` ``[..., k]``, and return results with the same leading dimensions."""
     wire = WIRES[0]
     """Wire format of its gathers."""
     operators: Collection[str] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
-    """Those it has; ``reference`` runs the others."""
+    """Operators that it has; ``reference`` runs the others."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return None if this backend can take these operands, else the reason; ``weight`` is None for an

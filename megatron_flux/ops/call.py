@@ -44,10 +44,10 @@ _FP8_RESULTS = (torch.bfloat16, torch.float16)
 
 
 class CallSpec(NamedTuple):
-    """All that a call depends on beside its group, its backend, and the contents and addresses of its operands.
+    """Key of a call: everything that it depends on beside group, backend, and contents and addresses of its operands.
 
-    The one key of calls: of plans (:mod:`ops.plan`), of choices of the tuner, of comparisons between ranks. All ranks
-    that make the same call have the same one, but for ``device``.
+    The only key for plans (:class:`~megatron_flux.ops.backend.Plan`), for the tuner's choices, and for comparisons
+    between ranks. All ranks that make the same call have the same one, but for ``device``.
     """
 
     operator: str
@@ -153,7 +153,7 @@ class OperatorCall(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is multiplied, beside shapes: the dtype of x, or all about FP8 operands."""
+        """Return the kind of operands, without shapes: the dtype of x, or the FP8 formats and scales."""
         return (self.x.dtype,) if self.fp8 is None else self.fp8.kind
 
     @property
@@ -189,7 +189,7 @@ class OperatorCall(NamedTuple):
         return ways * peers * m * n * self.out.itemsize // tp
 
     def addressable(self) -> OperatorCall:
-        """The call itself, or with copies of the operands that TMA cannot address where they lie."""
+        """Return the call itself, or one with copies of the operands that TMA cannot address where they lie."""
         x, weight, bias, fp8, addend = self.x, self.weight, self.bias, self.fp8, self.addend
         if (
             x.data_ptr() % ALIGNMENT
@@ -203,12 +203,12 @@ class OperatorCall(NamedTuple):
         return self
 
     def matrix(self) -> OperatorCall:
-        """The call with ``x`` as a contiguous ``[m, k]``, not copied where it is one already."""
+        """Return the call with ``x`` as a contiguous ``[m, k]``, not copied where it is one already."""
         x = self.x
         return self if x.dim() == 2 and x.is_contiguous() else self._replace(x=matrix(x))
 
     def aligned(self) -> OperatorCall:
-        """The call with operands that are contiguous and begin at multiples of :data:`ALIGNMENT`, copied if need be."""
+        """Return the call with contiguous operands that begin at multiples of :data:`ALIGNMENT`, copied if need be."""
         bias = None if self.bias is None else aligned(self.bias)
         fp8 = None if self.fp8 is None else self.fp8.with_aligned_scales()
         weight = None if self.weight is None else aligned(self.weight)
@@ -225,14 +225,14 @@ class OperatorCall(NamedTuple):
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` if it is contiguous and begins at a multiple of :data:`ALIGNMENT`, else a copy that does."""
+    """Return ``tensor`` if it is contiguous and begins at a multiple of :data:`ALIGNMENT`, else a copy that does."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
+    """Return ``[..., k]`` as a contiguous ``[m, k]``, without a copy where it is one already."""
     if not x.is_contiguous():
         x = x.contiguous()
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])

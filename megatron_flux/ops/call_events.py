@@ -45,7 +45,7 @@ class OpStats:
     """Calls that ``auto`` gave to a slower backend than the tuned one, by reason."""
 
     def total(self, operator: str) -> int:
-        """Calls of ``operator`` over all backends."""
+        """Return the number of calls of ``operator`` over all backends."""
         return sum(n for (op, _), n in self.calls.items() if op == operator)
 
     def reset(self) -> None:
@@ -60,7 +60,7 @@ stats = OpStats()
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What tells one call of an operator from another. Shapes as in :mod:`megatron_flux.ops`."""
+    """Kind of an operator call. Shapes as in :mod:`megatron_flux.ops`."""
 
     operator: str
     m: int  # rows of the gathered operand
@@ -76,7 +76,7 @@ class Call:
     group: dist.ProcessGroup = field(compare=False)
 
     def __str__(self) -> str:
-        """The name of its range."""
+        """Return the name of its range."""
         shape = f"m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')}"
         form, group = "[k,n]" if self.transposed else "[n,k]", self.group
         return f"flux::{self.operator} {shape} {form} tp={group.size()} rank={group.rank()} {self.backend}"
@@ -99,7 +99,7 @@ class _HostMark:
 
 @dataclass
 class Times:
-    """What one kind of call took, summed."""
+    """Summed times of one kind of call."""
 
     calls: int = 0
     milliseconds: float = 0.0
@@ -116,12 +116,12 @@ class CallTimer:
     """Times calls while it is in use (:func:`timed_by`). Its marks are kept for the next time."""
 
     def __init__(self) -> None:
-        """Nothing is timed yet."""
+        """Start without times."""
         self._free: dict[bool, list[Any]] = {True: [], False: []}  # events and host marks
         self._segments: list[tuple[Call | GradientReduction, bool, Any, Any]] = []
 
     def begin(self, call: Call | GradientReduction, *, first: bool) -> Any:
-        """A segment of ``call`` begins, and ends when the returned mark is recorded. ``first`` is False for the wait
+        """Begin a segment of ``call``, which ends when the returned mark is recorded. ``first`` is False for the wait
         that finishes an earlier segment.
         """
         start, end = self._mark(call.device), self._mark(call.device)
@@ -130,7 +130,7 @@ class CallTimer:
         return end
 
     def collect(self) -> dict[Call | GradientReduction, Times]:
-        """The times since the last collection, by call; waits for the device where it has not got there yet."""
+        """Return the times since the last collection, by call; waits for the device where it has not got there yet."""
         found: dict[Call | GradientReduction, Times] = {}
         for call, first, start, end in self._segments:
             times = found.setdefault(call, Times())
@@ -156,7 +156,7 @@ watching = False
 
 @contextmanager
 def _set(**values: Any) -> Iterator[None]:
-    """What is not named here may change meanwhile: contexts of timers and ranges need not be nested."""
+    """Set ``values`` for the block, and restore these alone: contexts of timers and ranges need not be nested."""
     global watching
     before = {name: _state[name] for name in values}
     _state.update(values)
@@ -193,7 +193,7 @@ def run(call: OperatorCall, plan: Plan) -> Any:
 
 @contextmanager
 def _segment(call: Call, *, first: bool) -> Iterator[None]:
-    """One stretch of a watched call."""
+    """Time one stretch of a watched call."""
     with named(str(call) if first else f"{call} wait"), _timed(call, first=first):
         yield
 
@@ -216,7 +216,7 @@ def reducing_gradients(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """A range of another part of the step, such as ``flux::optimizer``; nothing unless ranges are on."""
+    """Open a range of another part of the step, such as ``flux::optimizer``; nothing unless ranges are on."""
     with (
         torch.profiler.record_function(name) if _state["ranges"] else nullcontext(),
         torch.cuda.nvtx.range(name) if _state["nvtx"] else nullcontext(),

@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterator
 import torch
 
 requested = 0
-"""How many :func:`captured_calls` are open; one more while :func:`always` is on."""
+"""Number of open :func:`captured_calls`; one more while :func:`always` is on."""
 _always = False
 
 
 def why_not(backends: Collection[str], link: str | None) -> str | None:
-    """What keeps calls of these ``backends`` out of CUDA graphs, and what to do; ``link``: the strongest asked for."""
+    """Return why calls of ``backends`` cannot be captured, with a remedy, or None; ``link``: the strongest allowed."""
     if "pipelined" in backends:
         return "backend 'pipelined', which cannot be captured; use another backend"
     if link in ("p2p", "none") and (named := sorted(name for name in backends if name.startswith("chunked"))):

@@ -1,4 +1,4 @@
-"""What a device has: SMs for persistent kernels, compute capability, TMA."""
+"""Properties of a device: SMs for persistent kernels, compute capability, TMA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU_CTAS = 3
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """CTAs a persistent kernel may have; a few on CPUs."""
+    """Return the number of CTAs that a persistent kernel may have; a few on CPUs."""
     if device.type != "cuda":
         return CPU_CTAS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -43,12 +43,12 @@ SCALINGS: tuple[Scaling, ...] = ("tensor", "1x128", "128x128")
 
 
 def blocks_of(size: int) -> int:
-    """Blocks of ``size`` numbers."""
+    """Return the number of blocks of ``size`` numbers."""
     return -(-size // BLOCK)
 
 
 def padded(size: int) -> int:
-    """``size`` rounded up to 4, as TransformerEngine lays scales out."""
+    """Round ``size`` up to 4, as TransformerEngine lays scales out."""
     return -(-size // 4) * 4
 
 
@@ -127,7 +127,7 @@ class Fp8Operand:
         return blocks_of(self.k)
 
     def shard(self, number: int) -> Fp8Operand:
-        """The rows of one shard (of the rank of that number), as a view."""
+        """Return the rows of one shard (of the rank of that number), as a view."""
         rows = self.rows // self.shards
         scales = self.scale_inv
         if self.shards > 1 and scales.numel() > 1:
@@ -135,7 +135,7 @@ class Fp8Operand:
         return Fp8Operand(self.data[number * rows : (number + 1) * rows], self.dtype, scales, self.scaling)
 
     def part(self, first: int, last: int) -> Fp8Operand:
-        """The rows ``first`` to ``last``, without it, of an operand of one shard; scales of blocks are copied."""
+        """Return rows ``first`` to ``last``, without it, of an operand of one shard; scales of blocks are copied."""
         scales, rows = self.scale_inv, last - first
         if self.scaling == "1x128":
             scales = scales.new_zeros(self._kb, padded(rows))
@@ -143,7 +143,7 @@ class Fp8Operand:
         return Fp8Operand(self.data[first:last], self.dtype, scales, self.scaling)
 
     def one_shard(self) -> Fp8Operand:
-        """The same rows with their scales as those of one shard: no copy where there is one."""
+        """Return the same rows with the scales of all shards in one; no copy where there is one shard."""
         scales = self.scale_inv
         if self.shards == 1 or (self.scaling == "tensor" and scales.numel() == 1):
             return self if self.shards == 1 else Fp8Operand(self.data, self.dtype, scales, self.scaling)
@@ -155,14 +155,14 @@ class Fp8Operand:
         return Fp8Operand(self.data, self.dtype, whole, self.scaling)
 
     def repeated(self, times: int) -> Fp8Operand:
-        """The rows so many times over, as shards."""
+        """Repeat the rows, each repetition as a shard."""
         scales = self.scale_inv
         if self.scaling == "1x128":
             scales = scales.expand(times, *scales.shape).contiguous()
         return Fp8Operand(self.data.repeat(times, 1), self.dtype, scales, self.scaling, times)
 
     def dequantized(self) -> torch.Tensor:
-        """fp32 ``[rows, k]``: what the operand stands for. For references and tests."""
+        """Return the operand's values in fp32 ``[rows, k]``. For references and tests."""
         if self.shards > 1 and self.scale_inv.numel() > 1:
             return torch.cat([self.shard(number).dequantized() for number in range(self.shards)])
         numbers, scales = self.numbers.float(), self.scale_inv
@@ -176,7 +176,7 @@ class Fp8Operand:
 
 
 class Fp8Kind(NamedTuple):
-    """What tells one multiplication of FP8 operands from another, but for shapes and addresses."""
+    """Kind of a multiplication of FP8 operands, without shapes and addresses."""
 
     x: torch.dtype
     weight: torch.dtype
@@ -186,11 +186,11 @@ class Fp8Kind(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Whether blocks of numbers have scales of their own."""
+        """True if each block of numbers has its own scale."""
         return self.scaling != "tensor"
 
     def words(self) -> str:
-        """As keys of files have it: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
+        """Return the form for keys of files: ``e4m3fn x e4m3fn by tensor, split, to bfloat16``."""
         formats = " x ".join(str(dtype).removeprefix("torch.float8_") for dtype in (self.x, self.weight))
         how = "blocks" if self.blocks else "tensor, split" if self.promoted else "tensor"
         return f"{formats} by {how}, to {str(self.out).removeprefix('torch.')}"
@@ -207,7 +207,7 @@ class Fp8Pair(NamedTuple):
     is so without it, for their scales are multiplied there."""
 
     def with_aligned_scales(self) -> Fp8Pair:
-        """Copies of scales that do not begin at a multiple of 16 bytes."""
+        """Copy scales that do not begin at a multiple of 16 bytes."""
         x, weight = self.x, self.weight
         if x.scale_inv.data_ptr() % 16:
             x = replace(x, scale_inv=x.scale_inv.clone())
@@ -217,12 +217,12 @@ class Fp8Pair(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """As :attr:`Fp8Kind.blocks`."""
+        """True if each block of numbers has its own scale."""
         return self.x.scaling != "tensor"
 
     @property
     def promoted(self) -> bool:
-        """Whether sums go to fp32 every 128 of k."""
+        """True if sums are promoted to fp32 every 128 of k."""
         return self.split or self.blocks
 
     @property
@@ -232,12 +232,12 @@ class Fp8Pair(NamedTuple):
 
     @property
     def kind(self) -> Fp8Kind:
-        """All but shapes and addresses."""
+        """Kind of this multiplication, without shapes and addresses."""
         return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)
 
 
 def gemm_ready(compact: torch.Tensor) -> torch.Tensor:
-    """Scales ``[rows, kb]`` of blocks of 1 x 128, as ``1x128`` wants them: ``[kb, rows rounded up to 4]``."""
+    """Lay out scales ``[rows, kb]`` of blocks of 1 x 128 for ``1x128``: ``[kb, rows rounded up to 4]``."""
     rows, kb = compact.shape
     scales = compact.new_zeros(kb, padded(rows))
     scales[:, :rows] = compact.t()
@@ -251,7 +251,7 @@ TOP = 4.0
 def random_pair(
     rows: int, n: int, k: int, kind: Fp8Kind, device: torch.device, generator: torch.Generator | None = None
 ) -> Fp8Pair:
-    """Operands ``[rows, k]`` and ``[n, k]`` of random numbers. For benchmarks, tests, tuning and sampled calls."""
+    """Make operands ``[rows, k]`` and ``[n, k]`` of random numbers. For benchmarks, tests, tuning and sampled calls."""
     x = torch.empty(rows, k, dtype=kind.out, device=device).normal_(generator=generator).clamp_(-TOP, TOP)
     x[0, 0] = TOP
     weight = x.new_empty(n, k).normal_(generator=generator)
@@ -261,7 +261,7 @@ def random_pair(
 
 
 def quantized(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype = torch.float8_e4m3fn) -> Fp8Operand:
-    """``x`` ``[rows, k]`` in FP8, each block scaled to the largest number of the format, by a power of two in blocks.
+    """Quantise ``x`` ``[rows, k]``, each block scaled to the format's largest number, by a power of two in blocks.
     For benchmarks and tests: training quantises by TransformerEngine.
     """
     (rows, k), top = x.shape, torch.finfo(dtype).max

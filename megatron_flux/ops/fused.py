@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class FusedPlan(Plan):
-    """What all fused plans share; see the module."""
+    """Base class of fused plans; see the module."""
 
     purpose = "gemm"
     """The group's slab that calls run on."""
@@ -56,7 +56,7 @@ class FusedPlan(Plan):
     """The kernel waits for peers on more than one SM."""
 
     def __init__(self, call: OperatorCall, nbytes: int, config: Any = None) -> None:
-        """Nothing is allocated. ``nbytes``: of a half of the slab. ``config``: how the kernel runs."""
+        """Allocate nothing. ``nbytes``: size of a half of the slab. ``config``: the kernel's configuration."""
         x = call.x
         self.config, self.nbytes_of_half, self.nbytes = config, nbytes, call.bytes_received
         self._shape, self._captured = call.result_shape, call.spec.captured
@@ -83,7 +83,7 @@ class FusedPlan(Plan):
         return work
 
     def slab_of(self, call: OperatorCall) -> Slab:
-        """The group's slab, made if there is none so large."""
+        """Return the group's slab, made if there is none so large."""
         return state_of(call.group).slab(self.purpose, self.nbytes_of_half, self._device, self._captured)
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
@@ -113,7 +113,7 @@ class FusedPlan(Plan):
         self._launch_by_triton(getattr(module, self.kernel)(at, *operands), self._launches, half)
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
-        """The first launch in a half, from which later ones are made; every one of plain kernels and on CPUs."""
+        """Launch by Triton: the first in a half, from which later ones are made; of plain kernels and on CPUs all."""
         from megatron_flux.kernels.launch import by_triton, relaunch
 
         compiled = by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
@@ -173,9 +173,9 @@ class AllGatherGemmPlan(_Gathering):
 
     kernel = "all_gather_gemm"
     _scales: Sequence[torch.Tensor | None] = (None, None)
-    """By half: where the scales of this rank's gathered x arrive, if x is in blocks."""
+    """Destination of the scales of this rank's gathered x, by half, if x is in blocks."""
     _own_scales: Sequence[torch.Tensor] = ()
-    """By half: where the scales of the local shard go for the caller, if a kernel does not put them there."""
+    """Destination of the local shard's scales for the caller, by half, if a kernel does not put them there."""
     _gathered_fp8: Sequence[Fp8Operand] = ()
 
     def _view_scales(self, work: Slab, call: OperatorCall, buffers: list[list[torch.Tensor]]) -> None:
@@ -388,7 +388,7 @@ class AllGatherPlan(_Gathering):
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:
-    """The kernel of one CTA that waits for the shards of all peers."""
+    """Build the launch of the kernel of one CTA that waits for the shards of all peers."""
     from megatron_flux.kernels.device import gather_wait_kernel
     from megatron_flux.ops.arguments import Launch
 

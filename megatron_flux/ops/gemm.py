@@ -24,7 +24,7 @@ TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch i
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` for x ``[..., k]`` and weight ``[n, k]``, or ``x @ weight`` for the transposed form ``[k, n]``.
+    """Compute ``x @ weight.T`` for x ``[..., k]`` and weight ``[n, k]``, or ``x @ weight`` for a transposed ``[k, n]``.
     ``bias`` ``[n]`` is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
     """
     wt = weight if transposed else weight.t()
@@ -35,7 +35,7 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
 
 
 def partial(call: OperatorCall) -> torch.Tensor:
-    """The product of a rank alone ``[..., n]``, before any sum over ranks."""
+    """Return the product of a rank alone ``[..., n]``, before any sum over ranks."""
     if call.addend is not None:
         return _with_addend(call, call.addend)
     if call.fp8 is not None:
@@ -51,8 +51,8 @@ def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
-    """The GEMM of ``call`` alone, for measuring: of this rank's rows, repeated to the gathered size; None where memory
-    is short.
+    """Return the GEMM of ``call`` alone, for measurements, on this rank's rows, repeated to the gathered size. None if
+    memory is short.
     """
     x, tp = call.x, call.group.size()
     if call.fp8 is not None:
@@ -72,7 +72,7 @@ def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
 
 
 def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if that is given: cuBLASLt's where it takes them, else
+    """Compute ``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if given: by cuBLASLt where it takes them, else
     fp32 products of the dequantised numbers, rounded once.
     """
     if pair.blocks:
@@ -95,7 +95,7 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor 
 
 
 def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
-    """Whether ``torch._scaled_mm`` multiplies these: k and n multiples of 16; blocks on Hopper, from CUDA 12.9, and
+    """Return True if ``torch._scaled_mm`` takes these: k and n multiples of 16; blocks on Hopper, from CUDA 12.9, and
     rows that are a multiple of 4; a k of other than whole fours of blocks as :func:`_strides_of_odd_blocks` finds.
     """
     if not x.data.is_cuda or x.k % 16 or weight.rows % 16:
@@ -113,7 +113,7 @@ def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
 
 
 def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.Tensor:
-    """``[kb, nb]``, as torch takes them: see the module."""
+    """Return the scales ``[kb, nb]`` as torch takes them: see the module."""
     scales, blocks = weight.scale_inv, blocks_of(weight.k)
     if blocks % 4 and (strides or _strides_of_odd_blocks(scales.device)) == UNPADDED:
         scales = scales.as_strided((scales.shape[0], blocks), (blocks, 1))
@@ -122,7 +122,7 @@ def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.T
 
 @functools.cache
 def _strides_of_odd_blocks(device: torch.device) -> str | None:
-    """What torch wants to be told of weights whose blocks of k are no whole fours; None: it multiplies no such ones.
+    """Return the strides that torch expects for weights whose blocks of k are no multiple of 4. None: it refuses them.
     Raises OperatorError: not known yet in a CUDA graph, where nothing can be tried.
     """
     if torch.cuda.is_current_stream_capturing():

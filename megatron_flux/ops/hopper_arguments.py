@@ -86,7 +86,7 @@ def _scale_names(call: Any) -> tuple[str, ...]:
 
 
 def _sinks(at: SlabCall) -> list[Any]:
-    """Every step's destination as a descriptor, None beyond the group's ranks."""
+    """Return each step's destination as a descriptor; None beyond the group's ranks."""
     work, config = at.work, at.config
     tp = work.tp
 
@@ -103,12 +103,12 @@ def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 def _scales_of(scales: torch.Tensor, rows: int) -> TensorDescriptor:
-    """``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
+    """Describe ``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
     return _descriptor(scales.view(-1, scales.shape[-1]), 1, rows)
 
 
 def _scales_of_weight(scales: torch.Tensor, columns: int) -> TensorDescriptor:
-    """A line of scales of ``columns`` in a block of k, and the blocks after it; ``[nb, ld]``."""
+    """Describe a line of scales of ``columns`` in a block of k, and the blocks after it; ``[nb, ld]``."""
     rows = columns // 128
     return _descriptor(scales, rows, LINE // rows)
 

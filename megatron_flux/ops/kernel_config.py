@@ -78,7 +78,7 @@ class KernelConfig:
         object.__setattr__(self, "_hash", hash(astuple(self)))
 
     def __hash__(self) -> int:
-        """As :func:`dataclasses.dataclass` would."""
+        """Return the hash that :meth:`__post_init__` computed."""
         return self._hash  # type: ignore[attr-defined]
 
     def edges(self, k: int) -> Edges:

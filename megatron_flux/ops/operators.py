@@ -192,7 +192,7 @@ def all_gather(
 
 
 def all_gathers_begun(group: dist.ProcessGroup) -> int:
-    """Number of :func:`all_gather` calls of ``group`` so far: it tells whether a gathered tensor is still valid."""
+    """Count the :func:`all_gather` calls of ``group`` so far, which tells if a gathered tensor is still valid."""
     return state_of(group).gathers_begun
 
 
@@ -225,7 +225,7 @@ def _finish(y: torch.Tensor | Pending, call: OperatorCall) -> torch.Tensor | Pen
 
 
 def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, transposed: bool, wire: str) -> Fp8Pair:
-    """Both operands. Raises UserError: one is no FP8, or an option does not go with it."""
+    """Return both operands. Raises UserError: one is no FP8, or an option does not go with it."""
     if not (isinstance(x, Fp8Operand) and isinstance(weight, Fp8Operand)):
         raise UserError(
             f"{operator}: x is {type(x).__name__} and weight {type(weight).__name__}; both must be Fp8Operand, or none"

@@ -35,7 +35,7 @@ from megatron_flux.comm.collectives import Pending
 ROUNDS, BURST = 7, 4
 
 SETTLE, SUSTAINED, REPEATS = 0.25, 0.3, 2
-"""Of a sustained measurement: seconds before and while it is timed, and how often."""
+"""A sustained measurement: seconds before timing, seconds of timing, and repetitions."""
 
 Way = Callable[[], Any]
 
@@ -46,9 +46,9 @@ class Samples(NamedTuple):
     ms: list[float]
     """Per timed call."""
     host_ms: list[float]
-    """To enqueue one of the timed calls, while the GPU is busy with those before."""
+    """Host time to enqueue one of the timed calls, while the GPU is busy with earlier ones."""
     first_host_ms: list[float]
-    """To enqueue one of the calls ahead of them."""
+    """Host time to enqueue one of the calls ahead of them."""
 
 
 def interleaved(ways: Mapping[str, Way], group: dist.ProcessGroup, device: torch.device) -> dict[str, list[float]]:

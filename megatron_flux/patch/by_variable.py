@@ -1,4 +1,4 @@
-"""What ``MEGATRON_FLUX=1`` does in frameworks over megatron-core: patch, and say on rank 0 what runs.
+"""Patch frameworks over megatron-core for ``MEGATRON_FLUX=1``, and print on rank 0 what runs.
 
 Their users start from a recipe or a YAML file, often in Ray's actors, and have no place to call ``report()``.
 """

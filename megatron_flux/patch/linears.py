@@ -66,7 +66,7 @@ from megatron_flux.patch.te_seam import TransformerEngine
 logger = logging.getLogger("megatron_flux")
 
 KEEP = "_megatron_flux_keep_gathered"
-"""In a layer's ``__dict__``: whether its gathered input is kept."""
+"""Key in a layer's ``__dict__``; its value says if the gathered input is kept."""
 
 
 class LinearPatch(StockReasons):

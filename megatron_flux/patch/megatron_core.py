@@ -43,7 +43,7 @@ TE_REPLACED = {
     f"{TE_LAYERS}:TEColumnParallelLinear.forward": _X,
     f"{TE_LAYERS}:TERowParallelLinear.forward": _X,
 }
-"""The same where megatron-core has TransformerEngine; the last two inherit the method."""
+"""Replaced methods and parameters where megatron-core has TransformerEngine; the last two inherit the method."""
 LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
 """The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
@@ -102,7 +102,7 @@ SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
 def shown(versions: SpecifierSet) -> str:
-    """A range as people write it, lower bound first: str() has no order."""
+    """Format a range with the lower bound first: str() has no order."""
     return ",".join(sorted(map(str, versions), reverse=True))
 
 

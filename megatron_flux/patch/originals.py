@@ -61,7 +61,7 @@ CALLED = {
     "TE column": (*TE, f"{TE_LINEAR}:{_GATHER}"),
     "TE row": (*TE, f"transformer_engine.pytorch.module.base:{_GATHER}"),
 }
-"""By kind of layer, ``module:name`` or ``module:class.name`` of what stock calls below the replaced method and flux
+"""Functions by kind of layer (``module:name``, ``module:class.name``) that stock calls in the replaced method and flux
 does not; of an autograd function also ``apply``, ``forward`` and ``backward``."""
 
 _NEVER_SEEN = object()

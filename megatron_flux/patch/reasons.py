@@ -1,4 +1,4 @@
-"""When a call of a layer must run stock Megatron, and why.
+"""Decide if a layer's call must run stock Megatron, and why.
 
 Each ``why_stock_*`` returns the reason as it stands in the report, or None where flux may run the call. Flags are read
 in every call: Megatron toggles ``sequence_parallel`` and sets ``explicit_expert_comm`` on built layers. Whatever is not

@@ -477,5 +477,5 @@ class Fp8Call(Precision):
 
 
 def _matrix(data: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[..., k]`` as ``[m, k]``."""
+    """View bytes ``[..., k]`` as ``[m, k]``."""
     return data.view(-1, data.shape[-1])

@@ -1,4 +1,4 @@
-"""All that flux assumes of TransformerEngine, in one place and checked when ``patch()`` is called.
+"""Assumptions about TransformerEngine, in one place and checked when ``patch()`` is called.
 
 Used of it
     * the norm kernels that its ``LayerNormLinear`` calls: ``layernorm_fwd``, ``layernorm_bwd``, ``rmsnorm_fwd`` and

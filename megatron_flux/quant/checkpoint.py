@@ -45,7 +45,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is: the file's name, and its first byte there."""
+    """Place of a tensor: the file's name, and its first byte there."""
 
     file: str
     start: int
@@ -54,14 +54,14 @@ class Stored:
 
 @dataclass
 class Found:
-    """What there is to do in a checkpoint."""
+    """Layers of a checkpoint that can be folded."""
 
     folder: Path
     bits: int
     zero_offset: int
     tensors: dict[str, Stored]
     mlps: dict[str, tuple[tuple[str, ...], str]]
-    """By where it is, the names of FC1's linears and of FC2."""
+    """Names of FC1's linears and of FC2, by the MLP's place."""
     others: list[str]
     """Linears with activation order that are in no MLP."""
 
@@ -219,7 +219,7 @@ def _quantization(folder: Path) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the safetensors files: those of the index, where there is one."""
+    """List the safetensors files: those of the index, where there is one."""
     if (folder / INDEX).is_file():
         named = _json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):

@@ -33,7 +33,7 @@ class MLP:
     second: GPTQLinear
 
     def __post_init__(self) -> None:
-        """Raises UserError: linears that do not fit together."""
+        """Check the shapes. Raises UserError: linears that do not fit together."""
         for linear in self.first:
             if linear.n != self.second.k or linear.k != self.first[0].k:
                 must = f"beside {self.second.name} it must be {self.first[0].k} to {self.second.k}"
@@ -75,7 +75,7 @@ def divides(mlp: MLP, tp: int) -> bool:
 
 
 def tensor_parallel_sizes(mlp: MLP, most: int = 64) -> list[int]:
-    """Up to ``most``, every tp that divides."""
+    """List every tp up to ``most`` that divides."""
     return [tp for tp in range(1, most + 1) if divides(mlp, tp)]
 
 

@@ -55,7 +55,7 @@ class GPTQLinear:
     name: str = "linear"
 
     def __post_init__(self) -> None:
-        """Raises UserError: shapes, dtypes or groups that do not belong together."""
+        """Check the parts. Raises UserError: shapes, dtypes or groups that do not belong together."""
         if self.bits not in BITS:
             raise UserError(f"{self.name}: {self.bits} bits; can be one of {', '.join(map(str, BITS))}")
         if self.qweight.dim() != 2 or self.scales.dim() != 2 or not self.k or self.n % (32 // self.bits):
@@ -102,7 +102,7 @@ class GPTQLinear:
         return int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
 
     def order(self) -> torch.Tensor:
-        """``P``, int64 ``[k]``: the rows sorted by group, those of a group as they stand."""
+        """Return ``P``, int64 ``[k]``: the rows sorted by group, in their order within a group."""
         return torch.argsort(self.g_idx, stable=True)
 
     def has_activation_order(self) -> bool:

@@ -24,7 +24,7 @@ from megatron_flux.metrics import strict_json
 
 CONFIG = "config.json"
 ENDED = "ended.json"
-"""How the run ended, if not by an error: job scripts read it."""
+"""File that says how the run ended, if not by an error: job scripts read it."""
 _LOCK, _BEFORE = ".lock", ".before"
 
 

@@ -49,7 +49,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from megatron_flux.run import launcher, rank, stop
 
 PREFIX = "[rank {}] "
-"""What each line of a rank begins with."""
+"""Prefix of each line of a rank."""
 GRACE_S = 15.0
 """Seconds from SIGTERM until a rank is silent. Less than torch's 30 and Slurm's ``KillWait``, 30 by default."""
 LOOK_S = 5.0

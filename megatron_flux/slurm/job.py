@@ -40,7 +40,7 @@ class Job(FromYaml):
     pp: Annotated[int, Field(ge=1)]
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3  # of a comparison: array tasks, one after the other
     retries: Annotated[int, Field(ge=0, le=10)] = 1
-    """Of each repetition after the failure of a rank, without the node of the rank that failed first."""
+    """Retries of each repetition after the failure of a rank, without the node of the rank that failed first."""
     training: Training = Field({})  # options of `megatron-flux train`, by their names with underscores
     compare: Training = Field({})  # what is different in a comparison
 
@@ -71,7 +71,7 @@ class Resolved:
         return self._in_chunks(("host",))
 
     def _in_chunks(self, links: tuple[str, ...]) -> bool:
-        """True if a chunked backend may run within nodes over one of ``links``."""
+        """Return True if a chunked backend may run within nodes over one of ``links``."""
         return self.profile.link in links and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 

@@ -125,7 +125,7 @@ class Floors(Checked):
     node_gbps: PositiveFloat | None = None
     """GB/s of bus bandwidth, as NCCL's tests count it, of an all_reduce among a node's GPUs."""
     network_gbps: PositiveFloat | None = None
-    """The same among the GPUs of two neighbouring nodes, while all other pairs of nodes do the same."""
+    """GB/s of an all_reduce among the GPUs of two neighbouring nodes, while all other pairs of nodes run one."""
     peer_access: bool = False  # every pair of a node's GPUs has it. With `link: nvlink` it is asked for anyway
     pcie_width: PositiveInt | None = None  # lanes of each GPU, beside what GPU and slot can do
     pcie_generation: PositiveInt | None = None
@@ -138,11 +138,11 @@ DEFAULTS = {
     "host": Floors(node_gbps=1.5, network_gbps=1),  # eight H200s that share host memory: 9 GB/s by NCCL
     "none": Floors(),
 }
-"""By a profile's ``link``, for profiles that name no numbers of their own."""
+"""Floors by a profile's ``link``, for profiles that have none of their own."""
 
 
 class Container(Checked):
-    """Where the job's processes run, if not on the node itself."""
+    """Container of the job's processes."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Pyxis is Slurm's plugin for enroot; apptainer is called by its command."""
@@ -158,7 +158,7 @@ class Gpu(Checked):
 
 
 class Preflight(Checked):
-    """What every node must pass before a job begins."""
+    """Checks that every node must pass before a job begins."""
 
     enabled: bool = True
     slow_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
@@ -177,7 +177,7 @@ class Profile(FromYaml):
     """Between the GPUs of a node, and the strongest that stock and flux use: NVLink, peer access over PCIe, or host
     memory."""
     wire: Wire = "exact"
-    """What flux may send where the link is host or p2p."""
+    """Wire format that flux may use where the link is host or p2p."""
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 
@@ -195,7 +195,7 @@ class Profile(FromYaml):
     exclude: Directive | None = None
     time: Duration
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
-    """So long before the time limit a job is asked to save and stop."""
+    """Seconds before the time limit at which a job is asked to save and stop."""
     max_requeues: Annotated[int, Field(ge=0, le=100)] = 3
     """Requeues in a row that save nothing new; 0: none at all."""
 

@@ -40,7 +40,7 @@ class JobStates:
     """Slurm's view of a job."""
 
     states: dict[str, str]
-    """By a task's index (``""`` for an ordinary job): the state, with the reason of waiting or the nodes."""
+    """States by a task's index (``""`` for an ordinary job), with the reason of waiting or the nodes."""
     source: str  # `controller` or `sacct`; or in words why nothing is known
 
     @property

@@ -67,7 +67,7 @@ _OPERATORS = {
 Interval = tuple[float, float]
 """Begin and end in microseconds."""
 _Work = dict[str, list[Interval]]
-"""When something of a category ran."""
+"""Intervals in which a category ran."""
 
 
 @cache

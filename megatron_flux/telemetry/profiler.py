@@ -46,7 +46,7 @@ class StepProfiler:
     def __init__(
         self, first: int, last: int, folder: Path, *, rank: int, device: torch.device, nvtx: bool = False
     ) -> None:
-        """Nothing happens before the step ahead of ``first``, which is 2 or more. ``folder`` gets the files.
+        """Wait until the step ahead of ``first``, which is 2 or more. ``folder`` gets the files.
 
         With ``nvtx`` ranges are NVTX's, and instead of torch.profiler the capture of an nsys around this process runs
         (``nsys profile --capture-range=cudaProfilerApi``): no file is written.

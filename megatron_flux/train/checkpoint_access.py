@@ -25,13 +25,13 @@ from megatron_flux.train.presets import parameters
 MUST_MATCH = ("precision", "fp8", "distributed_optimizer", "transformer_impl", "adapters")
 """Settings that a checkpoint and the run that loads it share, beside the model's shape."""
 OF_WEIGHTS = ("precision", "transformer_impl")
-"""Those of them that the weights of a checkpoint need, below new adapters."""
+"""Settings that must match when new adapters are put on the weights of a checkpoint."""
 INHERITED = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
 """Settings that a resumed run takes from the checkpoint unless it is given others. Blocks of another length would be
 numbered as earlier ones are, and times of both paired.
 """
 OWN_LOCK_SECONDS = 150.0
-"""How long to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
+"""Seconds to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 _LOCK = ".megatron_flux.lock"
 
 

@@ -41,10 +41,10 @@ class Text(BaseModel):
     length: int
     """Tokens."""
     sha256: str = ""
-    """By :func:`megatron_flux.train.data.fingerprint`."""
+    """Result of :func:`megatron_flux.train.data.fingerprint`."""
     split: str = "1,0,0"
     tokenizer: str = ""
-    """By :func:`megatron_flux.train.tokenizer.fingerprint`, or bytes; empty where that is not known."""
+    """Result of :func:`megatron_flux.train.tokenizer.fingerprint`, or ``bytes``; empty where that is not known."""
 
 
 class RunConfig(RunOptions):
@@ -102,7 +102,7 @@ class RunConfig(RunOptions):
 
     @property
     def flux_config(self) -> FluxConfig:
-        """How flux layers run."""
+        """Options of flux layers."""
         # Those of directions are options of another name.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
         names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
@@ -110,7 +110,7 @@ class RunConfig(RunOptions):
 
     @property
     def adapters(self) -> dict[str, Any] | None:
-        """What is trained beside frozen weights, as a checkpoint says it; None where the weights are trained."""
+        """Adapters on frozen weights, in the form that checkpoints store; None where the weights are trained."""
         if self.lora is None:
             return None
         return {"rank": self.lora, "alpha": self.lora_alpha, "targets": list(self.lora_targets)}
@@ -245,7 +245,7 @@ def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires
 
 
 def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
-    """Backends of forward, dgrad and wgrad, and those of layers by name but for stock."""
+    """List the backends of forward, dgrad and wgrad, and those of layers by name but for stock."""
     directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
     layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
     return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]

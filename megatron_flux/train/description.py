@@ -1,4 +1,4 @@
-"""What ``config.json`` in a training's run folder says: the configuration, what it runs on, its names in wandb."""
+"""Content of a training's ``config.json``: the configuration, hardware and versions, names in wandb."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("megatron_flux")
 
 
 class WandbNames(NamedTuple):
-    """What a run is called in wandb; baseline and flux add their names to ``run``."""
+    """Names of a run in wandb; baseline and flux add their names to ``run``."""
 
     group: str
     run: str
@@ -89,7 +89,7 @@ def megatron_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def without_gpu(config: RunConfig) -> str:
-    """:func:`megatron_flux.metrics.summary.without_gpu` of what a run on CPUs will do."""
+    """Return :func:`megatron_flux.metrics.summary.without_gpu` for a run on CPUs that has yet to start."""
     link = environment.link(config.link)["kind"]
     ran = {"auto": "tuned" if link == "host" else "reference"}.get(config.backend, config.backend)
     ran = ran if config.sequence_parallel else "reference"  # the others have no gemm_all_reduce

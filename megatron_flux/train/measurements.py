@@ -1,4 +1,4 @@
-"""What every rank measures of a step, gathered in one small all-gather behind it.
+"""Measurements of a step on every rank, gathered in one small all-gather after it.
 
     with measurements.step(iteration):
         local = trainer.step()
@@ -32,7 +32,7 @@ _PER_RANK = ("host_memory_bytes", "operators_ms", "reduction_ms", *nvml.FIELDS, 
 
 
 class LocalStep(NamedTuple):
-    """What one step did on this rank."""
+    """Results of one step on this rank."""
 
     loss_sum: float  # over the tokens that this rank has the loss of: the last stage's first tensor-parallel rank alone
     loss_tokens: float
@@ -42,7 +42,7 @@ class LocalStep(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one step did; the same on every rank."""
+    """Results of one step; the same on every rank."""
 
     loss: float  # mean over the tokens of the global batch
     grad_norm: float

@@ -20,7 +20,7 @@ _in_file = partial(option, file_only=True)
 
 
 class LinkOptions(Options):
-    """What connects the ranks of a tensor-parallel group."""
+    """Links between the ranks of a tensor-parallel group."""
 
     group: ClassVar[str] = "Flux"
 
@@ -37,7 +37,7 @@ class LinkOptions(Options):
 
 
 class GradWireOptions(LinkOptions):
-    """The same, where forward and backward may differ."""
+    """Links, with a wire format for gradients."""
 
     grad_wire: Wire | None = _in_file(
         None, "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --wire."
@@ -45,7 +45,7 @@ class GradWireOptions(LinkOptions):
 
 
 class FluxOptions(GradWireOptions):
-    """How flux layers run."""
+    """Options of flux layers."""
 
     backend: str = option("auto", "Operator backend of flux layers: auto, or one by name.")
     forward_backend: str | None = _in_file(None, "Operator backend of forward, if another.")
@@ -98,13 +98,13 @@ class LoraOptions(Options):
     group: ClassVar[str] = "Fine-tuning"
 
     lora: int | None = option(
-        None, "Train LoRA adapters of this rank and nothing else. Of train and compare --load has the weights.", ge=1
+        None, "Train only LoRA adapters of this rank. train and compare load the weights from --load.", ge=1
     )
     lora_targets: list[LoraTarget] = _in_file(list(LORA_TARGETS), "Linears with an adapter.", min_length=1)
 
 
 class ParallelOptions(Options):
-    """How the work is divided."""
+    """Parallelism and batch sizes."""
 
     group: ClassVar[str] = "Parallelism"
 
@@ -178,7 +178,7 @@ class DataOptions(Options):
 
 
 class FolderOptions(Options):
-    """Where a run writes, and when it ends."""
+    """Run folder and time limits."""
 
     group: ClassVar[str] = "Run"
 
@@ -188,7 +188,7 @@ class FolderOptions(Options):
 
 
 class MetricsOptions(Options):
-    """What is recorded and shown."""
+    """Recorded and displayed metrics."""
 
     group: ClassVar[str] = "Metrics"
 
@@ -203,11 +203,9 @@ class MetricsOptions(Options):
     wandb_project: str | None = _in_file(
         None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux."
     )
-    wandb_group: str | None = _in_file(
-        None, "wandb group. Default: WANDB_RUN_GROUP, else one of this job or run alone."
-    )
+    wandb_group: str | None = _in_file(None, "wandb group. Default: WANDB_RUN_GROUP, else one for this job or run.")
     wandb_tags: list[str] = _in_file([], "wandb tags, beside the preset. Default: WANDB_TAGS.")
-    wandb_ranks: bool = _in_file(False, "Send every rank's figures to wandb, too.")
+    wandb_ranks: bool = _in_file(False, "Also send every rank's figures to wandb.")
 
 
 class EvalOptions(Options):
@@ -220,7 +218,7 @@ class EvalOptions(Options):
         "Steps between validation losses, on 3 % of the documents, which training leaves out. Default: none.",
         ge=1,
     )
-    eval_iters: int | None = _in_file(None, "Global batches of each. Default: 10.", ge=1)
+    eval_iters: int | None = _in_file(None, "Global batches per validation. Default: 10.", ge=1)
 
 
 class SaveOptions(Options):
@@ -229,21 +227,19 @@ class SaveOptions(Options):
     group: ClassVar[str] = "Checkpoints"
 
     save: Path | None = option(
-        None, "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and SIGUSR1, and, of train, at the end."
+        None, "Folder for checkpoints: at --save-interval, on Ctrl-C, SIGTERM and SIGUSR1; by train also at the end."
     )
-    save_interval: int | None = option(
-        None, "Steps between checkpoints; 0: none but when stopped, not at the end either.", ge=0
-    )
+    save_interval: int | None = option(None, "Steps between checkpoints; 0: only when stopped, not at the end.", ge=0)
     save_keep: int | None = _in_file(None, "Newest checkpoints to keep. Default: all.", ge=1)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
-    other_data: bool = _in_file(False, "Resume on another text than the checkpoint was trained on.")
+    other_data: bool = _in_file(False, "Allow other text than the checkpoint was trained on.")
 
 
 class AdapterOptions(LoraOptions):
-    """The same, trained."""
+    """Options of adapters in trainings."""
 
-    lora_alpha: float = _in_file(32.0, "Adapters count alpha / rank times.", gt=0)
+    lora_alpha: float = _in_file(32.0, "Scale of the adapters: alpha / rank.", gt=0)
 
 
 class RunOptions(
@@ -257,7 +253,7 @@ class RunOptions(
     AdapterOptions,
     ParallelOptions,
 ):
-    """How to train. :class:`~megatron_flux.train.config.RunConfig` has these fields too, with nothing left open."""
+    """Options of a training. :class:`~megatron_flux.train.config.RunConfig` has the same fields, all resolved."""
 
 
 class TrainOptions(RunOptions, ProcessOptions, ModelOptions):

@@ -121,12 +121,12 @@ _LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "po
 
 
 def _shape(*sizes: int, **rest: Any) -> ModelShape:
-    """``sizes``: layers, hidden size, heads, key/value heads, MLP, sequence, vocabulary."""
+    """Make a shape from ``sizes``: layers, hidden size, heads, key/value heads, MLP, sequence, vocabulary."""
     return ModelShape(**dict(zip(tuple(ModelShape.model_fields)[:7], sizes, strict=True)), **rest)
 
 
 def _experts(*sizes: int, experts: int, topk: int, shared: int | None = None) -> ExpertShape:
-    """``sizes`` as of :func:`_shape`, the MLP's of an expert; ``shared``: of the one that sees all tokens."""
+    """Make a shape with experts. ``sizes``: see :func:`_shape`, with an expert's MLP; ``shared``: MLP of all tokens."""
     return ExpertShape(
         **_shape(*sizes, **_LLAMA, rotary_base=1_000_000).model_dump(),
         kv_channels=128,
@@ -167,16 +167,16 @@ EXPERTS = {
     ),
 }
 LAYERS = ChainMap(EXPERTS, PRESETS)
-"""What ``bench layer`` runs: models of experts behind the others."""
+"""Models of ``bench layer``: those with experts last."""
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
-    """Parameters of all layers' weights and of the input embedding; biases and norms left out."""
+    """Count the parameters of all layers' weights and of the input embedding; biases and norms left out."""
     return shape.num_layers * shape.layer_weights + padded_vocab_size * shape.hidden_size
 
 
 def step_flops(shape: ModelShape, sequences: int, *, frozen: bool = False) -> float:
-    """Model FLOPs of forward and backward over ``sequences`` sequences of the whole model.
+    """Count the model FLOPs of forward and backward over ``sequences`` sequences of the whole model.
 
     ``frozen`` weights have no wgrad; adapters beside them are left out.
     """

@@ -110,7 +110,7 @@ class Trainer:
         self._graphs.release()
 
     def step(self) -> LocalStep:
-        """:meth:`advance`, timed between two moments at which the device is idle."""
+        """Run :meth:`advance`, timed between two moments at which the device is idle."""
         torch.cuda.synchronize()  # on CPUs, megatron_flux.train.shims have nothing to wait for
         start = time.perf_counter()
         losses, grad_norm, lr = self.advance()

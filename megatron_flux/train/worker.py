@@ -1,4 +1,4 @@
-"""What every rank of a training or comparison executes, started by :mod:`megatron_flux.run.rank`."""
+"""Entry points of a training's or comparison's ranks, started by :mod:`megatron_flux.run.rank`."""
 
 from __future__ import annotations
 

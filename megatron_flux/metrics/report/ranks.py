@@ -20,7 +20,7 @@ from megatron_flux.metrics.summary import Record, median, median_of, sampled
 from megatron_flux.metrics.table import percent, short, shown
 
 MOST_LISTED = 16
-"""Of more ranks the slowest are listed."""
+"""Ranks in the table; of more ranks, the slowest."""
 STRAGGLER = 0.02
 """A straggler is behind by at least this share of its own time: all ranks differ a little."""
 
@@ -43,13 +43,13 @@ class Ranks:
     variant: str
     samples: int
     nodes: list[str]
-    """By rank; empty names in records of old runs."""
+    """Names of nodes by rank; empty in records that lack them."""
     medians: dict[str, list[float | None]]
-    """By column one value per rank; own times only if operators are seen: not of stock, nor inside CUDA graphs."""
+    """One value per rank, by column; own times only if operators are seen: not in stock, nor inside CUDA graphs."""
     worst: int | None
     """The rank that was slowest most often."""
     times: int
-    """How often."""
+    """Samples in which it was."""
     behind_ms: float | None
     """Its median distance from the fastest rank that it compares with, when it was slowest."""
 

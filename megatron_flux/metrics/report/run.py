@@ -18,13 +18,13 @@ TIME_SETTINGS = (
     *("world_size", "tp", "pp", "dp", "micro_batch_size", "global_batch_size"),
     *("device", "precision", "fp8", "recompute", "cuda_graph_impl"),
 )
-"""What two runs must have in common for a ratio of their step times to mean something."""
+"""Settings that two runs must share for a ratio of their step times to mean something."""
 LOSS_SETTINGS = (
     *("seed", "data", "global_batch_size", "precision", "fp8", "dropout"),
     "padded_vocab_size",  # differs with tp, and the loss with it
     *("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "clip_grad"),
 )
-"""The same for a difference of their losses."""
+"""Settings that two runs must share for a difference of their losses to mean something."""
 _IGNORED = ("out", "overwrite", "wandb", "wandb_project", "log_interval", "timeout")
 """Settings that name where a run goes, not what it does."""
 
@@ -36,7 +36,7 @@ class Run:
     path: Path
     name: str
     summary: dict[str, Any]
-    """As :func:`megatron_flux.metrics.summary.summarize` makes it of the records."""
+    """Result of :func:`megatron_flux.metrics.summary.summarize` for the records."""
     config: dict[str, Any]
     variants: dict[str, list[Record]]
     breakdowns: dict[str, dict[str, Any]]

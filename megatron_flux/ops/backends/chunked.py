@@ -50,18 +50,18 @@ PIECE_BYTES = 12 << 20
 fewer rows and take more host time."""
 MOST_PIECES, LEAST_ROWS = 4, 256
 ROWS_AT_ONCE = 16
-"""Of FP8 operands, of which a piece has a multiple: cuBLASLt takes scales of blocks by four rows."""
+"""A piece of an FP8 operand has a multiple of these rows: cuBLASLt takes scales of blocks by four rows."""
 COUNTS, LEAST_BYTES = (2, 4, 8, 16), 1 << 20
-"""What the tuner tries, and the smallest piece."""
+"""Numbers of pieces that the tuner tries, and the smallest piece."""
 
 
 def pieces_of(rows: int, width: int) -> int:
-    """Into how many pieces a shard of ``rows`` of ``width`` bytes is cut."""
+    """Return the number of pieces of a shard of ``rows`` of ``width`` bytes."""
     return max(1, min(MOST_PIECES, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
 
 
 def piece_counts(call: OperatorCall) -> list[int]:
-    """Of how many pieces a shard of ``call`` may be."""
+    """Return the possible numbers of pieces for a shard of ``call``."""
     scatters = call.operator == "gemm_reduce_scatter"
     rows, width = call.m // call.group.size(), call.n if scatters else call.k
     size = call.out.itemsize if scatters else call.x.element_size()
@@ -81,7 +81,7 @@ class ChunkedBackend(Backend):
         """Pieces of a shard; None chooses by size. For tests."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """None, or the first limit these operands meet."""
+        """Return the first limit that these operands meet, or None."""
         if x.is_cuda and self.wire == wires.FP8 and (found := capability(x.device)) < FP8_CAPABILITY:
             return (
                 f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
@@ -256,7 +256,7 @@ class _Gathered:
         self.flight = self.transport.gather(self._call.operator, self._mine, self.arrived, self._cuts)
 
     def decoded(self, peer: int, piece: int) -> slice:
-        """The rows of ``full`` that have arrived."""
+        """Decode a piece that has arrived, and return its rows of ``full``."""
         rows = slice(peer * self._mp + self._rows[piece], peer * self._mp + self._rows[piece + 1])
         if self._wire != wires.EXACT:
             data = self.arrived[peer, self._cuts[piece] : self._cuts[piece + 1]]
@@ -264,7 +264,7 @@ class _Gathered:
         return rows
 
     def decode_all(self) -> None:
-        """All rows, when all have arrived."""
+        """Decode all rows. All must have arrived."""
         group = self._call.group
         for peer in range(group.size()):
             for piece in range(len(self._rows) - 1) if peer != group.rank() else ():
@@ -275,8 +275,8 @@ class _Gathered:
 def _cut(
     wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Where the pieces of a shard of ``rows`` x ``width`` begin: in rows, multiples of ``at_once``, and on the wire,
-    where each is encoded by itself.
+    """Return where the pieces of a shard of ``rows`` x ``width`` begin: in rows, multiples of ``at_once``, and in bytes
+    on the wire, where each piece is encoded by itself.
     """
     blocks = -(-rows // at_once)
     count = max(1, min(pieces, blocks)) if pieces else min(pieces_of(rows, width * itemsize), blocks)
@@ -286,8 +286,8 @@ def _cut(
 
 
 def _used_behind(begun: torch.cuda.Stream | None, *parts: torch.Tensor) -> None:
-    """Where the current stream is another than ``begun``, whose memory ``parts`` are and which does not wait for it:
-    they may go to others only when it has done what it was given by now.
+    """Call ``record_stream`` on ``parts``, allocated on the stream ``begun``, if the current stream is another one.
+    ``begun`` does not wait for that stream, so the allocator must.
     """
     if begun is not None and (now := torch.cuda.current_stream(begun.device)) != begun:
         for part in parts:
@@ -295,7 +295,7 @@ def _used_behind(begun: torch.cuda.Stream | None, *parts: torch.Tensor) -> None:
 
 
 def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Rows of x times the weight, into what comes second; with the bias inside where the call has one."""
+    """Return ``f(x, out)``, which multiplies rows of x by the weight, and adds the bias where the call has one."""
     weight = call.weight if call.transposed else call.weight.t()  # type: ignore[union-attr]
     if (bias := call.bias) is None:
         return lambda x, out: torch.mm(x, weight, out=out)
@@ -303,7 +303,7 @@ def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
 
 
 def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], object]:
-    """Rows ``first`` to ``last`` of x times the weight, and of the addend, into what comes third."""
+    """Return ``f(first, last, out)``, which multiplies these rows of x by the weight, and adds the addend's."""
     pair, addend = call.fp8, None if call.addend is None else matrix(call.addend)
     if pair is not None:
 
@@ -321,7 +321,7 @@ def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], obje
 
 
 def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-    """What keeps a call on ``x`` from being part of a CUDA graph."""
+    """Return why a call on ``x`` cannot be part of a CUDA graph, or None."""
     if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
         return "its transport would have to be made while a CUDA graph is captured; run it once before"
     by = transport_of(group, x.device)

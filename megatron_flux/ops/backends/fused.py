@@ -53,13 +53,13 @@ class FusedBackend(Backend):
     needs_cuda = True
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
-        """Nothing is allocated or imported before the first call."""
+        """Allocate and import nothing before the first call."""
         self.name, self.twin = name, twin
         self._config: KernelConfig | None = None
 
     @property
     def config(self) -> KernelConfig | None:
-        """What calls use that are given no configuration; None, the default, chooses by shape. For measurements."""
+        """Configuration of calls that are given none; None, the default, chooses by shape. For measurements."""
         return self._config
 
     @config.setter
@@ -69,7 +69,7 @@ class FusedBackend(Backend):
             state.plans.clear()
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """None, or the first limit these operands meet; collective on a group's first call."""
+        """Return the first limit that these operands meet, or None; collective on a group's first call."""
         if self.twin:
             return None if x.device.type == "cpu" else "the twin runs on CPU tensors"
         if x.device.type != "cuda":
@@ -83,7 +83,7 @@ class FusedBackend(Backend):
         return f"no peer access within the group: {link.reason}" if link.kind in ("none", "host") else None
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """Why ``auto`` leaves a group alone in which :meth:`why_not` finds no obstacle; None if it does not."""
+        """Return why ``auto`` does not use it in a group where :meth:`why_not` finds no obstacle, or None."""
         if self.twin:
             return None
         link = links.probe(group, x.device)
@@ -141,7 +141,7 @@ def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:
 
 
 def limit(dtype: torch.dtype, size: int, capability: tuple[int, int]) -> str | None:
-    """None, or why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside.
+    """Return why CUDA tensors of ``dtype`` in a group of ``size`` ranks cannot run fused, links aside, or None.
 
     ``capability`` is the GPU's.
     """

@@ -29,7 +29,7 @@ from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 def gathered_operand(x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
-    """The operand of all ranks, in so many shards. One scale for all is the same on all ranks and does not travel."""
+    """Return the operand of all ranks, one shard per rank. A common scale is the same on each and is not sent."""
     data = collectives.all_gather(x.data, group).wait()
     scales = x.scale_inv
     if x.scaling != "tensor":
@@ -95,7 +95,7 @@ class PipelinedBackend(Backend):
     operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """None, or the first limit these operands meet; collective on a group's first call."""
+        """Return the first limit that these operands meet, or None; collective on a group's first call."""
         if x.device.type != "cuda":
             return f"it needs CUDA tensors, x is on {x.device.type}"
         if x.dtype not in (torch.bfloat16, torch.float16):
@@ -132,7 +132,7 @@ def _operators() -> Any:
 
 
 def _not_captured() -> None:
-    """Asked in every call: limits are asked for once, by a warm-up as a rule."""
+    """Check every call: limits are asked for once, by a warm-up as a rule."""
     if torch.cuda.is_current_stream_capturing():
         raise UserError(
             "backend 'pipelined' cannot be captured in a CUDA graph; use backend='auto' to let flux choose, or another"

@@ -39,12 +39,12 @@ def register_backend(backend: Backend) -> None:
 
 
 def backend_names() -> list[str]:
-    """What ``backend=`` accepts."""
+    """Return the names that ``backend=`` accepts."""
     return ["auto", *_backends]
 
 
 def get_backend(name: str) -> Backend:
-    """The registered backend of this name. Raises UserError: there is none."""
+    """Return the registered backend of this name. Raises UserError: there is none."""
     if name not in _backends:
         raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
     return _backends[name]
@@ -76,7 +76,7 @@ def plan(call: OperatorCall, name: str) -> Plan:
 def select(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, str | None]:
-    """The backend that runs such a call, and why it is a slower one than ``auto`` would take, if it is.
+    """Return the backend that runs such a call, and, if ``auto`` would take a faster one, why it cannot.
 
     The reason is counted in every call, and logged before the first. On CPUs it is said of ``reference`` alone. Raises
     UserError: unknown name, or a backend asked for by name that cannot take these operands.
@@ -93,7 +93,7 @@ def select(
 def resolve(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, list[str]]:
-    """The backend, and why ``auto`` passed others over."""
+    """Return the backend, and why ``auto`` passed others over."""
     if name == "auto":
         reasons: list[str] = []
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing

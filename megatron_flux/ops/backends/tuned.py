@@ -33,7 +33,7 @@ class TunedBackend(Backend):
         return fused.why_not(x, weight, group)
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """As for ``fused``, where that may run. By chunks it is tried (results/host-link-h200x2)."""
+        """Return the reason of ``fused`` where that may run. Chunks are tested (results/host-link-h200x2)."""
         chunked = self.backends.chunked and keys.by_chunks(x, group)
         return None if chunked else self.backends.fused.untested(x, group)
 

@@ -30,25 +30,25 @@ Plan = KernelConfig | AllReduceConfig
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 
 _PLANS: dict[bool, TypeAdapter[Any]] = {True: TypeAdapter(AllReduceConfig), False: TypeAdapter(KernelConfig)}
-"""By whether the operator is a gemm_all_reduce."""
+"""Validators of plans; the key is True for gemm_all_reduce."""
 
 
 class Entry(BaseModel):
-    """What runs a call, and what it was measured against."""
+    """The backend and plan of a call, with the measurements that decided."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
 
     backend: Literal["reference", "fused", "chunked", "chunked_fp8", "chunked_int8"]
     plan: SkipValidation[Plan | None] = None
-    """Of ``fused``."""
+    """Plan of ``fused``."""
     pieces: Annotated[int, Field(ge=1)] | None = None
-    """Of a chunked backend."""
+    """Number of pieces of a chunked backend."""
     ms: dict[str, Milliseconds] = {}
-    """By candidate, in bursts; empty: not measured, or the plan of another m."""
+    """Times in bursts, by candidate; empty: not measured, or the plan of another m."""
     sustained_ms: dict[str, Milliseconds] = {}
-    """Of those that were measured by themselves: none if one was far ahead, or time was up."""
+    """Sustained times of the fastest candidates; empty if one was far ahead, or time was up."""
     gemm_ms: Milliseconds | None = None
-    """Of the GEMM alone; None where memory was short."""
+    """Time of the GEMM alone; None where memory was short."""
     list: Literal["short", "full"] = "full"
     """The list of candidates it is from."""
 
@@ -62,7 +62,7 @@ class Entry(BaseModel):
 
     @property
     def label(self) -> str:
-        """What runs, named as in :attr:`ms`."""
+        """Name of the chosen candidate in :attr:`ms`."""
         if self.plan is not None:
             return f"{self.backend} {self.plan.label()}"
         return self.backend if self.pieces is None else f"{self.backend} x{self.pieces}"
@@ -130,7 +130,7 @@ def find(keys: Iterable[str], m: int, *, full: bool = False) -> dict[int, Entry]
 
 
 def keep(key: str, entry: Entry) -> None:
-    """:func:`store` in the file that :func:`find` reads; log that it cannot be written."""
+    """Store in the file that :func:`find` reads; log that it cannot be written."""
     path = cache_path()
     try:
         store(path, key, entry)

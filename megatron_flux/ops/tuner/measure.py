@@ -92,7 +92,7 @@ class _Candidate(NamedTuple):
 
 
 _Candidates = dict[str, _Candidate]
-"""By label."""
+"""Candidates by label."""
 
 
 def measure(call: OperatorCall, backends: Backends) -> Entry:
@@ -131,7 +131,7 @@ def _stock(call: OperatorCall, backends: Backends) -> _Candidates:
 
 
 def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
-    """Stock, and every chunked backend that can run the call, by how many pieces."""
+    """List stock, and every chunked backend that can run the call, by number of pieces."""
     found = _stock(call, backends)
     for name, backend in backends.chunked.items():
         if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
@@ -145,7 +145,7 @@ def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
 
 
 def _fused_candidates(call: OperatorCall, backends: Backends, plans: list[Plan], clock: _Clock) -> _Candidates:
-    """Stock, and the fused plans that compile in time."""
+    """List stock, and the fused plans that compile in time."""
     found = _stock(call, backends)
     for plan in plans:
         if not clock.is_left():
@@ -243,12 +243,12 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
 
 
 def _shape(call: OperatorCall) -> Shape:
-    """The call as shipped plans have it."""
+    """Return the call in the form of shipped plans."""
     return Shape(call.operator, "[k,n]" if call.transposed else "[n,k]", call.group.size(), call.m, call.n, call.k)
 
 
 def _gpu(call: OperatorCall) -> str:
-    """The GPU's name where shipped plans hold: warp-specialised kernels over NVLink; else an empty one."""
+    """Return the GPU's name where shipped plans hold (warp-specialised kernels over NVLink), else an empty one."""
     if not call.x.is_cuda:
         return ""
     known = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink

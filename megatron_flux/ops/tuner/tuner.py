@@ -29,14 +29,14 @@ MOST_M = 8
 
 @dataclass
 class Decisions:
-    """What the tuner has decided for a group."""
+    """Decisions of the tuner for a group."""
 
     entries: Cache[str, Entry] = field(default_factory=Cache)
-    """By key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
+    """Entries by key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
     measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
-    """What this process has measured, by the call without its m, and by m."""
+    """Entries that this process has measured, by the call without its m, and by m."""
     kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
-    """What the file had when such a call first came, by the same."""
+    """Entries that the file had when such a call first came, by the same keys."""
 
 
 class Tuner:

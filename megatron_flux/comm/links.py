@@ -188,8 +188,6 @@ WAITED_FOR = frozenset({
 })  # fmt: skip
 """``group_desc`` of groups whose collectives the compute stream waits for, where they span the same ranks."""
 
-ALONE = Beside(others=False, high_priority=False)
-
 
 def beside(group: dist.ProcessGroup) -> Beside:
     """Return what runs beside ``group`` on any of its ranks; collective on first use."""

@@ -18,9 +18,8 @@ def templates() -> Iterator[None]:
 
 
 def _pool(size: int, template: Template = MEGATRON) -> Iterator[WorkerPool]:
-    pool = WorkerPool(size, template=template)
-    yield pool
-    pool.stop()
+    with WorkerPool(size, template=template) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="package")

@@ -6,6 +6,9 @@ whatever order they were added. ``largest`` bounds what a dtype can hold without
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -57,3 +60,20 @@ def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     total = partial.float().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Fail unless both have the same bits, none of them all zeros."""
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert other.any(), f"{i} is zero: nothing is compared"
+        assert torch.equal(one, other), f"{i} differs"
+
+
+def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
+    """Return the name and message of the exception that ``call`` raises, if any, and its seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began

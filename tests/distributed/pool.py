@@ -90,6 +90,12 @@ class WorkerPool:
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     @property
     def pids(self) -> list[int]:
         """The workers' process ids; empty while none are running."""

@@ -222,3 +222,14 @@ def rank_small_bias(kind: str, options: dict[str, Any]) -> None:
     assert (stock.mean(), after.mean()) == (258, 256)
     assert ours.mean() == stock.mean(), f"TE {kind}: mean {ours.mean()}, stock's {stock.mean()}: bias after rounding?"
     assert torch.equal(ours, stock)
+
+
+def setting(**attributes: Any) -> Callable[[Any], Any]:
+    """Return a change that sets ``attributes`` of a layer."""
+
+    def change(layer: Any) -> Any:
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return contextlib.nullcontext()
+
+    return change

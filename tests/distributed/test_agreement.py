@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_flux import ops
 from megatron_flux.comm import agreement, shared_memory, slab
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.kernel_config import KernelConfig
+from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_fused_exceptions import call_of, right
 from tests.distributed.twins import NEEDS_TRITON, TINY, registered, twin
@@ -31,15 +32,6 @@ pytestmark = NEEDS_TRITON
 
 SECONDS = 10.0
 NO_MEMORY = RuntimeError("CUDA driver error: out of memory")
-
-
-def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
 
 
 def failing(times: int) -> Any:
@@ -118,9 +110,8 @@ def test_first_calls_that_meet_each_other(world2: WorkerPool, moment: str) -> No
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(3)
-    yield pool
-    pool.stop()
+    with WorkerPool(3) as pool:
+        yield pool
 
 
 def ends_in_between(folder: Path) -> tuple[tuple[str, str, float], ...]:

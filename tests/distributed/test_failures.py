@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_flux import OperatorError, ops
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool
 
 SECONDS = 20.0
@@ -26,9 +27,8 @@ K, N = 4, 6
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    pool.stop()
+    with WorkerPool(2) as pool:
+        yield pool
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -40,15 +40,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "gemm_reduce_scatter async": lambda: ops.gemm_reduce_scatter(x, weight, async_op=True).wait(),
         "all_gather": lambda: ops.all_gather(x).wait(),
     }
-
-
-def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "", time.monotonic() - began
 
 
 def die_while_awaited(victim: int, first: str) -> dict[str, tuple[str, str, float]]:

@@ -23,7 +23,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.train.shims import gradient_accumulation_fusion
-from tests.distributed.data import normals, require_close
+from tests.distributed.data import normals, require_close, require_equal
 from tests.distributed.megatron_world import batch, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.twins import registered
@@ -117,12 +117,6 @@ class Blocks:
         for y in outputs:
             y.square().sum().backward()
         return [*(x.grad for x in inputs), *(weight.main_grad.clone() for weight in self.weights)]
-
-
-def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert other.any(), f"{i} is zero: nothing is compared"
-        assert torch.equal(one, other), f"{i} differs"
 
 
 def rank_order(gather_ahead: bool) -> list[str]:

@@ -249,9 +249,8 @@ def test_a_group_with_peer_access_uses_it() -> None:
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(3)
-    yield pool
-    pool.stop()
+    with WorkerPool(3) as pool:
+        yield pool
 
 
 def killed(kind: str, one_queue: bool, when: str) -> str:

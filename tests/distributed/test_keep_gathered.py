@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig, ops, set_backend, set_keep_gathered
 from megatron_flux.config import Backends
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
-from tests.distributed.data import normals
+from tests.distributed.data import normals, require_equal
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import on_ranks
 from tests.distributed.twins import registered
@@ -69,12 +69,6 @@ def one_input() -> torch.Tensor:
 def held() -> tuple[int, int]:
     now = keep.report()
     return now["inputs"], now["bytes"]
-
-
-def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert other.any(), f"{i} is zero: nothing is compared"
-        assert torch.equal(one, other), f"{i} differs"
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_int8", "auto"])

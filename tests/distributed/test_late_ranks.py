@@ -137,8 +137,5 @@ def rank_world_made_again(folder: Path) -> None:
 
 
 def test_a_group_made_again_under_the_same_name_starts_clean(tmp_path: Path) -> None:
-    pool = WorkerPool(2)  # of its own: the other tests' workers keep their world
-    try:
+    with WorkerPool(2) as pool:  # of its own: the other tests' workers keep their world
         pool.run(rank_world_made_again, tmp_path)
-    finally:
-        pool.stop()

@@ -35,9 +35,8 @@ REASONS = {
 def quantising() -> Iterator[WorkerPool]:
     """Two ranks that have imported ModelOpt, which takes long, and exchanges more than layers."""
     template = Template(PRELOADED, "modelopt.torch.quantization")
-    pool = WorkerPool(2, template=template)
-    yield pool
-    pool.stop()
+    with WorkerPool(2, template=template) as pool:
+        yield pool
     template.stop()
 
 

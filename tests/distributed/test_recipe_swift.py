@@ -28,9 +28,8 @@ TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 @pytest.fixture(scope="module")
 def swift_world2() -> Iterator[WorkerPool]:
     """Two ranks of their own: mcore-bridge replaces functions of megatron-core."""
-    pool = WorkerPool(2, template=TRANSFORMER_ENGINE)
-    yield pool
-    pool.stop()
+    with WorkerPool(2, template=TRANSFORMER_ENGINE) as pool:
+        yield pool
 
 
 def model_of(lora: bool, sequence_parallel: bool) -> torch.nn.Module:

@@ -219,14 +219,13 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> list[Truth]:
     from megatron_flux.metrics.recorder import read_records
 
     found = []
-    pool = WorkerPool(4)  # its own: inputs that other tests' layers keep would be counted
-    for begin in (0, BEGIN):
-        folder = tmp_path_factory.mktemp("record")
-        ranks = pool.run(training, folder, begin)
-        records = read_records(folder / "run" / "flux" / "metrics.jsonl")
-        assert len(records) == STEPS
-        found += [Truth(record, [rank[i] for rank in ranks], begin, i) for i, record in enumerate(records)]
-    pool.stop()
+    with WorkerPool(4) as pool:  # its own: inputs that other tests' layers keep would be counted
+        for begin in (0, BEGIN):
+            folder = tmp_path_factory.mktemp("record")
+            ranks = pool.run(training, folder, begin)
+            records = read_records(folder / "run" / "flux" / "metrics.jsonl")
+            assert len(records) == STEPS
+            found += [Truth(record, [rank[i] for rank in ranks], begin, i) for i, record in enumerate(records)]
     return found
 
 

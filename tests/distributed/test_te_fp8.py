@@ -25,7 +25,7 @@ from megatron_flux.ops import cuda_graphs
 from megatron_flux.train.fp8 import own_scales
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import NORMS, Sizes, input_of
+from tests.distributed.te_cases import NORMS, Sizes, input_of, setting
 from tests.distributed.te_fp8_cases import (
     FP8,
     KINDS,
@@ -333,15 +333,6 @@ def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input
 # Calls that stay stock
 
 
-def _set(**attributes: Any) -> Callable[[Any], Any]:
-    def change(layer: Any) -> Any:
-        for name, value in attributes.items():
-            setattr(layer, name, value)
-        return contextlib.nullcontext()
-
-    return change
-
-
 def _offloading(layer: Any) -> Any:
     layer.config.fine_grained_activation_offloading = True
     return contextlib.nullcontext()
@@ -402,8 +393,8 @@ REASONS = {
     "fp8 attention (fp8_dot_product_attention)": _reason(_attention),
     "fp8 in blocks of 1, 1 and 1 dimensions (x, weight, gradient)": _reason(_blocks_of_weight),
     "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
-    "userbuffers (tp_comm_overlap)": _reason(change=_set(ub_overlap_ag_fprop=True)),
-    "delayed fp8 scaling with save_original_input": _reason("delayed", change=_set(save_original_input=True)),
+    "userbuffers (tp_comm_overlap)": _reason(change=setting(ub_overlap_ag_fprop=True)),
+    "delayed fp8 scaling with save_original_input": _reason("delayed", change=setting(save_original_input=True)),
     "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
     "fp8 over backend pipelined": _reason(config={"dgrad": "pipelined"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),

@@ -39,6 +39,7 @@ from tests.distributed.te_cases import (
     rank_small_bias,
     require_same,
     run,
+    setting,
     sizes,
     te_megatron,
     tolerance,
@@ -273,17 +274,8 @@ def test_state_dicts_load_both_ways(kind: str) -> None:
 # Layers that stay stock
 
 
-def _set(**attributes: Any) -> Callable[[Any], Any]:
-    def change(layer: Any) -> Any:
-        for name, value in attributes.items():
-            setattr(layer, name, value)
-        return contextlib.nullcontext()
-
-    return change
-
-
 def _configured(**attributes: Any) -> Callable[[Any], Any]:
-    return lambda layer: _set(**attributes)(layer.config)
+    return lambda layer: setting(**attributes)(layer.config)
 
 
 def _with_weight(change: Callable[[torch.nn.Parameter], Any]) -> Callable[[Any], Any]:
@@ -324,17 +316,17 @@ def _patched(module: str, name: str, value: Any) -> Callable[[Any], Any]:
 
 
 REASONS: dict[str, Callable[[Any], Any]] = {
-    "torch's symmetric all-reduce": _set(sequence_parallel=False, symmetric_ar_type="two_shot"),
-    "userbuffers (tp_comm_overlap)": _set(ub_overlap_ag_fprop=True),
+    "torch's symmetric all-reduce": setting(sequence_parallel=False, symmetric_ar_type="two_shot"),
+    "userbuffers (tp_comm_overlap)": setting(ub_overlap_ag_fprop=True),
     "fp8 (autocast)": _fp8_state("fp8_enabled"),
     "fp8 calibration": _fp8_state("fp8_calibration"),
     "fp8 (hybrid)": _configured(fp8="hybrid"),
-    "quantized weights": _set(primary_weights_in_fp8=True),
-    "parameters_split": _set(weight_names=["q_weight", "k_weight"]),
+    "quantized weights": setting(primary_weights_in_fp8=True),
+    "parameters_split": setting(weight_names=["q_weight", "k_weight"]),
     "weight of type _Subclass": _with_weight(lambda weight: _Subclass(weight.detach())),
     "distributed weight (is_distributed_weight)": _with_weight(_marked),
-    "TransformerEngine's FSDP": _set(fsdp_group=object()),
-    "quantization of single modules (te_quant_params)": _set(te_quant_params=object()),
+    "TransformerEngine's FSDP": setting(fsdp_group=object()),
+    "quantization of single modules (te_quant_params)": setting(te_quant_params=object()),
     "activation offloading to the CPU (fine_grained_activation_offloading) with CUDA graphs": _configured(
         fine_grained_activation_offloading=True, cuda_graph_impl="transformer_engine"
     ),

@@ -35,6 +35,7 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
+from tests.distributed.data import summed
 from tests.gpu.common import error, parser, poison_results, run_checks, start
 
 LATE = 40_000_000  # cycles, some 20 ms
@@ -58,12 +59,6 @@ def make(integer, dtype, *shape):
 
 def run(group, x, w, config, transposed=False):
     return OperatorCall("gemm_all_reduce", x, w, group, transposed).run(get_backend("fused"), config=config).wait()
-
-
-def summed(partial, group):
-    total = partial.float().clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def equal_on_all_ranks(y, group) -> None:

@@ -23,6 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def nccl2() -> Iterator[WorkerPool]:
     """Two ranks, each on its own GPU."""
-    pool = WorkerPool(2, backend="nccl")
-    yield pool
-    pool.stop()
+    with WorkerPool(2, backend="nccl") as pool:
+        yield pool

@@ -175,9 +175,8 @@ def graphs_of(trainer: Any, graphs: str) -> list[bool]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[WorkerPool]:
     """Two ranks of their own: graphs change the process's random generators and streams."""
-    pool = WorkerPool(2, backend="nccl")
-    yield pool
-    pool.stop()
+    with WorkerPool(2, backend="nccl") as pool:
+        yield pool
 
 
 _eager: dict[str, dict[str, Any]] = {}

@@ -130,9 +130,8 @@ def rank_train(patched: bool) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[WorkerPool]:
     """Four ranks, with one hardware queue as Megatron asks for."""
-    pool = WorkerPool(4, backend="nccl")
-    yield pool
-    pool.stop()
+    with WorkerPool(4, backend="nccl") as pool:
+        yield pool
 
 
 def require_the_same_training(pool: WorkerPool) -> None:

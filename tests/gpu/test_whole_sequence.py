@@ -89,9 +89,8 @@ def _forward(model: Any, backend: str, tokens: int, graph: bool) -> dict[str, in
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[WorkerPool]:
     """Two ranks of their own."""
-    pool = WorkerPool(2, backend="nccl")
-    yield pool
-    pool.stop()
+    with WorkerPool(2, backend="nccl") as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_flux.comm import links
-from megatron_flux.comm.links import ALONE, Beside
+from megatron_flux.comm.links import Beside
 from megatron_flux.ops.backends.fused import limit
 
+ALONE = Beside(others=False, high_priority=False)
 OTHERS, HIGH = Beside(others=True, high_priority=False), Beside(others=False, high_priority=True)
 
 

@@ -52,8 +52,8 @@ def number_of_bytes(given: str | int, option: str = "") -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(given))
     except ValidationError:
-        said = f"{option} {given!r}".strip()
-        raise UserError(f"{said} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
+        message = f"{option} {given!r}".strip()
+        raise UserError(f"{message} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,8 +141,8 @@ def validated(model: type[_Model], what: str, values: dict[str, Any]) -> _Model:
 
 
 def _problem(error: ValidationError) -> str:
-    said = error.errors()[0]["msg"].removeprefix("Value error, ").rstrip(".")
-    return said[0].lower() + said[1:]
+    message = error.errors()[0]["msg"].removeprefix("Value error, ").rstrip(".")
+    return message[0].lower() + message[1:]
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
     return {str(name): value for name, (_, value) in found.items()}
 
 
-def _no_option(said: str, word: str, model: type[Options]) -> UserError:
+def _no_option(given: str, word: str, model: type[Options]) -> UserError:
     near = difflib.get_close_matches(word.replace("-", "_"), model.model_fields, 1)
     hint = f"did you mean {near[0]}?" if near else f"use some of: {', '.join(model.model_fields)}"
-    return UserError(f"{said} is no option of this command; {hint}")
+    return UserError(f"{given} is no option of this command; {hint}")

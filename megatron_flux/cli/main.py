@@ -116,7 +116,7 @@ def main() -> None:
 
 
 class _LenientStream:
-    """Standard error on a disk that may be full: what is said there ends nothing."""
+    """Standard error on a disk that may be full: a failed write ends nothing."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -147,7 +147,7 @@ def _have_streams() -> None:
 
 
 def _explained(error: BaseException) -> int:
-    """Print ``error`` and return the exit code: one line, after a traceback where nobody raised it on purpose."""
+    """Print ``error`` and return the exit code: one line, after a traceback where it was not raised on purpose."""
     rank = os.environ.get("RANK")
     code, text = 1, str(error)
     if isinstance(error, UserError):

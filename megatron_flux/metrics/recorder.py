@@ -46,8 +46,8 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             # Unbuffered: one write call per line, so a line is never late, and torn at its end only by a full disk.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            said = f"cannot write metrics to {self.path}: {error.strerror}"
-            raise UserError(f"{said}; choose a folder that can be written") from error
+            message = f"cannot write metrics to {self.path}: {error.strerror}"
+            raise UserError(f"{message}; choose a folder that can be written") from error
 
     def write(self, record: Record) -> None:
         """Append one record. Raises StorageError: the disk does not take it.
@@ -61,8 +61,8 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             while line:  # a raw file may take less than it was given
                 line = line[self._file.write(line) :]
         except OSError as error:
-            said = f"{self.path} takes no more after iteration {self.last_iteration}"
-            raise StorageError(f"{said}: {error.strerror}") from error
+            message = f"{self.path} takes no more after iteration {self.last_iteration}"
+            raise StorageError(f"{message}: {error.strerror}") from error
         self.last_iteration = record["iteration"]
 
     def __exit__(self, *error: object) -> None:

@@ -205,8 +205,8 @@ def losses(summary: Mapping[str, Any]) -> str:
     """Describe the loss curves, e.g. ``same losses: largest relative difference 0 over 80 steps``."""
     found = summary["max_relative_loss_difference"]
     shown = f"{found:.1e}" if isinstance(found, float) and found else f"{found:.0f}" if found == 0 else str(found)
-    said = f"largest relative difference {shown} over {summary['compared_iterations']} steps"
-    return f"same losses: {said}" if found == 0 else f"losses: {said}"
+    result = f"largest relative difference {shown} over {summary['compared_iterations']} steps"
+    return f"same losses: {result}" if found == 0 else f"losses: {result}"
 
 
 def _variant(records: Sequence[Record]) -> dict[str, Any]:

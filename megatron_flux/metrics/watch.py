@@ -64,8 +64,8 @@ def _wait(watched: Watched, seconds: float) -> None:
         raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched.poll()
     if not watched.exists and seconds:
-        said = f"waiting for a run in {path}; Ctrl-C ends"
-        Console(stderr=True, highlight=False).print(said, markup=False, soft_wrap=True)
+        message = f"waiting for a run in {path}; Ctrl-C ends"
+        Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
     while not watched.exists:
         if time.monotonic() >= until:
             what = "has no run in it" if path.is_dir() else "is missing"

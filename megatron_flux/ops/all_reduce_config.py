@@ -46,7 +46,7 @@ LEAST_ROWS_BY_TILES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceConfig:
-    """One way to run a call. Kernels ignore what is not said to be theirs."""
+    """One way to run a call. Kernels ignore the fields of other kernels."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 

@@ -45,7 +45,7 @@ Count = Annotated[int, Field(ge=1, le=1024)]
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """One way to run a fused call. Sizes are in elements; kernels ignore what is not said to be theirs."""
+    """One way to run a fused call. Sizes are in elements; kernels ignore the fields of other kernels."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 

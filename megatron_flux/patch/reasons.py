@@ -206,7 +206,7 @@ def asks_for_graphs(config: Any) -> bool:
 
 
 def _offloading(config: Any) -> str | None:
-    """Return who takes saved tensors to the CPU in this call, as it stands in reasons; None: nobody."""
+    """Return the name, for reasons, of the library that offloads this call's saved tensors to the CPU, or None."""
     context = getattr(config, "_cpu_offloading_context", None)
     if context is not None and context.inside_context:
         return _OFFLOADING

@@ -44,8 +44,8 @@ def changed(release: Path, digests: Mapping[str, str], found: str, known: str) -
     """
     moved = [path for path, newest in digests.items() if digest(release, path) != newest]
     if not moved:
-        said = "megatron_flux: %s is newer than %s. It runs as the newest of these: its linears are the same"
-        logger.warning(said, found, known)
+        message = "megatron_flux: %s is newer than %s. It runs as the newest of these: its linears are the same"
+        logger.warning(message, found, known)
     return moved
 
 

@@ -218,7 +218,7 @@ class TransformerEngine:
             return f"delayed wgrad: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
-        """Return who delays the wgrad of this call; None: nobody does. ``bias``: see there."""
+        """Return the owner of this call's wgrad if it is delayed, else None. ``bias``: see there."""
         store = layer.wgrad_store
         if not store.delay_wgrad_compute():
             return None

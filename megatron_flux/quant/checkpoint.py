@@ -193,23 +193,23 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _quantization(folder: Path) -> tuple[int, int]:
     """Return the bits, and what zero points are stored less."""
-    said: dict[str, Any] = {
+    configs: dict[str, Any] = {
         name: _json(folder / name) for name in ("quantize_config.json", "config.json") if (folder / name).is_file()
     }
-    said |= {name: config.get("quantization_config") for name, config in said.items() if name == "config.json"}
-    said = {name: config for name, config in said.items() if isinstance(config, dict)}
-    if not said:
+    configs |= {name: config.get("quantization_config") for name, config in configs.items() if name == "config.json"}
+    configs = {name: config for name, config in configs.items() if isinstance(config, dict)}
+    if not configs:
         neither = "neither quantize_config.json nor config.json says how it was quantised"
         raise UserError(f"{folder} is no GPTQ checkpoint: {neither}")
     found: dict[str, Any] = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": None}
     for key, default in found.items():
-        values = {name: config[key] for name, config in said.items() if key in config}
+        values = {name: config[key] for name, config in configs.items() if key in config}
         found[key] = next(iter(values.values()), default)
         if any(other != found[key] for other in values.values()):
             differs = " and ".join(f"{key} {value!r} in {name}" for name, value in values.items())
             raise UserError(f"{folder} has {differs}; weights can be right by one of them alone: correct the other")
     method, layout, bits = found.values()
-    where = " and ".join(str(folder / name) for name in said)
+    where = " and ".join(str(folder / name) for name in configs)
     if method != "gptq" or layout not in ("gptq", "gptq_v2"):
         others = f"quant_method {method!r}, checkpoint_format {layout!r}"
         raise UserError(f"{where}: {others}; fold reads gptq in format gptq or gptq_v2")

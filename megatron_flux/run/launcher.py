@@ -106,8 +106,8 @@ def _passing_on(asked: list[signal.Signals]) -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         if len(asked) == 1:
-            said = f"megatron-flux: {asked[0].name}: the run ends after the step it is at; a second one ends it at once"
-            print(said, file=sys.stderr, flush=True)
+            note = f"megatron-flux: {asked[0].name}: the run ends after the step it is at; a second one ends it at once"
+            print(note, file=sys.stderr, flush=True)
 
     listener = SignalListener([*_ENDING, signal.SIGUSR1], handle)
     listener.start()
@@ -131,8 +131,8 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 def account_of(failure: ProcessFailure) -> str:
     """Return ``failed: ...`` or ``was killed by ...``, in one line."""
     code = failure.exitcode
-    said = f"was killed by {failure.signal_name()}" if code < 0 else f"failed: {_message(failure)}"
-    return f"{said} (exit code {code})"
+    note = f"was killed by {failure.signal_name()}" if code < 0 else f"failed: {_message(failure)}"
+    return f"{note} (exit code {code})"
 
 
 SILENT, WITNESS = 2, 3

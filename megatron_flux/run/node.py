@@ -84,21 +84,21 @@ def main(words: list[str]) -> int:
         first, failure = launcher.first_failure(error)
         if asked and failure.exitcode == -signal.SIGTERM:
             return _stopped(signal.SIGTERM)
-        said = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
+        message = f"rank {first} on {node_name()} {launcher.account_of(failure)}"
         code, order = max(failure.exitcode, 1), launcher.cause_order(failure)
     except SignalException as error:
         return _stopped(error.sigval)
     except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
         traceback.print_exc()
-        said = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
-        said += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
+        message = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
+        message += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
         # A launcher that waited for the others in vain is a witness too; one whose port is taken is not.
         waited = isinstance(error, (dist.DistError, RendezvousError)) and "EADDRINUSE" not in str(error)
         code, order = 1, launcher.WITNESS if waited else 1
     if folder := os.environ.get(stop.FAILURES):
         before = _take_place(Path(folder)) if silence.notes_before is None else silence.notes_before
-        (Path(folder) / node_name()).write_text(f"{order} {before} {said}\n")
-    print(f"megatron-flux: error: {said}", file=sys.stderr)
+        (Path(folder) / node_name()).write_text(f"{order} {before} {message}\n")
+    print(f"megatron-flux: error: {message}", file=sys.stderr)
     return code
 
 
@@ -154,9 +154,9 @@ class _Silence:
         """Note the ``ranks``; if the run has not ``failed``, here or by another node's note, they may be saving."""
         count = len(stop.notes())
         if self._folder and ranks and (failed or count):
-            said = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
+            lines = [f"rank {rank} on {node_name()} gave no answer, its process: {ranks[rank]}" for rank in ranks]
             with contextlib.suppress(OSError), (Path(self._folder) / f"{node_name()}.silent").open("a") as file:
-                file.write("".join(f"{launcher.SILENT} {count} {line}\n" for line in said))
+                file.write("".join(f"{launcher.SILENT} {count} {line}\n" for line in lines))
 
     def _look(self) -> None:
         while True:

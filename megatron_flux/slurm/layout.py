@@ -53,16 +53,16 @@ def check(job: Resolved) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> list[str]:
     """Format :func:`check`'s result for people."""
     tp, pp, dp = found["sizes"].values()
-    said = [f"{tp * pp * dp} ranks on {found['nodes']} node(s): tp {tp} x pp {pp} x dp {dp}"]
-    said.append(f"link of tensor-parallel groups: {found['link']}")
+    lines = [f"{tp * pp * dp} ranks on {found['nodes']} node(s): tp {tp} x pp {pp} x dp {dp}"]
+    lines.append(f"link of tensor-parallel groups: {found['link']}")
     for stage in found["stages"]:
         size = " x ".join(map(str, stage["output"]))
-        said.append(
+        lines.append(
             f"stage {stage['stage']}: {stage['layers']} layers, output {size}, {stage['flux_layers']} linears of one "
             "layer run flux"
         )
-    said.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
-    return [*said, "every stage fits"]
+    lines.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
+    return [*lines, "every stage fits"]
 
 
 @contextmanager

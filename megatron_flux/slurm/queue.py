@@ -65,18 +65,18 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
         first = "look with squeue --me whether the job is there, then " if words[0] == "sbatch" else ""
         raise FluxError(f"{words[0]}: no answer within {PATIENCE} s; {first}try again") from None
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise FluxError(f"{words[0]}: {said} (exit code {done.returncode})")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise FluxError(f"{words[0]}: {message} (exit code {done.returncode})")
     # `sbatch --test-only` answers on standard error.
     return done.stdout.strip() or done.stderr.strip()
 
 
 def submit(script: Path, *, options: list[str], arguments: list[str] | None = None, cwd: Path | None = None) -> str:
     """Submit ``script`` from the folder ``cwd`` and return the job's id. Errors: as :func:`slurm`."""
-    said = slurm("sbatch", "--parsable", *options, "--", str(script), *(arguments or []), cwd=cwd)
-    found = re.search(r"^(\d+)(;\S+)?$", said, re.MULTILINE)  # id, and the cluster's name where there are several
+    output = slurm("sbatch", "--parsable", *options, "--", str(script), *(arguments or []), cwd=cwd)
+    found = re.search(r"^(\d+)(;\S+)?$", output, re.MULTILINE)  # id, and the cluster's name where there are several
     if found is None:
-        raise FluxError(f"sbatch answered {said!r} instead of a job's id")
+        raise FluxError(f"sbatch answered {output!r} instead of a job's id")
     return found[1]
 
 
@@ -100,10 +100,10 @@ def job_states(job: str) -> JobStates:
     return JobStates(states=found, source="controller") if found else _accounted(job)
 
 
-def queued_states(said: str) -> dict[str, str]:
+def queued_states(output: str) -> dict[str, str]:
     """Parse squeue's lines of ``id|state|reason|nodes``; tasks that wait together are one line."""
     found = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         number, state, reason, nodes = line.split("|")
         words = state
         if state == "PENDING" and reason != "None":
@@ -128,10 +128,10 @@ def _accounted(job: str) -> JobStates:
     return JobStates(states={}, source=f"no longer known to Slurm ({why[0]})")
 
 
-def accounted_states(said: str) -> dict[str, str]:
+def accounted_states(output: str) -> dict[str, str]:
     """Parse sacct's lines of ``JobID|State|ExitCode``; of a requeued job the last line counts."""
     found = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         number, state, ended = (*line.split("|"), "", "")[:3]
         number, _, index = number.partition("_")
         if line.count("|") == 2 and number.isdigit():

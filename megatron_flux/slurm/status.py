@@ -121,9 +121,9 @@ def describe(root: Path, now: float) -> list[str]:
     for repetition in begun:
         task = known.states.get(repetition.index, "")
         steps = ", ".join(f"{variant} {n}/{repetition.steps}" for variant, n in repetition.iterations.items())
-        said = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
-        said += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
-        lines.append(f"  rep-{repetition.index}: {', '.join([*said, task] if task else said)}")
+        parts = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
+        parts += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
+        lines.append(f"  rep-{repetition.index}: {', '.join([*parts, task] if task else parts)}")
         if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
         state, more = (task or known.states.get("", "")).split(" ")[0], []
@@ -140,13 +140,13 @@ def cause(repetition: Repetition) -> list[str]:
     logs = repetition.logs
     if logs is None:
         return []
-    said = text(logs / "error")
-    if not said:
+    cause = text(logs / "error")
+    if not cause:
         lines = [line for file in logs.glob("failures/*/*") for line in text(file).splitlines()]
         failures = [(int(one[1]), float(one[2]), one[3]) for one in map(_FAILURE.fullmatch, lines) if one]
-        said = min(failures)[-1] if failures else ""
-    if said:
-        return [f"cause: {said}"]
+        cause = min(failures)[-1] if failures else ""
+    if cause:
+        return [f"cause: {cause}"]
     if (log := text(logs / "log")) and (last := _last_line(Path(log))):
         return [f"last line of {log}: {last}"]
     return [f"no cause is on record; see {logs}"]
@@ -164,8 +164,8 @@ def doing(repetition: Repetition, now: float) -> str | None:
         if records and (records[-1].get("timestamp") or file.stat().st_mtime) >= began:
             written = max(written or 0.0, file.stat().st_mtime)
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
-    said, stalled = activity(now, began, written, usual)
-    return f"{said}; see {repetition.logs}" if stalled else said
+    words, stalled = activity(now, began, written, usual)
+    return f"{words}; see {repetition.logs}" if stalled else words
 
 
 def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> list[str]:

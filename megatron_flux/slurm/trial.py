@@ -50,13 +50,13 @@ def verdict(root: Path) -> str:
             f"not ready: {'; '.join(why) or 'the job has not begun'}; see megatron-flux slurm status {root}"
         )
     one = found[0]
-    same, said = parity(read_json_object(one.run / "summary.json"), ALLOWED)
+    same, verdict = parity(read_json_object(one.run / "summary.json"), ALLOWED)
     if not same:
-        raise FluxError(f"not ready: {said}; report: {one.run / 'report.html'}")
+        raise FluxError(f"not ready: {verdict}; report: {one.run / 'report.html'}")
     if not (root / "collected.md").is_file():
         raise FluxError(
             f"not ready: both variants have trained, but nothing was collected; see {root / status.COLLECTOR}"
         )
     passed = one.logs is not None and (one.logs / "preflight" / "together.json").is_file()
     checked = "all nodes passed the pre-flight" if passed else "no pre-flight was made"
-    return f"ready: {checked}, both variants trained {one.steps} steps, {said}; collected in {root / 'collected.md'}"
+    return f"ready: {checked}, both variants trained {one.steps} steps, {verdict}; collected in {root / 'collected.md'}"

@@ -157,8 +157,8 @@ def _read(state: dict[str, Any], checkpoint: Path, config: RunConfig) -> Any:
     try:
         return dist_checkpointing.load(state, str(checkpoint), TorchDistLoadShardedStrategy())
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
-        said = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
-        raise FluxError(said) from error
+        message = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
+        raise FluxError(message) from error
 
 
 def _write(trainer: Trainer, folder: Path) -> None:

@@ -119,10 +119,10 @@ def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
     if not different:
         return None
     was, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (then, now))
-    said = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
+    cause = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
     if config.other_data:
-        return said
-    raise UserError(f"{said}; give the data, tokenizer and --eval-interval it had, or --set other_data=true to go on")
+        return cause
+    raise UserError(f"{cause}; give the data, tokenizer and --eval-interval it had, or --set other_data=true to go on")
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:

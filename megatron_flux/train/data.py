@@ -177,8 +177,8 @@ def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
     except TimeoutError as error:
         raise UserError(f"{error} for 10 minutes; end it or set data_cache") from None
     except OSError as error:
-        said = f"the data cache {cache} cannot be written: {error.strerror or error}"  # NumPy gives words alone
-        raise UserError(f"{said}; make room, or set data_cache") from None
+        message = f"the data cache {cache} cannot be written: {error.strerror or error}"  # NumPy gives words alone
+        raise UserError(f"{message}; make room, or set data_cache") from None
     if not _is_own(folder):
         raise UserError(f"{folder} can be written by another user than this one and root; remove it or set data_cache")
     return folder

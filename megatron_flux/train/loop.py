@@ -147,8 +147,8 @@ def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
         write_summary(config.out / "summary.json", summary)
         write_report([config.out], config.out)
     except UserError as error:  # here it is no bad input
-        said = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
-        raise StorageError(said) from error
+        message = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
+        raise StorageError(message) from error
 
 
 def _end(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
@@ -164,12 +164,12 @@ def _end(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> Non
             unsaved = "no step of this run was done, and nothing is saved"
             left = f"saved in {config.save}" if is_saved(config) else unsaved
         at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
-        said = f"stopped on request: {at} of {config.steps}; {left}"
+        message = f"stopped on request: {at} of {config.steps}; {left}"
     elif config.command == "compare":
-        said = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
-        said += f"; next: {report} OTHER --out FOLDER lays another run beside this one"
+        message = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
+        message += f"; next: {report} OTHER --out FOLDER lays another run beside this one"
     else:
-        said = f"records: {config.out / next(iter(iterations)) / 'metrics.jsonl'}; next: {report} makes the report"
+        message = f"records: {config.out / next(iter(iterations)) / 'metrics.jsonl'}; next: {report} makes the report"
         if config.save is not None and config.save_interval != 0:
-            said += f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
-    logger.info("%s", said)
+            message += f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    logger.info("%s", message)

@@ -127,10 +127,10 @@ def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
 def part(known: Sequence[Ranks]) -> Part:
     """Show every rank in a table: of many those with the longest times."""
     names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
-    rows, said, listed = [], [], ""
+    rows, findings, listed = [], [], ""
     for of in known:
         if of.finding:
-            said.append(f"R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}")
+            findings.append(f"R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}")
         times = of.medians["own_ms" if "own_ms" in names and of.medians["own_ms"][0] is not None else "step_ms"]
         slowest = sorted(range(len(of.nodes)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
         if len(slowest) < len(of.nodes):
@@ -139,5 +139,5 @@ def part(known: Sequence[Ranks]) -> Part:
             name = f"{of.variant}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
             rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
     head = ("", *(COLUMNS[name][0] for name in names))
-    caption = " ".join(filter(None, (*said, listed)))
+    caption = " ".join(filter(None, (*findings, listed)))
     return Part("ranks", "Ranks: medians of sampled steps", caption=caption, table=Table(rows, head))

@@ -7,7 +7,7 @@ Contract: that of :mod:`megatron_flux.ops.call`; all ranks of a group make the s
 order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
 all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. Results are fresh tensors, bitwise reproducible.
 
-Limits, said by :meth:`FusedBackend.why_not`: bf16, fp16 or FP8 on CUDA, one host with peer access, 2, 4 or 8
+Limits, checked by :meth:`FusedBackend.why_not`: bf16, fp16 or FP8 on CUDA, one host with peer access, 2, 4 or 8
 ranks. Anything TMA cannot address (rows that are no multiple of 16 bytes, GPUs before Hopper) runs the plain kernels on
 pointers.
 

@@ -78,7 +78,7 @@ def select(
 ) -> tuple[Backend, str | None]:
     """Return the backend that runs such a call, and, if ``auto`` would take a faster one, why it cannot.
 
-    The reason is counted in every call, and logged before the first. On CPUs it is said of ``reference`` alone. Raises
+    The reason is counted in every call, and logged before the first. On CPUs only ``reference`` has one. Raises
     UserError: unknown name, or a backend asked for by name that cannot take these operands.
     """
     backend, reasons = resolve(name, x, weight, group)

@@ -81,8 +81,8 @@ def parse(key: str, data: Any) -> Entry:
     try:
         entry = Entry.model_validate(data, context={"key": key})
     except ValidationError as error:
-        said = (f"{'.'.join(map(str, e['loc']))} {e['msg']}, not {e['input']!r}" for e in error.errors())
-        raise ValueError("; ".join(said)) from None
+        causes = (f"{'.'.join(map(str, e['loc']))} {e['msg']}, not {e['input']!r}" for e in error.errors())
+        raise ValueError("; ".join(causes)) from None
     wire = entry.backend.partition("chunked_")[2]
     if wire and f" wire={wire}" not in key:
         raise ValueError(f"backend {entry.backend} sends {wire}, which such a call does not allow")
@@ -145,7 +145,7 @@ def keep(key: str, entry: Entry) -> None:
 
 @functools.cache
 def log_once(message: str) -> None:
-    """Warn of what a run need not be told twice."""
+    """Warn once in a run."""
     logger.warning("megatron_flux: %s", message)
 
 

@@ -168,8 +168,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
-        "    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}\n",
-        "    ms = {name: torch.tensor(bursts) for name, bursts in found.items()}\n",
+        "    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}\n",
+        "    ms = {name: torch.tensor(bursts) for name, bursts in times.items()}\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
     ),
     _fault(

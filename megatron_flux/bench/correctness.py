@@ -60,13 +60,13 @@ def differences(result: Result, reference: Result, ranks: dist.ProcessGroup) -> 
     """
     apart = _norms([a - b for a, b in zip(result, reference, strict=True)], ranks)
     y, *gradients = (d / norm if norm else math.nan for d, norm in zip(apart, _norms(reference, ranks), strict=True))
-    found = {"y": y}
+    relative = {"y": y}
     if gradients:
         dx, *wgrads = gradients
-        found["dx"] = dx
+        relative["dx"] = dx
         if wgrads:  # max() would pass over a NaN
-            found["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
-    return found
+            relative["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
+    return relative
 
 
 def compare(
@@ -80,17 +80,17 @@ def compare(
 
     ``rounding`` is what FP8 itself changes, None of other workloads.
     """
-    found = differences(result, reference, ranks)
+    values = differences(result, reference, ranks)
     if rounding is None:
-        most = dict.fromkeys(found, max(map(TOLERANCE.__getitem__, wires)))
+        most = dict.fromkeys(values, max(map(TOLERANCE.__getitem__, wires)))
     else:
         most = {name: min(value, LARGEST_ROUNDING) for name, value in rounding.items()}
-    return {**rounded(found), "ok": all(value <= most[name] for name, value in found.items())}
+    return {**rounded(values), "ok": all(value <= most[name] for name, value in values.items())}
 
 
-def rounded(found: Mapping[str, float]) -> dict[str, float | None]:
+def rounded(values: Mapping[str, float]) -> dict[str, float | None]:
     """Return the values for JSON, which has no NaN."""
-    return {name: float(f"{value:.3g}") if math.isfinite(value) else None for name, value in found.items()}
+    return {name: float(f"{value:.3g}") if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _norms(tensors: Result, ranks: dist.ProcessGroup) -> list[float]:

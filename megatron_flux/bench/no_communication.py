@@ -105,8 +105,8 @@ class NoCommunication(ReferenceBackend):
         key = (x.shape, x.dtype, x.device, group.size(), "columns")
         if key not in self._buffers:
             self._buffers[key] = x.repeat(*[1] * (x.dim() - 1), group.size())
-        found: torch.Tensor = self._buffers[key]
-        return found.detach()
+        buffer: torch.Tensor = self._buffers[key]
+        return buffer.detach()
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()
@@ -116,16 +116,16 @@ class NoCommunication(ReferenceBackend):
         key = (x.shape, x.dtype, x.device, group.size())
         if key not in self._buffers:
             self._buffers[key] = x.repeat(group.size(), *[1] * (x.dim() - 1))
-        found: torch.Tensor = self._buffers[key]
-        return found.detach()  # the result of an autograd function must be no other function's
+        buffer: torch.Tensor = self._buffers[key]
+        return buffer.detach()  # the result of an autograd function must be no other function's
 
     def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
         # As one shard: laying out the scales of blocks is a part of the gather.
         key = (x.data.shape, x.dtype, x.scaling, x.data.device, group.size())
         if key not in self._buffers:
             self._buffers[key] = x.repeated(group.size()).one_shard()
-        found: Fp8Operand = self._buffers[key]
-        return replace(found, scale_inv=x.scale_inv) if x.scaling == "tensor" else found
+        buffer: Fp8Operand = self._buffers[key]
+        return replace(buffer, scale_inv=x.scale_inv) if x.scaling == "tensor" else buffer
 
 
 class Unsynchronised(NoCommunication):

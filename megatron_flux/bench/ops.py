@@ -111,12 +111,12 @@ def operands(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: t
     return Operands(torch.randn(rows, case.k, dtype=dtype, device=device), weights)
 
 
-def as_tuned(case: Case, made: Operands, group: dist.ProcessGroup, wire: str) -> OperatorCall:
+def as_tuned(case: Case, inputs: Operands, group: dist.ProcessGroup, wire: str) -> OperatorCall:
     """Return the call as the tuner sees it."""
-    fp8 = made.pair is not None
+    fp8 = inputs.pair is not None
     transposed = case.transposed and not fp8  # FP8 operands are k-major, both
-    how: dict[str, Any] = {"return_gathered": False, "wire": "exact" if fp8 else wire, "fp8": made.pair}
-    return OperatorCall(case.op, made.x, made.weights[0], group, transposed, **how)
+    how: dict[str, Any] = {"return_gathered": False, "wire": "exact" if fp8 else wire, "fp8": inputs.pair}
+    return OperatorCall(case.op, inputs.x, inputs.weights[0], group, transposed, **how)
 
 
 def plan_of(call: OperatorCall, *, captured: bool = False) -> Entry:
@@ -134,54 +134,54 @@ def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
     return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
 
 
-def runs_of(case: Case, made: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
+def runs_of(case: Case, inputs: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
     """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then async-TP and ``backends``.
 
     Raises:
         UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
     """
     if case.op == "gemm_all_reduce":
-        return _decode_runs(case, made, group)
-    x, pair, operator = made.x, made.pair, getattr(ops, case.op)
+        return _decode_runs(case, inputs, group)
+    x, pair, operator = inputs.x, inputs.pair, getattr(ops, case.op)
     if pair is not None and x.is_cuda and not cublas_takes(pair.x, pair.weight):
         raise UserError(
             f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.kind.words()} of "
             f"{case.m} x {case.n} x {case.k} on this GPU; leave that recipe out"
         )
-    runs = (_gathering if case.op == "all_gather_gemm" else _scattering)(case, made, group)
+    runs = (_gathering if case.op == "all_gather_gemm" else _scattering)(case, inputs, group)
     if pair is not None:
         call = partial(operator, pair.x, pair.weight, group, split_accumulator=pair.split, out_dtype=pair.out)
         return runs | {name: partial(call, backend=name) for name in backends if name in FP8_BACKENDS}
     if x.is_cuda and "chunked" not in backends:  # async-TP needs peer access
         importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
-        wt, name, fused = _transposed(case, made), group.group_name, torch.ops.symm_mem
+        wt, name, fused = _transposed(case, inputs), group.group_name, torch.ops.symm_mem
         if case.op == "all_gather_gemm":
             runs["async_tp"] = lambda: fused.fused_all_gather_matmul(x, [wt], 0, name)[1][0]
         else:
             runs["async_tp"] = lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
-    call = partial(operator, x, made.weights[0], group, transposed=case.transposed, wire=wire)
+    call = partial(operator, x, inputs.weights[0], group, transposed=case.transposed, wire=wire)
     return runs | {name: partial(call, backend=name) for name in backends}
 
 
-def _transposed(case: Case, made: Operands) -> torch.Tensor:
+def _transposed(case: Case, inputs: Operands) -> torch.Tensor:
     """Return the weight as ``torch.matmul`` takes it, ``[k, n]``."""
-    return made.weights[0] if case.transposed else made.weights[0].t()
+    return inputs.weights[0] if case.transposed else inputs.weights[0].t()
 
 
-def _gathering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+def _gathering(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
     """Return the runs of GEMM, gather, and one behind the other."""
-    if made.pair is None:
+    if inputs.pair is None:
         # Random, not empty: a GEMM of zeros draws less power and clocks higher.
-        full = torch.randn(case.m, case.k, dtype=made.x.dtype, device=made.x.device)
-        alone = multiply = partial(torch.matmul, full, _transposed(case, made), out=full.new_empty(case.m, case.n))
-        transfers = [(full, made.x)]
+        full = torch.randn(case.m, case.k, dtype=inputs.x.dtype, device=inputs.x.device)
+        alone = multiply = partial(torch.matmul, full, _transposed(case, inputs), out=full.new_empty(case.m, case.n))
+        transfers = [(full, inputs.x)]
     else:
-        x = made.pair.x
+        x = inputs.pair.x
         whole = x.repeated(group.size())
         # Apart from the GEMM's own, so that its operand stays what it is.
         received = replace(whole, data=whole.data.clone(), scale_inv=whole.scale_inv.clone())
-        alone = partial(fp8_gemm, made.pair._replace(x=whole.one_shard()))
-        multiply = partial(fp8_gemm, made.pair._replace(x=received))
+        alone = partial(fp8_gemm, inputs.pair._replace(x=whole.one_shard()))
+        multiply = partial(fp8_gemm, inputs.pair._replace(x=received))
         transfers = [(received.data, x.data)]
         if x.scaling != "tensor":
             transfers.append((received.scale_inv.view(-1, received.scale_inv.shape[-1]), x.scale_inv))
@@ -197,12 +197,12 @@ def _gathering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
     return {"gemm": alone, "nccl": gather, "serial": gathered}
 
 
-def _scattering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+def _scattering(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
     """Return the runs of GEMM, reduce-scatter, and one behind the other."""
-    if made.pair is None:
-        multiply = partial(torch.matmul, made.x, _transposed(case, made), out=made.x.new_empty(case.m, case.n))
+    if inputs.pair is None:
+        multiply = partial(torch.matmul, inputs.x, _transposed(case, inputs), out=inputs.x.new_empty(case.m, case.n))
     else:
-        multiply = partial(fp8_gemm, made.pair)
+        multiply = partial(fp8_gemm, inputs.pair)
     y = multiply()
     z = y.new_empty(case.m // group.size(), case.n)
 
@@ -213,9 +213,9 @@ def _scattering(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
     return {"gemm": multiply, "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group), "serial": scattered}
 
 
-def _decode_runs(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
+def _decode_runs(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
     """Return the runs of a decode call: on GPUs replays of graphs, on CPUs the calls one by one."""
-    x, y = made.x, made.x.new_empty(case.m, case.n)
+    x, y = inputs.x, inputs.x.new_empty(case.m, case.n)
 
     def reduced(backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda weight: ops.gemm_all_reduce(x, weight, group, backend=backend)
@@ -228,7 +228,7 @@ def _decode_runs(case: Case, made: Operands, group: dist.ProcessGroup) -> Runs:
     }
 
     def calls(call: Callable[[torch.Tensor], Any]) -> list[Any]:
-        return [call(made.weights[i % len(made.weights)]) for i in range(CALLS)]
+        return [call(inputs.weights[i % len(inputs.weights)]) for i in range(CALLS)]
 
     steps: Runs = {name: partial(calls, call) for name, call in one_call.items()}
     with torch.no_grad():
@@ -239,8 +239,8 @@ def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
     """Return the relative difference of each whole result from serial's, the largest of all ranks. Collective."""
 
     def result(name: str) -> torch.Tensor:
-        found = runs[name]()
-        return (found[-1] if isinstance(found, list) else found).float().clone()
+        output = runs[name]()
+        return (output[-1] if isinstance(output, list) else output).float().clone()
 
     expected = result("serial")
     own = {name: result(name) - expected for name in runs if name not in ("gemm", "nccl", "serial")}
@@ -253,10 +253,10 @@ def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
 def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
     """Tune, check and time one call. ``rate``: GB/s that a rank receives over the link."""
     group, decode, chunks = here.group, case.direction == "decode", links.by_chunks(here.link)
-    made = operands(case, group, DTYPES[wanted.dtype], here.device)
+    inputs = operands(case, group, DTYPES[wanted.dtype], here.device)
     wire = "exact" if case.fp8 is not None else wanted.wire
-    plan = plan_of(as_tuned(case, made, group, wire), captured=decode)
-    runs = runs_of(case, made, group, backends_of(here.link, wire), wire)
+    plan = plan_of(as_tuned(case, inputs, group, wire), captured=decode)
+    runs = runs_of(case, inputs, group, backends_of(here.link, wire), wire)
     for run in runs.values():
         for _ in range(WARMUP_STEPS):
             run()

@@ -88,14 +88,14 @@ def _gathers(cases: Iterable[Case]) -> list[Case]:
     """Return the gathers of training with these dgrads: x of column-parallel layers, and dy of row-parallel ones in
     blocks. Bytes are gathered two at a time.
     """
-    found: dict[tuple[int, int, bool], Case] = {}
+    gathers: dict[tuple[int, int, bool], Case] = {}
     for case in cases:
         column = case.op == "gemm_reduce_scatter"
         if case.direction == "dgrad" and (column or case.fp8 == "blockwise"):
             width = (case.n if column else case.k) // (1 if case.fp8 is None else GATHERED_AS.itemsize)
             gather = replace(case, op="all_gather", direction="wgrad", n=0, k=width)
-            found.setdefault((case.m, width, case.fp8 is None), gather)
-    return list(found.values())
+            gathers.setdefault((case.m, width, case.fp8 is None), gather)
+    return list(gathers.values())
 
 
 def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str) -> OperatorCall:

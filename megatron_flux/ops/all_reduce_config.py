@@ -113,14 +113,14 @@ def candidates(
     ``size``: bytes of a number of the result. ``ws`` and ``promoted`` as of
     :func:`~megatron_flux.ops.kernel_config.by_rule`; the built-in GEMM takes no FP8 operands.
     """
-    found = [AllReduceConfig(shots=2, block=2048, ctas=128, warps=8)]
+    plans = [AllReduceConfig(shots=2, block=2048, ctas=128, warps=8)]
     if m <= MOST_ROWS_OF_OWN_GEMM and promoted is None:
-        found.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
+        plans.insert(0, AllReduceConfig(own_gemm=True, bm=16 if m <= 16 else 32 if m <= 32 else 64))
     by_tiles = [AllReduceConfig(tiles=config) for config in all_ranks_candidates(m, k, ws, promoted)]
     if m >= LEAST_ROWS_BY_TILES:
         if m * n * size <= FEW_BYTES:
-            found.append(AllReduceConfig(block=2048, ctas=64, warps=8))
-        found += by_tiles
-    fitting = [config for config in found if config.fits(m, n, tp, size)]
+            plans.append(AllReduceConfig(block=2048, ctas=64, warps=8))
+        plans += by_tiles
+    fitting = [config for config in plans if config.fits(m, n, tp, size)]
     one_shot, tiled = AllReduceConfig(), by_tiles[0]
     return fitting or [tiled if tiled.fits(m, n, tp, size) and not one_shot.fits(m, n, tp, size) else one_shot]

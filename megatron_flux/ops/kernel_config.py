@@ -172,15 +172,15 @@ def candidates(
     Arguments are those of :func:`by_rule`.
     """
     if promoted is not None:
-        found = _fp8_candidates(op, mp, n, k, tp, sms, ws, promoted)
+        plans = _fp8_candidates(op, mp, n, k, tp, sms, ws, promoted)
     elif op == "all_gather_gemm" and ws:
         first, second = _fewest_rounds(mp * tp, n, sms)
-        found = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
+        plans = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
         if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
-            found.insert(1, replace(first, span=2))
+            plans.insert(1, replace(first, span=2))
     elif op == "all_gather_gemm":
-        found = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
+        plans = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
     elif ws:
         first = by_rule(op, mp, n, k, tp, sms, ws)
         spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
@@ -189,17 +189,17 @@ def candidates(
         wide = max(1, min(rows, 16 // tp))
         # Own tiles that fill the last round: nobody waits for them, and nothing is sent meanwhile.
         last = max(1, min(rows, cdiv(sms, cdiv(n, 256))))
-        found = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
-        found += [
+        plans = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
+        plans += [
             replace(first, band=band, dedicated_reducers=True)
             for band in (1, wide)
             if _needed(first, mp, n, tp, sms) < sms
         ]
-        found.append(replace(first, bn=128, stages=5))
+        plans.append(replace(first, bn=128, stages=5))
     else:
         first = by_rule(op, mp, n, k, tp, sms)
-        found = [first] + [replace(first, reducers=r) for r in (4, 12)]
-    return [config for config in dict.fromkeys(found) if fits(op, config, mp, n, k, tp)]
+        plans = [first] + [replace(first, reducers=r) for r in (4, 12)]
+    return [config for config in dict.fromkeys(plans) if fits(op, config, mp, n, k, tp)]
 
 
 def _time_like(op: str, k: int) -> int:
@@ -212,18 +212,18 @@ def _fp8_candidates(
 ) -> list[KernelConfig]:
     """Return the candidates of 16-bit operands and what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
     like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
-    found = [for_fp8(config, promoted=promoted) for config in like]
-    if ws and found:
-        first, rows = found[0], cdiv(mp, 128)
+    plans = [for_fp8(config, promoted=promoted) for config in like]
+    if ws and plans:
+        first, rows = plans[0], cdiv(mp, 128)
         if op == "all_gather_gemm":
-            found.insert(1, replace(first, stages=3, ring=4))
+            plans.insert(1, replace(first, stages=3, ring=4))
         elif not promoted:
             four, eight = (replace(first, band=min(rows, band), teams=2) for band in (4, 8))
             reduced = [replace(four, dedicated_reducers=True)] if _needed(first, mp, n, tp, sms) < sms else []
-            found = [first, four, *reduced, eight, *(plan for plan in found[1:] if not plan.dedicated_reducers)]
+            plans = [first, four, *reduced, eight, *(plan for plan in plans[1:] if not plan.dedicated_reducers)]
         elif by_rule(op, mp, n, k, tp, sms, ws, promoted).dedicated_reducers:
-            found = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in found] + [first]
-    return found
+            plans = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in plans] + [first]
+    return plans
 
 
 def all_ranks_candidates(m: int, k: int, ws: bool = False, promoted: bool | None = None) -> list[KernelConfig]:
@@ -238,10 +238,10 @@ def all_ranks_candidates(m: int, k: int, ws: bool = False, promoted: bool | None
     band = min(16, cdiv(m, 128))
     if ws:
         first = KernelConfig(ws=True, stages=3, ring=4, band=band, spread=60 if k <= 8192 else 40)
-        found = list(dict.fromkeys([first, replace(first, spread=80), replace(first, band=min(8, band))]))
+        plans = list(dict.fromkeys([first, replace(first, spread=80), replace(first, band=min(8, band))]))
     else:
-        found = [KernelConfig(stages=3, split=False, band=min(8, band), reducers=4 if k >= 2048 else 12)]
-    return found if promoted is None else [for_fp8(config, promoted=promoted) for config in found]
+        plans = [KernelConfig(stages=3, split=False, band=min(8, band), reducers=4 if k >= 2048 else 12)]
+    return plans if promoted is None else [for_fp8(config, promoted=promoted) for config in plans]
 
 
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:

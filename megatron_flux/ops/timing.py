@@ -77,7 +77,7 @@ def rounds(
     ``around`` is opened around each burst of the way it is given. ``barrier`` replaces ``group``'s own; the last thing
     that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
     """
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(most if ways else 0):
         if number and not go_on():
             break
@@ -85,8 +85,8 @@ def rounds(
         random.Random(number).shuffle(order)  # noqa: S311 - the same order on all ranks, another every round
         for name in order:
             with around(name):
-                found[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
-    ms = {name: _slowest(bursts, group, device) for name, bursts in found.items()}
+                times[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
+    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}
     return {name: Samples(*by_round.t().tolist()) for name, by_round in ms.items()}
 
 
@@ -97,12 +97,12 @@ def sustained(
 
     ``ms`` is about how long a call of each takes, the same on all ranks.
     """
-    found = dict.fromkeys(ways, 0.0)
+    totals = dict.fromkeys(ways, 0.0)
     for number in range(REPEATS):
         for name in list(ways) if number % 2 == 0 else reversed(list(ways)):
             warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (SETTLE, SUSTAINED))
-            found[name] += burst(ways[name], count, group, device, warm) / REPEATS
-    return found
+            totals[name] += burst(ways[name], count, group, device, warm) / REPEATS
+    return totals
 
 
 def all_agree(mine: bool, group: dist.ProcessGroup, about: str = "a decision") -> bool:
@@ -120,12 +120,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device, warm: int = 1) -> float:
     """Return milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
-    mine = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
-    return _slowest(mine, group, device)[0].item()
+    own = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
+    return _slowest(own, group, device)[0].item()
 
 
-def _slowest(mine: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+def _slowest(own: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    slowest = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return slowest
 

@@ -100,14 +100,14 @@ class _Micro(NamedTuple):
 def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int, micro_batch_size: int) -> int:
     """See :func:`megatron_flux.tune_model`."""
     micro = _Micro(sequence, micro_batch_size)
-    found = [linear for chunk in chunks for linear in _linears(chunk, linears, micro)]
+    layers = [linear for chunk in chunks for linear in _linears(chunk, linears, micro)]
     began, decided = time.monotonic(), 0
     asked: set[tuple[Any, ...]] = set()
     training = torch.is_grad_enabled()
     # As the first call of such a layer does: from there on every call of the process is one for graphs.
-    graphs = any(asks_for_graphs(linear.layer.config) for linear in found)
+    graphs = any(asks_for_graphs(linear.layer.config) for linear in layers)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
-        for linear in found:
+        for linear in layers:
             for wanted in _calls(linear, micro.rows(linear.layer), linears.config, training):
                 key = (wanted, linear.like.dtype, linear.like.device, linear.layer.tp_group.group_name)
                 if key not in asked:
@@ -201,30 +201,30 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Ite
         stock = layer in fused or (isinstance(layer, optimized) and not layer.training)
         if stock or not linears.covers(layer) or backends_of(layer, linears.config.backends) == STOCK:
             continue
-        found = None
+        linear = None
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             row = isinstance(layer, RowParallelLinear)
-            found = _local(layer, row, linears, micro, next(chunk.parameters()).device)
+            linear = _local(layer, row, linears, micro, next(chunk.parameters()).device)
         elif (kind := next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)) is not None:
             with _autocast_of(layer, numbers.get(layer)):
-                found = _over_te(layer, kind, linears, micro)
-        if found is not None:
-            yield found
+                linear = _over_te(layer, kind, linears, micro)
+        if linear is not None:
+            yield linear
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
     """Return by module the number (from 0) of its transformer layer; -1 where all layers are alike."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    found: dict[torch.nn.Module, int] = {}
+    numbers: dict[torch.nn.Module, int] = {}
     for module in chunk.modules():
         number = getattr(module, "layer_number", None)
         if isinstance(number, int):
-            found |= dict.fromkeys(module.modules(), number - 1)
+            numbers |= dict.fromkeys(module.modules(), number - 1)
     for module in chunk.modules():
         if isinstance(module, MultiTokenPredictionLayer):
-            found |= dict.fromkeys(module.modules(), -1)
-    return found
+            numbers |= dict.fromkeys(module.modules(), -1)
+    return numbers
 
 
 @contextlib.contextmanager

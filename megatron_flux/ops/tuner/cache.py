@@ -152,14 +152,14 @@ def log_once(message: str) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Return all entries as JSON has them, none if there is no file. Raises UserError: it is not what was written."""
     try:
-        found = json.loads(path.read_text())
+        entries = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"tuning cache {path} cannot be read: {one_line(error)}; delete it to tune again") from error
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise UserError(f"tuning cache {path} must hold one JSON object; delete it to tune again")
-    return found
+    return entries
 
 
 def store(path: Path, key: str, entry: Entry) -> None:

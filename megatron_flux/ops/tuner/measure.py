@@ -103,13 +103,13 @@ def measure(call: OperatorCall, backends: Backends) -> Entry:
         return _unmeasured(call, about)
     clock, listed = _Clock(call, limit), "full"
     if keys.by_chunks(call.x, call.group):
-        found = _chunked_candidates(call, backends)
+        options = _chunked_candidates(call, backends)
     else:
         full = tunes_fully()
         listed, plans = agreement.first_rank(call.group, about, lambda: list_plans(call, full))
-        found = _fused_candidates(call, backends, plans, clock)
-    ms, sustained_ms, gemm_ms = _times(call, {label: candidate.way for label, candidate in found.items()}, clock)
-    best = found[ranked(sustained_ms or ms)[0]].entry
+        options = _fused_candidates(call, backends, plans, clock)
+    ms, sustained_ms, gemm_ms = _times(call, {label: candidate.way for label, candidate in options.items()}, clock)
+    best = options[ranked(sustained_ms or ms)[0]].entry
     times = {"ms": _rounded(ms), "sustained_ms": _rounded(sustained_ms), "gemm_ms": gemm_ms, "list": listed}
     return best.model_copy(update=times)
 
@@ -132,7 +132,7 @@ def _stock(call: OperatorCall, backends: Backends) -> _Candidates:
 
 def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
     """List stock, and every chunked backend that can run the call, by number of pieces."""
-    found = _stock(call, backends)
+    options = _stock(call, backends)
     for name, backend in backends.chunked.items():
         if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None:
             for pieces in piece_counts(call):
@@ -140,13 +140,13 @@ def _chunked_candidates(call: OperatorCall, backends: Backends) -> _Candidates:
                 way = backends.way(call, entry)
                 if not _can_run(call, name, way, backends, transports.renew):
                     break
-                found[entry.label] = _Candidate(entry, way)
-    return found
+                options[entry.label] = _Candidate(entry, way)
+    return options
 
 
 def _fused_candidates(call: OperatorCall, backends: Backends, plans: list[Plan], clock: _Clock) -> _Candidates:
     """List stock, and the fused plans that compile in time."""
-    found = _stock(call, backends)
+    options = _stock(call, backends)
     for plan in plans:
         if not clock.is_left():
             break
@@ -155,8 +155,8 @@ def _fused_candidates(call: OperatorCall, backends: Backends, plans: list[Plan],
         # It may have broken off after its slot was claimed, and no call could follow there.
         if not _can_run(call, entry.label, way, backends, backends.fused.renew):
             continue
-        found[entry.label] = _Candidate(entry, way)
-    return found
+        options[entry.label] = _Candidate(entry, way)
+    return options
 
 
 def _can_run(
@@ -235,11 +235,11 @@ def list_plans(call: OperatorCall, full: bool) -> tuple[str, list[Plan]]:
     if call.operator == "gemm_all_reduce":
         return "full", [*all_reduce_candidates(call)]
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
-    found = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
+    full_list = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
     near: list[KernelConfig] = []
     if not full and shipped_plans.suggests_for(_gpu(call)):
-        near = found[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(_shape(call), shipped_plans.entries())
-    return ("short", [*dict.fromkeys([*near, *found[:1]])]) if near else ("full", [*found])
+        near = full_list[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(_shape(call), shipped_plans.entries())
+    return ("short", [*dict.fromkeys([*near, *full_list[:1]])]) if near else ("full", [*full_list])
 
 
 def _shape(call: OperatorCall) -> Shape:
@@ -251,8 +251,8 @@ def _gpu(call: OperatorCall) -> str:
     """Return the GPU's name where shipped plans hold (warp-specialised kernels over NVLink), else an empty one."""
     if not call.x.is_cuda:
         return ""
-    known = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
-    return torch.cuda.get_device_name(call.x.device) if known else ""
+    holds = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
+    return torch.cuda.get_device_name(call.x.device) if holds else ""
 
 
 def _shipped(call: OperatorCall) -> KernelConfig | None:

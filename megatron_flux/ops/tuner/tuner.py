@@ -49,13 +49,13 @@ class Tuner:
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
         """Return what was decided so far for ``group``; filled as calls come."""
         tuned = state_of(group).tuned
-        found = tuned.get(self)
-        return tuned.setdefault(self, Decisions()) if found is None else found
+        decided = tuned.get(self)
+        return tuned.setdefault(self, Decisions()) if decided is None else decided
 
     def entries(self) -> list[tuple[str, Entry]]:
         """Return keys and entries of all groups."""
-        found = [state.tuned[self] for state in all_states() if self in state.tuned]
-        return [item for decisions in found for item in decisions.entries.items()]
+        by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
+        return [item for decisions in by_group for item in decisions.entries.items()]
 
     def choose(self, call: OperatorCall) -> Entry:
         """Return what runs ``call``; collective where that is new. Plans are cached by others: this takes time."""
@@ -138,8 +138,8 @@ def _runs(call: OperatorCall, entry: Entry) -> bool:
 
 def _first_that_runs(call: OperatorCall, entries: Iterable[Entry]) -> Entry | None:
     """Return the first of other m's ``entries`` that ``call`` can run, without times."""
-    found = next((entry for entry in entries if _runs(call, entry)), None)
-    return found and Entry(backend=found.backend, plan=found.plan, pieces=found.pieces)
+    first = next((entry for entry in entries if _runs(call, entry)), None)
+    return first and Entry(backend=first.backend, plan=first.plan, pieces=first.pieces)
 
 
 def _by_distance(known: Iterable[int], m: int) -> list[int]:

@@ -56,9 +56,9 @@ def in_graphs(ways: Mapping[str, Way]) -> dict[str, Way]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(CALLS):
-                found = way()
-                if isinstance(found, Pending):
-                    found.wait()
+                result = way()
+                if isinstance(result, Pending):
+                    result.wait()
         return graph.replay
 
     return {name: captured(way) for name, way in ways.items()}

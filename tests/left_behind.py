@@ -15,7 +15,7 @@ import pytest
 from tests.processes import MARK, left, with_mark
 
 SECONDS = 20.0
-"""What was asked to end may take so long. Ranks that lost their launcher do it within a few."""
+"""Seconds for processes that were asked to end. Ranks that lost their launcher end within a few."""
 
 _mark = pytest.StashKey[str]()
 _found = pytest.StashKey[list[str]]()

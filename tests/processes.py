@@ -40,7 +40,7 @@ def _is_own(process: psutil.Process) -> bool:
 
 
 def left(mark: str, seconds: float) -> list[str]:
-    """What is still there of ``mark`` after so many seconds, as pid and command line; returns early if nothing is."""
+    """Return the processes of ``mark`` after so many seconds, as pid and command line; early if there are none."""
     deadline = time.monotonic() + seconds
     while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.3)  # looking costs a good part of that

@@ -52,7 +52,7 @@ class Paths:
         return sum(re.search(what, line) is not None for line in self.lines)
 
     def reaches(self, start: str, target: str, without: str) -> bool:
-        """Whether some path leads from a ``start`` to a ``target`` and meets no ``without`` on its way."""
+        """Return True if some path leads from a ``start`` to a ``target`` and meets no ``without`` on its way."""
         waiting = [j for i, line in enumerate(self.lines) if re.search(start, line) for j in self.next[i]]
         seen: set[int] = set()
         while waiting:
@@ -69,7 +69,7 @@ class Paths:
 
 
 def missing_fences(ptx: str, *, loads: bool = False, stores: bool = False) -> list[str]:
-    """What is missing in a warp-specialised kernel, in words.
+    """List what is missing in a warp-specialised kernel, in words.
 
     Args:
         ptx: the kernel.
@@ -90,7 +90,7 @@ def missing_fences(ptx: str, *, loads: bool = False, stores: bool = False) -> li
 
 
 def missing_in_plain(ptx: str, *, tma: bool, sums: bool) -> list[str]:
-    """As :func:`missing_fences`, of a plain kernel.
+    """List what is missing in a plain kernel, in words.
 
     Args:
         ptx: the kernel.

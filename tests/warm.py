@@ -180,7 +180,7 @@ def _serve(address: str) -> None:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """What ``python -m MODULE WORDS`` does."""
+    """Do what ``python -m MODULE WORDS`` does."""
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for number, stream in enumerate(streams):

@@ -1,4 +1,4 @@
-"""What ``test_launcher.py`` lets the launcher start: one thing to do on every rank."""
+"""Work for ranks that ``test_launcher.py`` starts by the launcher: one thing on every rank."""
 
 from __future__ import annotations
 

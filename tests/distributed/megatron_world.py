@@ -50,7 +50,7 @@ def inference() -> Iterator[None]:
 
 
 def on_gpu() -> bool:
-    """Whether this worker has a GPU of its own."""
+    """Return True if this worker has its own GPU."""
     return torch.distributed.get_backend() == "nccl"
 
 
@@ -101,7 +101,7 @@ def model_config(**options: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What the patch did inside :func:`flux`."""
+    """Record of the patch's work inside :func:`flux`."""
 
     active_layers: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def no_random_numbers() -> Iterator[None]:
 
 
 def splits_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """What the dispatcher copies from the GPU is here already; it wants it as numpy has it."""
+    """Replace the dispatcher's copy from the GPU: the numbers are here already, and it wants them in numpy's form."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         if isinstance(splits := getattr(dispatcher, name, None), torch.Tensor):
             setattr(dispatcher, name, splits.numpy())

@@ -196,7 +196,7 @@ def train(lora: Lora, model: Adapted, micro_batches: int = 2) -> Numbers:
 
 
 def errors(lora: Lora, found: Numbers, want: Numbers) -> dict[str, float]:
-    """How far ``found`` is from the oracle, by name: relative, in the norm."""
+    """Return the error of ``found`` against the oracle, by name: relative, in the norm."""
 
     def error(name: str) -> float:
         expected = of_this_rank(name, want[name], lora).double()

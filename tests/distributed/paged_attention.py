@@ -1,4 +1,4 @@
-"""What flash-attention computes over a paged cache of keys and values, in torch: for machines without its kernels.
+"""Flash-attention over a paged cache of keys and values, in torch: for machines without its kernels.
 
 No value goes to the host, so that a CUDA graph may hold a call. Shapes are flash-attention's: ``q`` ``[tokens, heads,
 channels]``, or one token a request; caches ``[blocks, rows of a block, groups, channels]``; a request's blocks by its

@@ -34,7 +34,7 @@ from unittest import mock
 START_TIMEOUT = 120.0
 RUN_TIMEOUT = 90.0
 GRACE_AFTER_FAILURE = 5.0
-"""How long the other ranks may take once one has failed: they may be waiting for it in a collective."""
+"""Seconds for the other ranks once one has failed: they may be waiting for it in a collective."""
 
 COLLECTIVE_TIMEOUT = 60.0
 """The process group's own time-out: the end of a worker whose parent was killed in the middle of a test."""
@@ -46,7 +46,7 @@ class RankError(Exception):
 
 @dataclass
 class Outcome:
-    """What became of a call on one rank: ``value``, or ``error``: a traceback, or how the process ended."""
+    """Outcome of a call on one rank: ``value``, or ``error``: a traceback, or how the process ended."""
 
     rank: int
     value: Any = None

@@ -1,4 +1,4 @@
-"""What the tests of ``examples/`` share: a framework's model trained stock, then with ``MEGATRON_FLUX=1``.
+"""Helpers for tests of ``examples/``: train a framework's model stock, then with ``MEGATRON_FLUX=1``.
 
 The frameworks are the real packages, fetched without their dependencies by ``scripts/test.sh``. What they import and do
 not use here is a mock.
@@ -30,7 +30,7 @@ STEPS = 3
 
 
 def source(name: str) -> Path:
-    """Where ``scripts/test.sh`` puts a framework."""
+    """Return the folder in which ``scripts/test.sh`` puts a framework."""
     return Path(sys.prefix, f"{name}-source")
 
 

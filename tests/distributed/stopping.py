@@ -1,4 +1,4 @@
-"""What ``test_stopping.py`` lets launchers start: ranks that listen for SIGTERM. The first then waits without end."""
+"""Ranks for ``test_stopping.py`` that listen for SIGTERM. The first then waits without end."""
 
 from __future__ import annotations
 

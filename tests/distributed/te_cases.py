@@ -87,7 +87,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch
 
 @contextlib.contextmanager
 def te_megatron(tp: int, **more: int) -> Iterator[None]:
-    """As :func:`megatron`, over TransformerEngine."""
+    """Set up :func:`megatron` over TransformerEngine."""
     if not on_gpu():
         te_stand_in.install()
     with megatron(tp=tp, **more):
@@ -127,7 +127,7 @@ def build(case: Case) -> torch.nn.Module:
 
 
 def mark_bias(layer: Any) -> None:
-    """As TransformerEngine marks it where wgrad is delayed; on CPUs megatron-core makes another one after that."""
+    """Mark the bias as TransformerEngine does where wgrad is delayed; on CPUs megatron-core makes another one later."""
     for name in layer.bias_names:
         getattr(layer, name).skip_backward_post_hook = True
 

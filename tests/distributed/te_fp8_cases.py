@@ -169,7 +169,7 @@ def train(
 
 @contextlib.contextmanager
 def fp8_megatron(**more: int) -> Any:
-    """As :func:`te_megatron`, with nothing of earlier autocasts left."""
+    """Set up :func:`te_megatron` without the state of earlier autocasts."""
     with te_megatron(dist.get_world_size(), **more):
         fresh()
         yield
@@ -182,7 +182,7 @@ def fresh() -> None:
 
 
 def both(work: Callable[[], Result], config: FluxConfig = FP8) -> tuple[Result, Result, Any]:
-    """What ``work`` returns with stock and with flux, each from fresh FP8 state, and what was seen of flux."""
+    """Run ``work`` with stock and with flux, each from fresh FP8 state; return both results and the record of flux."""
     with fp8_megatron():
         stock = work()
         fresh()
@@ -281,7 +281,7 @@ def rank_operands(kind: str, recipe: str) -> None:
 
 
 def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
-    """How often stock and ours quantise over three micro-batches: the weight once a step."""
+    """Count the quantisations of stock and ours over three micro-batches: the weight once a step."""
     case = fp8_case(kind, micro_batches=3)
 
     def count() -> int:
@@ -352,7 +352,7 @@ def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def captured(recipe: str, replayed: list[Any]) -> Iterator[None]:
-    """As TransformerEngine captures a call: nothing is registered or reduced in it. Then what it does behind each
+    """Capture a call as TransformerEngine does, registering and reducing nothing. Then do what it does behind each
     replay of delayed scaling, for the layers that were ``replayed``.
     """
     from transformer_engine.pytorch import graph

@@ -31,7 +31,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, quantizer: Any) -> torch.Tensor:
-    """What numbers are multiplied with, of the largest magnitude."""
+    """Return the factor for numbers of this largest magnitude."""
     amax = amax.clamp_min(quantizer.amax_epsilon)
     scale = torch.finfo(dtype).max / amax
     scale = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
@@ -61,7 +61,7 @@ def _memory(tensor: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _write(holder: Any, name: str, value: torch.Tensor | None) -> None:
-    """As the compiled part updates a tensor: into its memory where it has some; what is not asked for is dropped."""
+    """Update a tensor as the compiled part does: in its memory where it has some; without what is not asked for."""
     into = getattr(holder, name)
     if into is None or value is None:
         setattr(holder, name, value)

@@ -37,7 +37,7 @@ CONFIGS = {
 }
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 NO_FLAGS = [config for config in CONFIGS.values() if config.tiles is None]
-"""By which numbers arrive without a flag."""
+"""Sums whose numbers arrive without a flag."""
 
 
 def run(backend: Any, x: torch.Tensor, w: torch.Tensor, config: AllReduceConfig, **how: Any) -> torch.Tensor:

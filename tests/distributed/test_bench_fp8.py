@@ -72,7 +72,7 @@ def _attention_of_the_cpu(stock: Any) -> Any:
 
 
 def _zeroed_shard(stock: Any) -> Any:
-    """What one rank gathers and nobody sends."""
+    """Zero one rank's shard before it is gathered, as if it were not sent."""
 
     def call(x: Any, *args: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:

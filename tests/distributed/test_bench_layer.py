@@ -236,7 +236,7 @@ def test_no_graphs_between_hosts(world2: WorkerPool, tmp_path: Path) -> None:
 
 
 def rank_unsynchronised() -> None:
-    """What the peers get is what a collective would have sent them; results are those without communication."""
+    """Check that peers receive what a collective would have sent, while results are those without communication."""
     from megatron_flux.bench.no_communication import NoCommunication, Unsynchronised
 
     group: Any = dist.group.WORLD
@@ -305,7 +305,7 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
 
 
 class Gpu:
-    """As NVML would tell of a GPU."""
+    """GPU whose readings NVML would give."""
 
     def read(self) -> Any:
         from megatron_flux.nvml import Reading

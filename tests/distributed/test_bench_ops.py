@@ -324,7 +324,7 @@ def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path
 
 
 def test_gathers_of_wgrad_are_tuned_over_links_by_chunks() -> None:
-    """As the layers gather it (layers/fp8.py): one call for both column-parallel layers, bytes two at a time."""
+    """The layers gather it so (layers/fp8.py): one call for both column-parallel layers, bytes two at a time."""
     dgrads = [
         Case("gemm_reduce_scatter", "a", "qkv", "dgrad", 256, 384, 64),
         Case("gemm_reduce_scatter", "a", "fc1", "dgrad", 256, 384, 128),

@@ -1,4 +1,4 @@
-"""Which process groups count as running beside tensor parallelism: of Megatron and of others, on real ranks.
+"""Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks.
 
 NCCL cannot be had: groups of gloo are taken for groups of NCCL.
 """
@@ -44,7 +44,7 @@ def tensor_parallel_alone(tp: int) -> tuple[Beside, Beside]:
 
 
 def another_group(ranks: list[int]) -> tuple[Beside, Beside]:
-    """What the world's ranks say, and what this one would by itself."""
+    """Return the result of the world's ranks, and this one's own."""
     made = dist.new_group(ranks)
     try:
         with pytest.MonkeyPatch.context() as patch:

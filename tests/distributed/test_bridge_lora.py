@@ -70,7 +70,7 @@ def error(found: Tensors, want: Tensors) -> float:
 
 
 def rank_lora(targets: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
-    """How far stock's and flux's gradients are from those of TP 1; what ran."""
+    """Return the errors of stock's and flux's gradients against TP 1, and what ran."""
     tp, family = dist.get_world_size(), "llama"
     with te_megatron(tp):
         model = adapted(family, targets, options)

@@ -184,7 +184,7 @@ def test_sums_have_one_order(name: str) -> None:
 @pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
 @on_ranks("world2")
 def test_overflow_is_seen(name: str) -> None:
-    """What is not finite stays visible."""
+    """Numbers that are not finite stay visible."""
     group = dist.group.WORLD
     use("one queue", group)
     for bad in (float("inf"), float("nan")):

@@ -63,7 +63,7 @@ def test_compiled(whole_step: bool) -> None:
 
 @on_ranks("world2")
 def test_what_was_compiled_outlives_neither_patch_nor_unpatch() -> None:
-    """How large the graphs were that were compiled of a layer and a function behind it: stock, under the patch (where
+    """Sizes of the graphs that were compiled of a layer and a function behind it: stock, under the patch (where
     the layer is none of it), stock again. What holds no layer stays compiled."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 

@@ -49,7 +49,7 @@ def train(case: Case, layer: Any, recipe: str | None = None) -> dict[str, torch.
     sums: dict[str, torch.Tensor] = {}
 
     def hook() -> None:
-        """As Megatron's, for the parameters that it marks; no other hook sees them."""
+        """Act as Megatron's hook, for the parameters that it marks; no other hook sees them."""
         for name, parameter in layer.named_parameters():
             if not getattr(parameter, "skip_backward_post_hook", False) or parameter.grad is None:
                 continue
@@ -186,7 +186,7 @@ def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str) -> 
 
 
 def gathered_again(backend: str) -> None:
-    """As another layer that uses the group."""
+    """Gather as another layer that uses the group does."""
     ops.all_gather(torch.zeros(8, 16, dtype=torch.bfloat16), backend=backend).wait()
 
 

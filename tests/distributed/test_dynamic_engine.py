@@ -67,7 +67,7 @@ class NoPinnedMemory(torch.overrides.TorchFunctionMode):
 
 @contextlib.contextmanager
 def engine_shims() -> Iterator[None]:
-    """What the dynamic engine takes from CUDA and flash-attention."""
+    """Replace what the dynamic engine takes from CUDA and flash-attention."""
     from megatron.core.transformer import attention
 
     context = importlib.import_module(f"{ENGINE}.contexts.dynamic_context")

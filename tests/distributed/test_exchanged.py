@@ -32,7 +32,7 @@ HERE = __name__
 
 
 class Wrapped:
-    """What a second patcher puts into a place: it looks like the release's object and counts its calls."""
+    """Replacement by a second patcher: it looks like the release's object and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -105,7 +105,7 @@ def test_every_place(kind: str) -> None:
 
 @on_ranks("world2")
 def test_only_while_a_layer_runs() -> None:
-    """As ModelOpt does, and puts back other objects than it took: a function for a static method, a bound ``apply``."""
+    """ModelOpt does so, and puts back other objects than it took: a function for a static method, a bound ``apply``."""
     from megatron.core.tensor_parallel import layers
 
     autograd = layers.LinearWithGradAccumulationAndAsyncCommunication

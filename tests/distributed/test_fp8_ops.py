@@ -54,7 +54,7 @@ def integer_operand(rows: int, k: int, scaling: str, seed: int, dtype: torch.dty
 
 
 def pair_of(scaling: str, rows: int, n: int, k: int, rank: int, dtype: torch.dtype) -> tuple[Fp8Operand, Fp8Operand]:
-    """Of one rank. One scale of x is the same on all, as TransformerEngine has it."""
+    """Make one rank's operands. One scale of x is the same on all, as TransformerEngine has it."""
     kinds = ("tensor", "tensor") if scaling == "tensor" else ("1x128", "128x128")
     x = integer_operand(rows, k, kinds[0], 7 + rank, dtype)
     if scaling == "tensor":
@@ -141,7 +141,7 @@ def test_chunks_of_bytes_and_scales(name: str, way: str, scaling: str) -> None:
 
 
 def rank_all_reduce(scaling: str, how: AllReduceConfig | str) -> None:
-    """By a backend's name, or by fused kernels in Triton's interpreter."""
+    """Run by a backend's name, or by fused kernels in Triton's interpreter."""
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
     backend = None if isinstance(how, str) else twin()

@@ -101,7 +101,7 @@ def test_stocks_dx_and_no_gather_for_wgrad(te_world2: WorkerPool, kind: str, rec
 
 
 def rank_saved(kind: str, recipe: str | None) -> list[int]:
-    """How many tensors as large as the input are saved for backward, by stock and by ours."""
+    """Count the tensors as large as the input that stock and ours save for backward."""
     case = fp8_case(kind)
 
     def saved() -> int:

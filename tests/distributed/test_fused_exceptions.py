@@ -208,7 +208,7 @@ def test_peers_of_a_call_broken_off_read_nothing_stale(operator: str) -> None:
 
 @on_ranks("world2")
 def test_an_interrupt_breaks_a_call_off_too() -> None:
-    """As by Ctrl-C, which is no ``Exception``."""
+    """Ctrl-C raises no ``Exception``."""
     with fresh(HALVES, 20) as backend:
         right(call_of(backend, "all_gather_gemm"))
         run, _ = call_of(backend, "all_gather_gemm")

@@ -60,7 +60,7 @@ def all_shapes(plan: KernelConfig, tma: bool) -> None:
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values two bytes behind an address that TMA takes."""
+    """Copy the values to two bytes behind an address that TMA takes."""
     memory = tensor.new_empty(tensor.numel() + 1)
     return memory[1:].view(tensor.shape).copy_(tensor)
 
@@ -247,7 +247,7 @@ def test_a_gather_of_a_failed_capture_is_forgotten() -> None:
 
 @on_ranks("world2")
 def test_captured_gather_stays_open_beside_captured_gemms() -> None:
-    """As a captured backward has it: x gathered for wgrad while fused calls, captured too, run on the other slab; and a
+    """Like a captured backward: x is gathered for wgrad while fused calls, captured too, run on the other slab; and a
     rank that is late to read the result, which peers must not overwrite before it begins the next.
     """
     from megatron_flux.ops.cuda_graphs import captured_calls
@@ -273,7 +273,7 @@ def test_captured_gather_stays_open_beside_captured_gemms() -> None:
 
 @on_ranks("world2")
 def test_a_gather_begins_and_ends_in_one_capture() -> None:
-    """What is begun in a capture cannot be waited for outside of it, nor the other way round."""
+    """A gather begun in a capture cannot be waited for outside of it, nor the other way round."""
     from megatron_flux.comm import group_state
     from megatron_flux.errors import UserError
     from megatron_flux.ops.cuda_graphs import captured_calls

@@ -98,7 +98,7 @@ def test_the_operator_alone(mode: str) -> None:
 
 @on_ranks("world2")
 def test_it_ends_a_pair() -> None:
-    """As the first pass of recomputed layers: a row layer behind it has no partner."""
+    """Like the first pass of recomputed layers: a row layer behind it has no partner."""
     layers = Layers()
     with torch.enable_grad():
         kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
@@ -135,7 +135,7 @@ class Pair:
             return list(self.forward(self.x, self.weights))
 
     def training(self) -> list[torch.Tensor]:
-        """As :meth:`inference`, and all gradients."""
+        """Return the results of :meth:`inference`, and all gradients."""
         x, *weights = leaves = [t.clone().requires_grad_() for t in (self.x, *self.weights)]
         y, whole = self.forward(x, weights)
         y.float().square().sum().backward()

@@ -1,4 +1,4 @@
-"""What ``tests/interpreter.py`` takes out of Triton's interpreter changes no number."""
+"""``tests/interpreter.py`` changes no result of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_narrow_floats_and_dtypes() -> None:
 
 @on_ranks("world2")
 def test_the_language_is_patched_once_a_launch() -> None:
-    """How often a launch whose kernel calls others lists members; behind it nothing of the interpreter is left."""
+    """A launch whose kernel calls others patches each module once, and leaves nothing of the interpreter behind."""
     from unittest import mock
 
     import torch.distributed as dist

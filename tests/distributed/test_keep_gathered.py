@@ -25,7 +25,7 @@ ROWS, BATCH, HIDDEN = 2, 4, 8
 
 
 def gathered_bytes() -> int:
-    """Of one input of :class:`Block`."""
+    """Return the bytes of one gathered input of :class:`Block`."""
     return dist.get_world_size() * ROWS * BATCH * HIDDEN * 4
 
 
@@ -175,7 +175,7 @@ def test_exceptions_leak_nothing() -> None:
 
 @on_ranks("world2")
 def test_one_forward_one_backward() -> None:
-    """As in a pipeline's steady state; with room for one input fewer than are in flight."""
+    """Like a pipeline's steady state, with room for one input fewer than are in flight."""
 
     def results(block: Block) -> list[torch.Tensor]:
         inputs = [normals(ROWS, BATCH, HIDDEN, seed=20 + i).requires_grad_() for i in range(6)]

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass
 class Run:
-    """What a forward and backward gave on this rank; None where there is none."""
+    """Results of a forward and backward on this rank; None where there is none."""
 
     y: torch.Tensor
     bias_out: torch.Tensor | None

@@ -63,7 +63,7 @@ def run(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def ranges(model: torch.nn.Module) -> dict[str, list[float]]:
-    """What calibration has found."""
+    """Return the ranges that calibration has found."""
     return {name: b.flatten().tolist() for name, b in model.named_buffers() if name.endswith("_amax")}
 
 

@@ -192,7 +192,7 @@ def test_no_grad(te_world2: WorkerPool, returned: str) -> None:
 @pytest.mark.parametrize("returned", ["gathered", "local"])
 @on_ranks("te_world2")
 def test_an_output_that_is_changed_in_place(returned: str) -> None:
-    """What a caller writes into the output must not become wgrad's input unseen."""
+    """A caller's writes into the output must not become wgrad's input unseen."""
     lora = Lora(dtype=FP32, returned=returned, frozen=False)
     with te_megatron(dist.get_world_size()), flux(STRICT):
         model, x = Adapted(lora), of_this_rank("dx", input_of(lora, 0), lora).clone().requires_grad_()

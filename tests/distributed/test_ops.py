@@ -180,7 +180,7 @@ def test_operands_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize("backend", ["reference", "chunked", "fused"])
 @on_ranks("world2")
 def test_no_rows(backend: str) -> None:
-    """As of a batch that is empty: results of no rows, with the dimensions that they would have."""
+    """An empty batch: results have no rows, and their other dimensions."""
     group, made = dist.group.WORLD, ops.stats.calls.copy()
     if backend == "fused":
         pytest.importorskip("triton")

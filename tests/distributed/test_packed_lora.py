@@ -23,7 +23,7 @@ from tests.distributed.te_cases import te_megatron
 
 STRICT = FluxConfig(strict=True, backend="reference")
 LENGTHS: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,), (9, 8)]
-"""Of the sequences of a step: 8, 16, 2, 10, 4 and 17 tokens."""
+"""Lengths of a step's sequences: 8, 16, 2, 10, 4 and 17 tokens."""
 
 
 class PackedAttention(torch.nn.Module):

@@ -71,7 +71,7 @@ def test_stocks_losses_beside_its_backward(te_world2: WorkerPool) -> None:
 
 
 def rank_imports_the_plugin(folder: str) -> tuple[bool, bool]:
-    """Whether layers are patched after verl's import of plugins, and after that of its engine for Megatron."""
+    """Return whether layers are patched after verl's import of plugins, and after that of its engine for Megatron."""
     parents = [ENGINE.rsplit(".", i)[0] for i in range(1, ENGINE.count(".") + 1)]
     verl = part("utils/import_utils.py")
     path = [str(ROOT / "examples" / "verl"), *sys.path]

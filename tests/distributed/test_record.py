@@ -62,7 +62,7 @@ def training(folder: Path, begin: int) -> list[Row]:
         step, update = trainer.step, trainer.optimizer.step
 
         def norm() -> float:
-            """Of this rank's gradients, squared; those that all ranks of a group have are rank 0's."""
+            """Return the squared norm of this rank's gradients; those that all ranks of a group have are rank 0's."""
             own = dist.get_rank() % TP == 0
             parts = [p for p in trainer.model.parameters() if own or getattr(p, "tensor_model_parallel", False)]
             return sum(float(p.main_grad.double().square().sum()) for p in parts)
@@ -93,7 +93,7 @@ def training(folder: Path, begin: int) -> list[Row]:
 
 
 class Truth:
-    """What is known of one record without the code that made it."""
+    """Values of one record, computed without the code that made it."""
 
     def __init__(self, record: Row, ranks: list[Row], begin: int, earlier: int) -> None:
         self.record, self.ranks, self.begin, self.steps = record, ranks, begin, earlier + 1
@@ -103,7 +103,7 @@ class Truth:
         self.tokens, self.tflop = tokens, 3 * products / (TP * DP) / 1e12
 
     def of_calls(self, part: Callable[[Row], float | None]) -> Any:
-        """By operator, the sum over this record's calls; None where one has none."""
+        """Return the sum over this record's calls, by operator; None where one has none."""
         found: dict[str, Any] = {}
         for call in self.record["flux/calls"]:
             found.setdefault(call["operator"], []).append((call["calls"], part(call)))
@@ -176,7 +176,7 @@ EXPECTED: dict[str, Callable[[Truth], Any]] = {
     "flux/metrics_ms": lambda t: ABSENT if t.steps == 1 else Between(0, 1e4),
     "flux/run": lambda t: Satisfies(lambda run: run["resumed_from"] == (t.begin or None)) if t.steps == 1 else ABSENT,
 }
-"""By field what its value must be; ABSENT where the record must not have it. Of (sampled) fields in sampled records."""
+"""Expected values by field; ABSENT where the record must not have it. For (sampled) fields: in sampled records."""
 
 
 FIELDS = schema.StepRecord.model_json_schema()["properties"]

@@ -98,7 +98,7 @@ def test_slots_in_peers_memory_come_back() -> None:
 
 @on_ranks("world2")
 def test_backward_gathers_what_was_kept() -> None:
-    """Also where one rank's other graph is gone; later forwards keep again, with the whole budget."""
+    """This holds where one rank's other graph is gone, too; later forwards keep again, with the whole budget."""
     plain, _ = Block("reference", False).results(1)
     block = Block("reference", True, 2 * gathered_bytes())
     x = one_input()

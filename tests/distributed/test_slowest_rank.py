@@ -1,4 +1,4 @@
-"""What ranks decide and measure together: every time is the slowest rank's, every yes is everybody's.
+"""Joint decisions and measurements of ranks: every time is the slowest rank's, every yes is everybody's.
 
 One rank of two is slow in each test, first one, then the other: a number that is a rank's own, the first rank's or the
 fastest rank's shows.

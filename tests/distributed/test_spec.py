@@ -94,7 +94,7 @@ FLUX = {f"decoder.layers.{i}.{name}": "flux" for i in range(LAYERS) for name in 
 
 
 def check_model(family: str, *, te: bool, sequence_parallel: bool) -> None:
-    """The same numbers as stock's to the bit; what runs before, while and after megatron-core is patched."""
+    """Check results against stock's to the bit, before, while and after megatron-core is patched."""
     options = {"te": te, "sequence_parallel": sequence_parallel}
     with process():
         model = gpt_model(family, **options)
@@ -162,7 +162,7 @@ def test_a_spec_over_transformer_engine(family: str, sequence_parallel: bool) ->
 
 @on_ranks("world2")
 def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
-    """Also of layers made while megatron-core was patched."""
+    """This includes layers made while megatron-core was patched."""
     with megatron(tp=dist.get_world_size()), process():
         megatron_flux.patch(CONFIG)
         model = flux_model("gpt3")
@@ -220,7 +220,7 @@ def test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reas
 
 @on_ranks("world2")
 def test_a_provider() -> None:
-    """As megatron-core's functions take it: the MLP, dense or of experts."""
+    """megatron-core's functions use it for MLPs, dense or of experts."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -75,7 +75,7 @@ def doubled() -> type:
 
 
 def expert_on_a_built_layer(kind: str) -> torch.nn.Module:
-    """As shared experts with overlap have it."""
+    """Return a layer that becomes an expert's after it was built, as in shared experts with overlap."""
     layer = make(kind, model_config())
     layer.explicit_expert_comm = True
     return layer

@@ -114,7 +114,7 @@ def test_all_ranks_stop_in_order(start: Start, tmp_path: Path, how: str, name: s
 
 
 def test_a_node_is_told_to_end_since_another_has_failed(mark: str, tmp_path: Path) -> None:
-    """As Slurm does. A killed rank says nothing, but the note of its launcher does."""
+    """Slurm does so. A killed rank says nothing, but the note of its launcher does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -162,7 +162,7 @@ def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe:
     ],
 )
 def test_as_captured_in_a_cuda_graph(te_world2: WorkerPool, kind: str, recipe: str, how: str) -> None:
-    """What Python does while a graph is captured: the flag that skips the weight, amaxes, no reduction. Replays:
+    """Python's part of a graph's capture: the flag that skips the weight, amaxes, no reduction. Replays:
     tests/gpu/test_megatron_graphs.py.
     """
     for calls in te_world2.run(rank_fp8_captured, kind, recipe, how == "primary", how != "cache off"):
@@ -178,7 +178,7 @@ def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks("te_world2")
 def test_two_layers_on_fused_kernels(recipe: str) -> None:
-    """What is gathered lies in memory of the group, which later calls write to."""
+    """Gathered tensors lie in memory of the group, which later calls write to."""
     with registered():
         calls = rank_fp8_pair(recipe, True, "twin")
         assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
@@ -434,7 +434,7 @@ def test_reasons(kind: str, reason: str) -> None:
 @pytest.mark.parametrize(("kind", "recipe"), [("column", "blockwise"), ("row", "tensorwise"), ("row", "blockwise")])
 @on_ranks("te_world2")
 def test_the_original_input_is_saved(kind: str, recipe: str) -> None:
-    """As Megatron has it of linear_proj: x is saved as it came, and quantised again in backward."""
+    """Megatron asks for it in linear_proj: x is saved as it came, and quantised again in backward."""
     case = fp8_case(kind)
 
     def run() -> Training:

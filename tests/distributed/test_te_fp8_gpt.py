@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What was seen of the patched model."""
+    """Return the record of the patched model."""
     found: list[dict[str, torch.Tensor]] = []
     with fp8_megatron():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

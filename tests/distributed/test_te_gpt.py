@@ -118,7 +118,7 @@ def delaying_config(**options: Any) -> Any:
 )
 @on_ranks("te_world2")
 def test_delayed_wgrad_with_data_parallel(family: str, fused: bool, recomputed: list[str]) -> None:
-    """As combined 1F1B: a micro-batch's forward comes before the backward of the last one, and its ``backward_dw``."""
+    """Like combined 1F1B: a micro-batch's forward comes before the last one's backward and ``backward_dw``."""
     from megatron_flux.train.shims import gradient_accumulation_fusion
 
     recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}

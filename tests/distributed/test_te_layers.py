@@ -128,7 +128,7 @@ def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str, options: di
 )
 @on_ranks("te_world2")
 def test_what_was_in_main_grad(kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
-    """Whether 7 is still in main_grad after one micro-batch, for stock and for flux."""
+    """7 is still in main_grad after one micro-batch with flux if it is with stock."""
     case = Case(kind, fusion=True, micro_batches=1, options={"disable_parameter_transpose_cache": not cached})
     found = []
     with te_megatron(dist.get_world_size()):

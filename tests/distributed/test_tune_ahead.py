@@ -68,7 +68,7 @@ def counting(folder: Path) -> Iterator[Counting]:
 def first_step(
     folder: Path, ahead: bool, family: str, tied: bool, stock: str | None, te: bool, options: dict[str, Any]
 ) -> Any:
-    """What is measured before and in the first step, and whether random states stay as they were."""
+    """Return what is measured before and in the first step, and whether random states stay as they were."""
     with (te_megatron if te else megatron)(2), counting(folder) as tuned:
         frozen, options = options.get("frozen", ()), {k: v for k, v in options.items() if k != "frozen"}
         model = gpt_model(family, tied=tied, te=te, **options)
@@ -202,7 +202,7 @@ class Zeros:
 
 
 def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
-    """What the arm had measured before its first step, and after it."""
+    """Return what the variant had measured before its first step, and after it."""
 
     from megatron_flux.run.folder import make
     from megatron_flux.train import description

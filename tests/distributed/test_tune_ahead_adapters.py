@@ -55,7 +55,7 @@ def adapted(sequence_parallel: bool, options: dict[str, Any]) -> torch.nn.Module
 
 
 def first_step(folder: Path, ahead: bool, recipe: Any, sequence_parallel: bool, chunks: bool) -> Any:
-    """What is measured ahead, and in the first step."""
+    """Return what is measured ahead, and in the first step."""
     by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
         model = adapted(sequence_parallel, transformer_options(recipe) if recipe else {})

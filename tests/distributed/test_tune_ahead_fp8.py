@@ -44,7 +44,7 @@ def scales(model: Any) -> list[torch.Tensor]:
 
 
 def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options: dict[str, Any]) -> Any:
-    """What is measured ahead, in the first step, and ahead of the second, and whether scales are as they were."""
+    """Return what is measured ahead, in the first step, ahead of the second, and whether scales are as they were."""
     by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
         model = gpt_model("llama", te=True, **SIZES, **options).bfloat16()

@@ -66,7 +66,7 @@ def candidates(*_: Any, promoted: bool | None) -> list[KernelConfig]:
 
 
 class Said(logging.Handler):
-    """What the package logs."""
+    """Handler that collects the package's log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_operands_of_three_dimensions_are_tuned(
 
 
 def key_of_the_call() -> str:
-    """As the rank's environment has it."""
+    """Return the key in the rank's environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         return key_of(the_call(), captured=False)

@@ -40,7 +40,7 @@ class Recorder:
 
 @on_ranks("world2")
 def test_the_first_ranks_answer_holds_for_all(tmp_path: Path) -> None:
-    """What runs: the first rank's file says a plan, the second's ``reference``, or there is none."""
+    """The first rank's file has a plan, the second's ``reference``, or there is none."""
     log: list[Any] = []
     rank, group = dist.get_rank(), dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:

@@ -47,7 +47,7 @@ def integers(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def one_capture(number: int | None) -> Iterator[None]:
-    """What runs inside does what the replay of a graph of it would do: it is entered once, and begins with half 0."""
+    """Run calls as the replay of a graph of them would: it is entered once, and begins with half 0."""
     from megatron_flux.comm import slab
     from megatron_flux.ops.cuda_graphs import captured_calls
 

@@ -1,4 +1,4 @@
-"""What these tests share with others: the pools of tests/distributed, the commands of tests/train."""
+"""Fixtures of other tests: the pools of tests/distributed, the commands of tests/train."""
 
 from tests.distributed.conftest import te_world2, templates, world2, world4
 from tests.train.conftest import command, corpus, environment

@@ -76,7 +76,7 @@ def both(
 
 @contextmanager
 def over_host_memory() -> Iterator[None]:
-    """As a user asks for it; the groups of this process forget their links before and after."""
+    """Ask for the link as a user does; the groups of this process forget their links before and after."""
 
     def forget() -> None:
         from megatron.core import parallel_state

@@ -135,7 +135,7 @@ def with_plans(group, *chosen):
 
 
 def plans(group):
-    """What the tuner chooses from."""
+    """Return the plans that the tuner chooses from."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     kinds = (False, True) if torch.cuda.get_device_capability() == (9, 0) else (False,)
     if isinstance(group, EmulatedGroup):  # whose plain kernels do not push
@@ -151,7 +151,7 @@ def plans(group):
 
 
 def repeated(group):
-    """The same bits 100 times, back to back, both operators alternating."""
+    """Check that 100 calls, back to back, both operators alternating, give the same bits."""
     xs, xl, w = operands(group, 256, 2048, 1024, torch.bfloat16, False)
     y0 = ops.all_gather_gemm(xs, w, group, backend=NAME)
     z0 = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)

@@ -31,7 +31,7 @@ from tests.gpu.emulated_group import EmulatedGroup
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WAYS = {"tensor": ("tensor", False), "split": ("tensor", True), "blocks": ("blocks", False)}
-"""How operands are scaled, and whether sums are promoted because the call asks for it."""
+"""Scaling of operands, and whether sums are promoted because the call asks for it."""
 
 
 def one_scale(group: dist.ProcessGroup, operand: Fp8Operand) -> Fp8Operand:
@@ -173,7 +173,7 @@ def shapes(group):
 
 
 def plans(group):
-    """What the tuner chooses from, and some that it does not."""
+    """Return the plans that the tuner chooses from, and some that it does not."""
     b, done = backend(), []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     hopper = torch.cuda.get_device_capability() == (9, 0)
@@ -235,7 +235,7 @@ def elsewhere(group):
 
 
 def repeated(group):
-    """The same bits, back to back, in turns of all ways and of bf16 on the same slab."""
+    """Check that calls give the same bits, back to back, all ways and bf16 alternating on the same slab."""
     made = {way: (operands(group, 256, 2048, 1024, way), operands(group, 512, 2048, 1024, way)) for way in WAYS}
     xs, w = (torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (256, 2048))
 

@@ -35,7 +35,7 @@ from megatron_flux.ops.backends.registry import get_backend
 from tests.gpu.common import error, gather, parser, poison_results, run_checks, scatter_sum, start
 
 ERROR = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.012}
-"""How far off, relative to the norm, what an 8-bit wire gathers may be."""
+"""Largest error, relative to the norm, of what an 8-bit wire gathers."""
 MIB = 1 << 20
 
 
@@ -150,7 +150,7 @@ def random_shapes(group, rounds=60):
 
 
 def repeated(group):
-    """The same call many times without a pause: slots are used again at once."""
+    """Make the same call many times without a pause: slots are used again at once."""
     x, w = make(True, torch.bfloat16, 512, 4096), make(True, torch.bfloat16, 256, 4096)
     whole, v = make(True, torch.bfloat16, 512 * group.size(), 256), make(True, torch.bfloat16, 4096, 256)
     wants = []

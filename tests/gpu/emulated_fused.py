@@ -36,7 +36,7 @@ class EmulatedFused(FusedBackend):
     """``fused`` on a :class:`EmulatedGroup`."""
 
     def __init__(self, name: str = "fused", *, twin: bool = False) -> None:
-        """As the base class."""
+        """See the base class."""
         super().__init__(name, twin=twin)
         self._slabs: dict[tuple[Any, ...], slab.Slab] = {}
 
@@ -48,7 +48,7 @@ class EmulatedFused(FusedBackend):
         self._slabs.clear()
 
     def renew(self, group: dist.ProcessGroup) -> None:
-        """As the base class; of all emulated groups."""
+        """See the base class; for all emulated groups."""
         if not self.twin:
             torch.cuda.synchronize()
         dist.barrier(group=group.pair if isinstance(group, EmulatedGroup) else group)

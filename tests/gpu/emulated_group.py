@@ -29,7 +29,7 @@ class EmulatedLink(links.Link):
 
     @property
     def is_nvlink(self) -> bool:
-        """Whether the pair is connected by NVLink."""
+        """True if NVLink connects the pair."""
         return self.kind.split()[0] == "nvlink"
 
 
@@ -61,12 +61,12 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Of slabs, agreements and links."""
+        """Name for slabs, agreements and links."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What profiles call it."""
+        """Name in profiles."""
         return "emulated"
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
@@ -77,11 +77,11 @@ class EmulatedGroup(dist.ProcessGroup):
         """Nothing of its own to end."""
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """As :attr:`group_name`."""
+        """Return :attr:`group_name`."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What errors call it."""
+        """Return the name in errors."""
         return "emulated"
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -129,7 +129,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return dist.broadcast(tensor, src=0, group=self._of(tensor), async_op=True)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Of the two processes."""
+        """Wait for both processes."""
         return dist.barrier(group=self.pair, async_op=True)
 
     def clear(self) -> None:
@@ -150,15 +150,15 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 class EmulatedAgreements(agreement.Agreements):
-    """Of the two processes: every peer says what the other one says."""
+    """Agreements of the two processes: every peer says what the other one says."""
 
     def __init__(self, group: EmulatedGroup) -> None:
-        """Those of the pair go on."""
+        """Continue the agreements of the pair."""
         super().__init__(group.pair, group.group_name)
         self._size = group.size()
 
     def of_all_ranks(self, mine: Any, about: str) -> list[Any]:
-        """By rank, this process first."""
+        """Return the values by rank, this process first."""
         both = super().of_all_ranks(mine, about)
         return [both[dist.get_rank()]] + [both[1 - dist.get_rank()]] * (self._size - 1)
 

@@ -1,4 +1,4 @@
-"""What job scripts start, on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped.
+"""Commands of job scripts on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped.
 
 The pre-flight refuses GPUs whose memory others use: run this file by itself.
 """

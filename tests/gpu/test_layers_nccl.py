@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpus(2)
 
 S, B, H, F = 64, 2, 128, 256
 FEW = 4
-"""Of a sequence: ``gemm_all_reduce`` has kernels of its own for few rows."""
+"""Tokens of a sequence: ``gemm_all_reduce`` has special kernels for few rows."""
 
 
 def _integers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:

@@ -162,7 +162,7 @@ def rank_train(
 
 
 def graphs_of(trainer: Any, graphs: str) -> list[bool]:
-    """Of every layer's graphs, whether they are there."""
+    """Return for every layer's graphs whether they are there."""
     if graphs == "local":
         runners = trainer._graphs.runners()
         return [bool(r.cudagraph_created and r.fwd_graph is not None and r.bwd_graph is not None) for r in runners]
@@ -183,7 +183,7 @@ _eager: dict[str, dict[str, Any]] = {}
 
 
 def eager(ranks: WorkerPool, spec: str) -> dict[str, Any]:
-    """What flux does without graphs, checked against stock."""
+    """Return flux's results without graphs, checked against stock."""
     if spec not in _eager:
         stock = ranks.run(rank_train, spec, "none", False)[0]
         ours = ranks.run(rank_train, spec, "none", True)[0]

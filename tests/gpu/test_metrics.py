@@ -1,4 +1,4 @@
-"""What is recorded on GPUs: operator times, NVML, traces and their parts; asking for names costs no context."""
+"""Records on GPUs: operator times, NVML, traces and their parts; asking for names costs no context."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpus(4)
 
 STEPS, MICRO_BATCHES, BATCH, VOCABULARY = 6, 8, 2, 256
 TIMEOUT_S = 240.0
-"""Of a whole run: one that stands still is killed."""
+"""Limit of a whole run: one that stands still is killed."""
 
 TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bf16."""

@@ -143,7 +143,7 @@ def test_peak_memory_is_not_above_stocks(kind: str, recipe: str) -> None:
 @pytest.mark.parametrize("returned", ["gathered", "local"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_norm_outputs(nccl2: WorkerPool, recipe: str, returned: str, backend: str) -> None:
-    """Of adapters: the GEMM's operand is gathered as bytes, the adapter's in bf16 beside it."""
+    """With adapters the GEMM's operand is gathered as bytes, the adapter's in bf16 beside it."""
     lora = Lora(rank=16, sizes=Sizes(256, 2, 1024, 1536), recipe=recipe, returned=returned)
     for case in (lora, replace(lora, frozen=False, bias=True), replace(lora, recompute=True)):
         nccl2.run(rank_lora, case, backend)

@@ -28,7 +28,7 @@ LAYOUT = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 @dataclass
 class Result:
-    """What a run printed."""
+    """Output of a run."""
 
     code: int
     out: str
@@ -104,7 +104,7 @@ def run(tree: Path, warm_python: str) -> Run:
 
 @pytest.fixture(scope="session")
 def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """As ``run``, in ranks that begin with torch and megatron-core imported, nothing of ``megatron.training``.
+    """Do what ``run`` does in ranks that begin with torch and megatron-core imported, nothing of ``megatron.training``.
 
     Not for what happens as torch is imported.
     """
@@ -132,7 +132,7 @@ def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def _rank(words: tuple[str, ...], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
-    """What ``python WORDS`` does."""
+    """Do what ``python WORDS`` does."""
     from tests import uncollected
 
     uncollected.end()

@@ -52,7 +52,7 @@ for _ in range(2):
 
 
 def test_a_script_without_megatron_training_is_switched_on(run: Run, installed: Path) -> None:
-    """By its first linear; rank 0 says so, and after the first optimizer step what ran."""
+    """Its first linear does it; rank 0 says so, and after the first optimizer step what ran."""
     script = BUILDS.format(imports="from megatron_flux.train.shims import cpu_shims") + STEPS
     result = run("-c", script, path=(installed,), MEGATRON_FLUX="1")
     assert result.code == 0, result.err

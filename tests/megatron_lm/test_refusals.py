@@ -1,4 +1,4 @@
-"""What is refused, how, and that it is refused before anything is trained."""
+"""Refused arguments, their errors, and that nothing is trained before."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _TERMINAL = Path("/dev/tty7")
 
 
 def why_not() -> str | None:
-    """What keeps daemons from running here, or None."""
+    """Return why daemons cannot run here, or None."""
     missing = [name for name in ("munged", *_DAEMONS) if _daemon(name) is None]
     missing += [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
     if missing:
@@ -198,7 +198,7 @@ class Cluster:
         return self.client("sinfo", "--noheader", "-N", "-p", "gpus", "-o", "%t", check=False).stdout.split()
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol says of a job."""
+        """Return scontrol's description of a job."""
         shown = self.client("scontrol", "show", "job", job, "--oneliner").stdout.splitlines()[0]
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SITE = ("SLURM_", "SBATCH_", "SRUN_", "MEGATRON_FLUX_", "PET_")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DEFAULTS = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "UB_SKIPMC")
-"""What profiles give a value where the submitting environment has none; tests of benchmarks leave some behind."""
+"""Variables that profiles set where the submitting environment has none; tests of benchmarks leave some behind."""
 
 
 @pytest.fixture(scope="session")

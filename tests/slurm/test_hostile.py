@@ -217,7 +217,7 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
 
 @pytest.mark.parametrize("name", ["$(touch CANARY)", "a b'c\"d", "-rf%j*"])
 def test_folders_of_any_name(name: str, stubs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Where a job is submitted, and where its runs go, is not the profile's to say."""
+    """A profile does not decide where a job is submitted, and where its runs go."""
     where = tmp_path / name
     where.mkdir()
     run(script({**CLUSTER, "container": None, "venv": None}, WORK), stubs, where)

@@ -72,7 +72,7 @@ def test_scripts_are_clean_shell(tmp_path: Path) -> None:
 
 
 def options_of(text: str) -> set[str]:
-    """What a script gives to train or compare, of link and wire, and to the pre-flight."""
+    """Return a script's options of link and wire, for train or compare and for the pre-flight."""
     return {
         word
         for word in text.replace("\n", " ").split(" ")

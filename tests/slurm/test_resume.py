@@ -76,7 +76,7 @@ def log_of(cluster: Cluster, job: str) -> str:
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_failed_rank_is_retried_without_its_node(at_the_cluster: Cluster, slurm: Slurm) -> None:
-    """Of the second of two repetitions: by the number of an array's last task, Slurm means the whole array."""
+    """The second of two repetitions fails: by the number of an array's last task, Slurm means the whole array."""
     Path("fails").write_text(f"once 1 {KILLED}\n")
     Path("saves").touch()
     job, root = submit(slurm, "compare", "--set", "repetitions=2")

@@ -1,4 +1,4 @@
-"""What a site adds to a script: set-up lines, options of srun and sbatch, one container for all steps of a job."""
+"""A site's additions to a script: set-up lines, options of srun and sbatch, one container for all steps of a job."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
 
 
 def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:
-    """What a job says whose step ``train`` runs these lines, in a partition with three other nodes."""
+    """Return the output of a job whose step ``train`` runs these lines, in a partition with three other nodes."""
     begin = "#!/bin/sh\ncd $MEGATRON_FLUX_FAILURES && touch ../../train-0-n01.log\n"
     executable(stubs[0] / "srun", f"{begin}{srun}\n")
     executable(stubs[0] / "sinfo", "#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
@@ -197,7 +197,7 @@ def test_the_library_is_found_or_named(stubs: tuple[Path, Path], tmp_path: Path)
 def test_only_requeues_that_save_nothing_count(
     saved: str, spent: int, stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Of four requeues none saved, or the second did; three in a row are allowed."""
+    """Four requeues: none saved, or the second did; three in a row are allowed."""
     (stubs[0] / "scontrol").write_text("#!/bin/sh\necho 'JobId=7 Restarts=4 n01 NodeAddr=127.0.0.1'\n")
     work = tmp_path / "runs" / "work-compare-7" / "rep-0"
     for start in range(4):

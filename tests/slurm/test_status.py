@@ -1,4 +1,4 @@
-"""What ``slurm status`` says of jobs that ended, that Slurm has forgotten, and that run and say nothing."""
+"""``slurm status`` for jobs that ended, that Slurm has forgotten, and that run and say nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST = "slurmstepd: error: *** JOB 7 ON n00 CANCELLED AT 2026-11-22T14:20:05 DUE
 
 @pytest.fixture
 def repetition(tmp_path: Path) -> status.Repetition:
-    """Of a job that has begun twice, and recorded three steps of 2 s in the second start."""
+    """Make a job's repetition that has begun twice, and recorded three steps of 2 s in the second start."""
     root = tmp_path / "runs" / "tiny-flux-7"
     for start in ("0", "1"):
         (root / "rep-0" / "logs" / start / "failures" / "train").mkdir(parents=True)

@@ -105,7 +105,7 @@ class Job:
         return self.root / "rep-0" / "checkpoints" / arm / "latest_checkpointed_iteration.txt"
 
     def rank_process(self, rank: int) -> psutil.Process:
-        """What a launcher started as the rank: its words name the job's folder, its environment the rank.
+        """Find the process of the rank: its words name the job's folder, its environment the rank.
 
         It is warm, so what it forks as it saves does not look like it.
         """
@@ -227,7 +227,7 @@ STORIES: list[Callable[[Cluster], Any]] = [
 def stories(
     cluster: Cluster, warm_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Any, Future[Any]]]:
-    """What becomes of each job."""
+    """Run the jobs and return the end of each."""
     folder = tmp_path_factory.mktemp("jobs")
     with user_of(cluster, folder), ThreadPoolExecutor(AT_A_TIME) as pool:
         # user_of takes them away again

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: killed, resumed, sampled, profiled and mirrored, without a secret in any file."""
+"""Files of a run: killed, resumed, sampled, profiled and mirrored, without a secret in any file."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def title(folder: Path) -> str:
 
 
 def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_path: Path) -> None:
-    """As a job's script leaves it, with logs and checkpoints beside the run folders."""
+    """A job's script leaves it so, with logs and checkpoints beside the run folders."""
     root = tmp_path / "runs" / "gpt3-175b-compare-4711"
     for index in (0, 1, 10):
         full_run(root / f"rep-{index}" / "run")

@@ -1,4 +1,4 @@
-"""When fused calls start on all ranks together: the rule, and what it takes for another group's kernels."""
+"""The rule by which fused calls start on all ranks together, and what counts as another group's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an exception in the middle of a call leaves behind: a poisoned slab, or a graph that cannot be replayed."""
+"""An exception in the middle of a call leaves a poisoned slab, or a graph that cannot be replayed."""
 
 from __future__ import annotations
 

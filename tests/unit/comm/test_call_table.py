@@ -17,7 +17,7 @@ from tests.unit.groups import slab_on_gpu
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[CallTable]:
-    """Of three ranks."""
+    """Make the tables of three ranks."""
     rows = [torch.zeros(call_table.LAST + 1, dtype=torch.int64) for _ in range(3)]
     regions = SimpleNamespace(host=[row.data_ptr() for row in rows], rows=rows)
     monkeypatch.setattr(call_table.shared_memory, "make_regions", lambda *_: regions)

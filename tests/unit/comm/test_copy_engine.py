@@ -1,4 +1,4 @@
-"""What the copy engine is told: every row and column of every shard reaches every peer, and its flag right behind it.
+"""Copies by copy engine: every row and column of every shard reaches every peer, and its flag right behind it.
 
 The copies are made by the processor, from the addresses that CUDA would get.
 """
@@ -98,7 +98,7 @@ def test_every_shard_reaches_every_peer(tp: int, edges: Edges) -> None:
 
 
 class Told:
-    """What the driver is given, done by the processor: ``("data" | "flag", peer)`` in order."""
+    """Driver whose copies the processor does; notes ``("data" | "flag", peer)`` in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
         self.ranges = [

@@ -1,4 +1,4 @@
-"""What is done about a lane of the link through host memory that stands still: on GPUs nothing else ends its wait."""
+"""Lanes of the link through host memory that stand still are released: on GPUs nothing else ends their wait."""
 
 from __future__ import annotations
 

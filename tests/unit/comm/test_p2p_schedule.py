@@ -171,7 +171,7 @@ def test_every_block_comes_once_and_nobody_is_idle(tp: int, islands: Islands | N
 
 
 def crossings(rounds: list[list[p2p_schedule.Move]], islands: Islands) -> list[int]:
-    """By round, from the first island to the second; as many come back."""
+    """Count by round what crosses from the first island to the second; as many come back."""
     one, other = map(set, islands)
     counts = [[sum(move.source in a and move.target in b for move in moves) for moves in rounds]
               for a, b in ((one, other), (other, one))]  # fmt: skip

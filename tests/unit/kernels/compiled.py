@@ -79,7 +79,7 @@ DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off")
 
 
 class Gpu:
-    """What Triton asks the machine's driver, for a GPU that is not there."""
+    """Answer what Triton asks the machine's driver, for a GPU that is not there."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -205,7 +205,7 @@ def operands_of(op: str, given: dict[str, int]) -> list[str]:
 
 
 def relaunched(compiled: Any, operands: list[str]) -> int:
-    """How many parameters there are: they come where the compiled kernel has them, and only operands change."""
+    """Return the number of parameters: they come where the compiled kernel has them, and only operands change."""
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
@@ -253,7 +253,7 @@ def assembled(ptx: str) -> tuple[int, bool]:
 
 
 def arithmetic(ptx: str) -> dict[str, int]:
-    """How many sums in fp32 there are, and how many of them are one operation with a product."""
+    """Count the sums in fp32, and those of them that are one operation with a product."""
     fused = ptx.count("fma.rn.f32")
     return {"sums": ptx.count("add.f32") + ptx.count("add.rn.f32") + fused, "fused_sums": fused}
 

@@ -32,7 +32,7 @@ SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
 
 
 def printed(program: str) -> dict[str, Any]:
-    """What a program of this folder prints. A process of its own: other tests put triton into its interpreter."""
+    """Return the output of a program of this folder, in a new process: other tests put triton into its interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", f"tests.unit.kernels.{program}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
@@ -71,7 +71,7 @@ def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
 
 
 def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
-    """By additions in fp32 for each number of a tile: 32 a thread in plain kernels, 128 or 64 in each of two teams."""
+    """Promotion adds in fp32 for every number of a tile: 32 a thread in plain kernels, 128 or 64 in both teams."""
     assert kernels["9.0 ag_gemm"]["sums"] == 0
     for name in ("9.0 ag_gemm fp8 tensor", "9.0 ag_gemm fp8 blocks"):
         assert kernels[name]["sums"] >= 32, name
@@ -88,7 +88,7 @@ def test_nothing_is_waited_for_between_two_promoted_products(kernels: dict[str, 
 
 
 def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, Any]) -> None:
-    """As cuBLASLt does; 128 numbers a thread of Hopper's tile, 32 of a plain one."""
+    """cuBLASLt does so; 128 numbers a thread of Hopper's tile, 32 of a plain one."""
     for name, numbers in (("fp8 gathered", 128), ("8.9 ag_gemm fp8 tensor", 32), ("9.0 ag_gemm fp8 tensor", 32)):
         assert kernels[name]["sums"] >= numbers, name
         assert kernels[name]["fused_sums"] == 0, name
@@ -100,7 +100,7 @@ def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str,
 
 
 def test_sums_for_all_ranks_are_launched_without_triton() -> None:
-    """Of all kernels, or a decode step would be launched by Triton every time; steps of any m share one own GEMM."""
+    """Otherwise a decode step would be launched by Triton every time; steps of any m share one own GEMM."""
     found = printed("compiled_all_reduce")
     assert "m" in found.pop("not specialised")
     assert len(found) == 16

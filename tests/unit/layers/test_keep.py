@@ -1,4 +1,4 @@
-"""How much of the GPU's memory kept inputs may have, and when that is known: without a GPU."""
+"""Budget of GPU memory for kept inputs, and when it is known: without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.groups import group_of
 
 
 class Ranks:
-    """What this rank says to the others, and, at once, what one other says: ``theirs``, if not the same."""
+    """Answer of one other rank to this one: ``theirs``, if not the same."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -46,7 +46,7 @@ def kept(
     group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto",
     wires: Wires = ALL_EXACT,
 ) -> keep.Kept | None:  # fmt: skip
-    """Of an input of ``elements`` of two bytes."""
+    """Reserve memory for an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, element_size=lambda: 2
     )

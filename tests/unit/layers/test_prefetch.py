@@ -1,4 +1,4 @@
-"""Which column-parallel layer a row-parallel one finds to prefetch for."""
+"""The column-parallel layer that a row-parallel one prefetches for."""
 
 from __future__ import annotations
 

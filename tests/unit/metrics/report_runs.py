@@ -55,7 +55,7 @@ def full_run(folder: Path, variants: dict[str, list[Record]] | None = None, **se
 
 
 def one_variant(folder: Path, variant: str, **settings: Any) -> Path:
-    """What ``train`` leaves: one variant, no summary, one block. It appears whole, for readers that wait for it."""
+    """Write what ``train`` leaves: one variant, no summary, one block. It appears whole, for readers that wait."""
     records = [item | {"block": 0} for item in full_variants()[variant]]
     part = folder.with_name(f"{folder.name}.part")
     write_run(

@@ -48,7 +48,7 @@ def test_each_record_is_in_the_file_when_write_returns(path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 2.5])
 def test_round_trip(path: Path, loss: float) -> None:
-    """Of every field that is documented, and one that is not."""
+    """Every documented field, and one that is not."""
     written = sampled_record(
         1, flux=True, **{"flux/fallbacks": {'réason "x"\n</script>': 3}, "mfu": None, "own": "NaN"}
     )
@@ -139,7 +139,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def polled(tail: RecordTail) -> int:
-    """How many records there are now."""
+    """Return the number of records so far."""
     tail.poll()
     return len(tail.records)
 
@@ -183,7 +183,7 @@ def test_damaged_lines_are_skipped_and_counted(path: Path) -> None:
 
 
 def test_the_record_says_that_the_disk_is_full(tmp_path: Path) -> None:
-    """As a StorageError: jobs are not retried on other nodes after it."""
+    """It is a StorageError: jobs are not retried on other nodes after it."""
     with small_disk.small_disk(tmp_path / "disk", 1) as disk, JsonlRecorder(disk / "metrics.jsonl") as recorder:
         recorder.write(record(1))
         small_disk.fill(disk)

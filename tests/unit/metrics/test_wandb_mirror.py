@@ -38,7 +38,7 @@ def mirror(mode: str, folder: Path, job_type: str = "flux", **more: Any) -> Wand
 
 
 def inspect(path: Path, *options: str) -> str:
-    """What ``wandb leet inspect`` prints, without starting Python and wandb's command line for it."""
+    """Return what ``wandb leet inspect`` prints, without starting Python and wandb's command line for it."""
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", *options, "--run-file", str(path)]
     done = subprocess.run([*command, str(path.parent.parent)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -220,7 +220,7 @@ class Run:
 
 
 class FakeWandb(types.ModuleType):
-    """What a test cannot have: a login, and a service that fails."""
+    """wandb with a login, and a service that fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
         super().__init__("wandb")

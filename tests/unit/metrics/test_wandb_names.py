@@ -1,4 +1,4 @@
-"""What runs are called in wandb: no two comparisons alike, and one that is resumed as before."""
+"""Names of runs in wandb: no two comparisons alike, and one that is resumed as before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(out: Path, *, load: Path | None = None, **options: Any) -> description.WandbNames:
-    """As a run in ``out`` would be called that begins now; its folder is made."""
+    """Return the names of a run in ``out`` that begins now; its folder is made."""
     run = config.resolve(TrainOptions(load=load, **options), world_size=2, device="cpu", out=out)
     with description.made(run):
         pass
@@ -73,7 +73,7 @@ def test_wandbs_own_group_and_tags_by_comma(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_megatron_lm_has_these_arguments(tmp_path: Path) -> None:
-    """By hand for llama2-7b; the names are those of its argument parser."""
+    """Written by hand for llama2-7b; the names are those of its argument parser."""
     options = TrainOptions(preset="llama2-7b", tp=2, steps=9)
     run = config.resolve(options, world_size=4, device="cpu", out=tmp_path)
     assert description.megatron_arguments(run) == {

@@ -31,7 +31,7 @@ def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
 
 
 def finish(run: Path) -> Path:
-    """As its last act a run notes how it ended."""
+    """Note how the run ended, as its last act."""
     (run / "ended.json").write_text('{"state": "finished", "iterations": {}}')
     return run
 

@@ -155,7 +155,7 @@ def test_counters() -> None:
 
 
 def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a warm-up, when nobody asks for its limits any more."""
+    """This holds after a warm-up, too, when nothing asks for its limits any more."""
     monkeypatch.setattr(reference.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
     monkeypatch.setattr(reference.importlib, "import_module", lambda name: pytest.fail("it ran"))
     monkeypatch.setattr(reference.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))

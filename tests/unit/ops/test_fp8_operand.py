@@ -69,7 +69,7 @@ def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def displaced(operand: Fp8Operand) -> Fp8Operand:
-    """The same in memory that begins elsewhere."""
+    """Copy the operand to memory that begins elsewhere."""
     data, scales = (
         torch.cat([torch.zeros(1, dtype=of.dtype), of.flatten()])[1:].view(of.shape)
         for of in (operand.data, operand.scale_inv)

@@ -45,14 +45,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shifted(t: Any) -> Any:
-    """The same numbers where TMA cannot address them."""
+    """Copy the numbers to where TMA cannot address them."""
     memory = torch.zeros(t.numel() + 1, dtype=t.dtype).as_subclass(OnGpu)
     return memory[1:].view(t.shape).copy_(t)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu, bias: bool) -> None:
-    """By Triton once in each half, then again; with leading dimensions, of which the kernel sees rows."""
+    """Triton launches once in each half, then launches are repeated; the kernel sees leading dimensions as rows."""
     backend = gpu.backend(HOPPER)
     inside = on_gpu(32) if bias else None
     for number in range(5):
@@ -205,7 +205,7 @@ def test_a_slab_that_is_replaced_or_worn_out_is_left(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather", "gemm_all_reduce"])
 def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
-    """Also by plans of calls that never come again."""
+    """Plans of calls that never come again free it, too."""
     gpu.backend(CONFIGS.get(operator, HOPPER))
     CALLS[operator](gpu)
     old, memory = gpu.work, [weakref.ref(data) for data in gpu.work.data]
@@ -345,7 +345,7 @@ CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
 def test_a_call_broken_off_poisons_its_slab(
     operator: str, first: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When Triton launches it, and later."""
+    """Cases: Triton's launch, and later ones."""
     from megatron_flux.kernels import launch
 
     gpu.backend(CONFIGS.get(operator, HOPPER))
@@ -405,7 +405,7 @@ def test_an_all_reduce_of_many_rows_goes_by_tiles_for_all_ranks(ws: bool, monkey
 
 
 def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies behind the flags of a half is the other half's data."""
+    """The flags of a half are followed by the other half's data."""
     monkeypatch.setattr(fused, "sm_count", lambda _: 132)
     x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
     call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))

@@ -87,7 +87,7 @@ def send(numbers: tuple[int, ...] = TAKEN) -> None:
 
 
 def ignored(number: int) -> bool:
-    """What the kernel says, whoever arranged it."""
+    """Return whether the kernel has the signal ignored."""
     found = re.search(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
     assert found is not None
     return bool(int(found[1], 16) >> (number - 1) & 1)
@@ -122,7 +122,7 @@ def test_handlers_are_put_back_after_a_failure(heard: list[int]) -> None:
 
 
 def test_signals_that_are_ignored_stay_ignored(heard: list[int]) -> None:
-    """As Python does with SIGPIPE: an error is raised, where the default would end the process."""
+    """Python ignores SIGPIPE so: an error is raised, where the default would end the process."""
     python_ignores = (signal.SIGPIPE, signal.SIGXFSZ)
     assert all(map(ignored, python_ignores))
     with kept:

@@ -1,4 +1,4 @@
-"""What the tuner decides: from its file, from another m, from a measurement. Clock and backends are replaced.
+"""Decisions of the tuner: from its file, from another m, from a measurement. Clock and backends are replaced.
 
 On real ranks: tests/distributed/test_tuner.py and test_tuner_ranks.py; on GPUs: tests/gpu/checks.py.
 """
@@ -78,7 +78,7 @@ class Tuned(TunedBackend):
         super().__init__(Backends(*parts))
 
     def __call__(self, operator: str = "gemm_reduce_scatter", x: torch.Tensor = X, w: Any = W, **how: Any) -> Any:
-        """What runs such a call."""
+        """Return the name of what runs such a call."""
         OperatorCall(operator, x, w.to(x.dtype) if w is not None else None, GROUP, **how).run(self)
         return self.log[-1]
 
@@ -226,12 +226,12 @@ class Decoding:
         return Entry(backend=backend, plan=self.fastest, ms={backend: 1.0})
 
     def step(self, m: int, **how: Any) -> Any:
-        """What runs a step of ``m`` rows."""
+        """Return the name of what runs a step of ``m`` rows."""
         name, config = self.tuner("gemm_all_reduce", torch.zeros(m, 4), torch.zeros(64, 4), **how)
         return config or name
 
     def tune(self, plans: dict[int, AllReduceConfig | None]) -> None:
-        """As tune_model() does."""
+        """Tune as tune_model() does."""
         for m, self.fastest in plans.items():
             self.tuner.decide(OperatorCall("gemm_all_reduce", torch.zeros(m, 4), torch.zeros(64, 4), GROUP))
 
@@ -360,7 +360,7 @@ SHAPE = Shape("gemm_reduce_scatter", "[n,k]", 2, 8, 6, 4)
 
 @pytest.fixture
 def on_h200(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> list[Shipped]:
-    """What ships for the GPU: plans of shapes farther and farther away."""
+    """Ship plans for the GPU: of shapes farther and farther away."""
     known = [Shipped(SHAPE._replace(m=m), KernelConfig(reducers=m), 0.5, "run") for m in (64, 32, 16)]
     monkeypatch.setattr(measure, "_gpu", lambda call: "NVIDIA H200")
     monkeypatch.setattr(shipped_plans, "entries", lambda: tuple(known))

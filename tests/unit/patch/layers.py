@@ -73,7 +73,7 @@ class TeLayer(torch.nn.Module):
 
 
 def keywords(**changes: Any) -> dict[str, Any]:
-    """Those of ``_forward_impl``, with ``changes``; :data:`REMOVED` leaves one out."""
+    """Return the keywords of ``_forward_impl``, with ``changes``; :data:`REMOVED` leaves one out."""
     stock = {
         "bias": None,
         "gradient_accumulation_fusion": False,

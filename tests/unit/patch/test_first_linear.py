@@ -17,7 +17,7 @@ Calls = list[str]
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """What was switched on, on rank 0 of a process that has just begun."""
+    """Return what was switched on, on rank 0 of a process that has just begun."""
     first_linear.settle()
     monkeypatch.setattr(first_linear, "_settled", False)
     monkeypatch.setenv("MEGATRON_FLUX", "1")

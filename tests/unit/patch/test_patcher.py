@@ -16,7 +16,7 @@ from megatron_flux.patch import patcher
 from megatron_flux.patch.megatron_core import TE_REPLACED, te_layers
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
-"""Of the local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
+"""Local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
 
 REPLACEMENTS = len(SEAM) + (len(TE_REPLACED) if te_layers() else 0)
 

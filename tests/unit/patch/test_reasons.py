@@ -1,4 +1,4 @@
-"""When a call runs stock, decided from the layer and the call alone: each reason of each kind of layer once.
+"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once.
 
 Each reason is counted, and an error with ``strict``; nothing of flux runs then.
 """

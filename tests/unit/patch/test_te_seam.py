@@ -48,7 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def linear(**changes: Any) -> SimpleNamespace:
-    """What the seam reads of a ``LayerNormLinear``."""
+    """Make what the seam reads of a ``LayerNormLinear``."""
     attributes = {
         **dict.fromkeys(
             (

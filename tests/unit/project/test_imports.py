@@ -1,4 +1,4 @@
-"""What ``import megatron_flux`` does not do: import optional or heavy packages, or patch anything."""
+"""``import megatron_flux`` neither imports optional or heavy packages nor patches anything."""
 
 from __future__ import annotations
 

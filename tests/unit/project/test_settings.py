@@ -1,4 +1,4 @@
-"""What the environment says counts as of CUDA's start; bad values get a line."""
+"""Environment variables count as of CUDA's start; bad values get a line."""
 
 from __future__ import annotations
 

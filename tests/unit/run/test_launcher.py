@@ -1,4 +1,4 @@
-"""How many ranks a command starts, and which of several failed ones it names."""
+"""The number of ranks that a command starts, and the failed one that it names."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_builder_gets_what_is_copied_and_nothing_else() -> None:
 
 
 def test_the_package_is_whole() -> None:
-    """What pyproject.toml names has to be there when the image's pip reads it."""
+    """Files named in pyproject.toml have to be there when the image's pip reads it."""
     described = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = described["tool"]["setuptools"]
     named = [described["project"]["readme"], *described["project"]["license-files"], *build["package-data"]]

@@ -1,4 +1,4 @@
-"""What sampled calls say about overlap, and when they say nothing: the baseline must be of the step's state."""
+"""Overlap by sampled calls, and when it is unknown: the baseline must be of the step's state."""
 
 from __future__ import annotations
 

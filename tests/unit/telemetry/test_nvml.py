@@ -1,4 +1,4 @@
-"""What is asked of NVML. Test machines need not have it, so its functions are replaced."""
+"""Queries of NVML. Test machines need not have it, so its functions are replaced."""
 
 from __future__ import annotations
 

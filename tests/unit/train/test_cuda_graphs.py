@@ -1,4 +1,4 @@
-"""When CUDA graphs are made and given back, with helpers of megatron-core that only count."""
+"""Creation and release of CUDA graphs, with helpers of megatron-core that only count."""
 
 from __future__ import annotations
 

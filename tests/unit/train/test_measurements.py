@@ -1,4 +1,4 @@
-"""What is measured of a step, over ranks and GPUs."""
+"""Measurements of a step, over ranks and GPUs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Counting:
         self.most = max(self.most, self.held)
 
     def share(self) -> None:
-        """What a library keeps for whoever comes next."""
+        """Reserve memory that a library keeps."""
         self.take(SHARED - self.cached)
         self.cached = SHARED
 

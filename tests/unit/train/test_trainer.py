@@ -1,4 +1,4 @@
-"""What a trainer leaves as it was."""
+"""A trainer leaves global state as it was."""
 
 from __future__ import annotations
 

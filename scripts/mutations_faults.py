@@ -135,7 +135,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/tuner/tuner.py",
         "agreement.first_rank(call.group, about, lambda: cache.find(keys, call.m, full=full))",
         "cache.find(keys, call.m, full=full)",
-        ("tests/distributed/test_tuner_ranks.py::test_the_first_ranks_answer_holds_for_all",),
+        ("tests/distributed/test_tuner.py::test_the_first_ranks_file_holds_for_all",),
     ),
     _fault(
         "each m of a training is compared",

@@ -288,6 +288,28 @@ def test_the_first_ranks_list_holds_for_all(world2: WorkerPool, tmp_path: Path) 
     assert tried == [["fused reducers=8", "fused default"]] * 2
 
 
+@on_ranks("world2")
+def test_the_first_ranks_file_holds_for_all(tmp_path: Path) -> None:
+    """The first rank's file has a plan, the second's ``reference``, or there is none."""
+    rank, file = dist.get_rank(), tmp_path / f"{dist.get_rank()}.json"
+    fused, stock = Entry(backend="fused", plan=PLANS[1], ms={"fused": 1.0}), Entry(backend="reference", ms={"a": 1.0})
+    state_of(dist.group.WORLD).tuned.clear()
+    with without_gpus(file), pytest.MonkeyPatch.context() as patch:
+        # Without an entry the first rank runs reference. The other would measure, and wait for it.
+        patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", ("0", "30")[rank])
+        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
+        calls = []
+        for m, *kept in ((8, fused, stock), (16, fused, None), (24, None, fused)):
+            calls.append(OperatorCall("gemm_reduce_scatter", torch.ones(m, 4), torch.ones(6, 4), dist.group.WORLD))
+            if kept[rank] is not None:
+                tuner_cache.store(file, key_of(calls[-1], captured=False), kept[rank])
+        dist.barrier()
+        for call in calls:
+            call.run(tuned).wait()
+        found = [(entry.backend, entry.plan) for entry in tuned.tuner.decisions(dist.group.WORLD).entries.values()]
+    assert found == [*2 * [("fused", PLANS[1])], ("reference", None)]
+
+
 def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_path: Path) -> None:
     failing = {0: (PLANS[1],), 1: (PLANS[1],)}
     (entry, said, _), (other, silent, _) = world2.run(tune_once, tmp_path / "tuned.json", failing, timeout=30)

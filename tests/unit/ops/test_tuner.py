@@ -1,6 +1,6 @@
 """Decisions of the tuner: from its file, from another m, from a measurement. Clock and backends are replaced.
 
-On real ranks: tests/distributed/test_tuner.py and test_tuner_ranks.py; on GPUs: tests/gpu/checks.py.
+On real ranks: tests/distributed/test_tuner.py; on GPUs: tests/gpu/checks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train layers while a second NCCL group reduces their gradients, as data parallelism does: stock and flux in turns,
+"""Train layers while a second NCCL group reduces their gradients, as data parallelism does: stock and flux interleaved,
 then many steps of flux. Use it after a change to what fused kernels wait for.
 
     CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 -m scripts.beside_groups --steps 10000 --out FOLDER

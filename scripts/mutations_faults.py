@@ -585,14 +585,14 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/kernels/test_compiled.py::test_sums_of_fp8_are_promoted",),
     ),
     _fault(
-        "own rows are transposed from where nobody has put them",
+        "a local shard is transposed from where nobody has put it",
         f"{KERNELS}/transpose.py",
         "if shard == rank:",
         "if shard < 0:",
         (f"{FP8}::test_the_local_shard_is_transposed_from_where_it_is",),
     ),
     _fault(
-        "own rows that another stream reads may be overwritten before",
+        "a local shard that another stream reads may be overwritten before",
         f"{OPS}/fused.py",
         "x.record_stream(torch.cuda.current_stream())",
         "pass",

@@ -6,7 +6,7 @@ Two ways lead here, with the same four functions:
   (``python -m megatron_flux.run pretrain_gpt.py``, or ``MEGATRON_FLUX=1``);
 * a tree with the patch set of ``patches/`` calls them itself.
 
-Both at once are harmless: each function does its work once, whoever calls first. Importing this imports nothing of
+Both at once are harmless: each function works once, in its first call. Importing this imports nothing of
 Megatron.
 
 Reading order: ``hooks``, then what they call: ``start`` (arguments, checks, patch, tuner), ``training_log`` (metrics).

@@ -2,7 +2,7 @@
 
 In this mode a fused call runs on a workspace of its own, so that it can be replayed any number of times, in any order
 (:mod:`megatron_flux.comm.slab`). During capture the mode is on by itself, but its workspace cannot be made then: every
-call must have run in this mode before. Whoever captures by hand warms up inside :func:`captured_calls`. Where Megatron
+call must have run in this mode before. To capture by hand, warm up inside :func:`captured_calls`. Where Megatron
 captures, at a time and with a warm-up of its own, :func:`always` is switched on by the first layer whose configuration
 asks for graphs, and what runs outside them pays a handshake per call.
 """

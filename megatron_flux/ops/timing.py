@@ -11,7 +11,7 @@ host's clock.
 
 Functions with a group are collective calls: its ranks call them together, with the same names in the same order.
 
-Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 in the long run (results/power-h200). Bursts in turns share
+Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 sustained (results/power-h200). Interleaved bursts share
 one clock, so that a way that needs more energy slows the others as much as itself: on four GPUs tiles of 128 x 128 were
 up to 2.4 % ahead of 128 x 256 in six of 16 calls, and by themselves 6 to 10 % slower in each
 (results/layer-h200x4-ahead).

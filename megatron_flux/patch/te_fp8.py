@@ -16,7 +16,7 @@ blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEM
 
 CUDA graphs
     are TransformerEngine's matter as they are without flux. A captured call reads the flag above, keeps its amaxes in
-    the layer's buffers, and neither registers nor reduces them: whoever replays the graph does, between graphs. Amaxes
+    the layer's buffers, and neither registers nor reduces them: the graph's owner does, between replays. Amaxes
     that tensorwise scaling reduces are part of the graph, and of the stream in which fused kernels run.
 
 Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,

@@ -219,7 +219,7 @@ def multiplied() -> Iterator[list[tuple[str, bool, Any, Any]]]:
     """The operands of every GEMM, each as :func:`described`, and whether it splits sums: ``(name, split, weight or x, x
     or dy)``.
 
-    Of TransformerEngine's GEMM names are its layouts, of ours the operators', whose x is the rank's own shard.
+    Of TransformerEngine's GEMM names are its layouts, of ours the operators', whose x is the local shard.
     """
     import transformer_engine_torch as tex
 
@@ -272,7 +272,7 @@ def rank_operands(kind: str, recipe: str) -> None:
     assert splits == [recipe == "blockwise", True, True] * 2
     for (name, _, *expected), (_, _, *found) in zip(stock, ours, strict=True):
         for which, (data, values), (our_data, our_values) in zip("ab", expected, found, strict=True):
-            if data.shape != our_data.shape:  # of what is gathered, the rank's own rows
+            if data.shape != our_data.shape:  # of what is gathered, the local shard
                 mine = slice(rank * our_data.shape[0], (rank + 1) * our_data.shape[0])
                 data, values = data[mine], values[mine]
             assert our_data.any()

@@ -181,14 +181,14 @@ def test_other_operators_and_groups_in_between() -> None:
     other = dist.new_group(list(range(group.size())))
     backend, tp = twin(), group.size()
     rng = random.Random(group.rank())
-    for turn in range(4):
+    for repeat in range(4):
         for name, config in CONFIGS.items():
             if rng.random() < 0.2:
                 time.sleep(0.05)
-            dtype = (torch.bfloat16, torch.float16)[turn % 2]
-            compare(config, 4, 64 * tp, 16, dtype, bool(turn % 2), backend)
+            dtype = (torch.bfloat16, torch.float16)[repeat % 2]
+            compare(config, 4, 64 * tp, 16, dtype, bool(repeat % 2), backend)
             x, w = integers(4, 16, dtype), integers(64, 16, dtype)
-            y = run(backend, x, w, CONFIGS["one shot" if turn % 2 else "own GEMM"], group=other)
+            y = run(backend, x, w, CONFIGS["one shot" if repeat % 2 else "own GEMM"], group=other)
             assert torch.equal(y, summed(x.float() @ w.float().t()).to(dtype)), name
             part = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
             rows = slice(4 // tp * group.rank(), 4 // tp * (group.rank() + 1))

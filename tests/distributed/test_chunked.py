@@ -171,9 +171,9 @@ def test_sums_have_one_order(name: str) -> None:
     use("two lanes", group)
     x, weight = normals(64, 96, seed=dist.get_rank()), normals(40, 96, seed=9)
     found = []
-    for turn in range(4):
-        get_backend(name).pieces = 1 + turn % 2 if name == "chunked" else 2
-        if dist.get_rank() == turn:
+    for repeat in range(4):
+        get_backend(name).pieces = 1 + repeat % 2 if name == "chunked" else 2
+        if dist.get_rank() == repeat:
             time.sleep(0.05)
         found.append(ops.gemm_reduce_scatter(x, weight, group, backend=name))
     assert all(torch.equal(one, found[0]) for one in found[::2])

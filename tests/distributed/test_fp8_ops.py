@@ -264,7 +264,7 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
 @NEEDS_TRITON
 @on_ranks("world")
 def test_the_local_shard_is_transposed_from_where_it_is() -> None:
-    """Gathers that leave the own rows out write nothing there and hand out the rest; it is transposed with them."""
+    """Gathers that leave the local shard out write nothing there and hand out the rest; it is transposed with them."""
     from megatron_flux.layers import fp8
 
     group = dist.group.WORLD

@@ -61,8 +61,8 @@ def round_of_calls(backend: Any, group: dist.ProcessGroup, late: int) -> None:
 def test_every_transport_waits_for_a_late_rank(plan: KernelConfig) -> None:
     """Both halves of both workspaces, and each of them again."""
     backend = twin(plan)
-    for turn in range(3):
-        round_of_calls(backend, dist.group.WORLD, turn % 2)
+    for repeat in range(3):
+        round_of_calls(backend, dist.group.WORLD, repeat % 2)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -77,8 +77,8 @@ def test_a_late_rank_is_waited_for_however_many_calls_there_were(plan: KernelCon
 
     def rounds(captured: bool) -> None:
         with one_capture(next(capture)) if captured else contextlib.nullcontext():
-            for turn in range(2):
-                round_of_calls(backend, group, turn)
+            for repeat in range(2):
+                round_of_calls(backend, group, repeat)
 
     def made(captured: bool) -> dict[str, Any]:
         return {name: work for (name, kind), work in group_state.state_of(group).slabs.items() if kind is captured}
@@ -131,8 +131,8 @@ def rank_world_made_again(folder: Path) -> None:
     assert agreement.failures(second, "a try", "mine" if rank else None) == {0: "mine"}, (
         "an answer that the first group left"
     )
-    for turn in range(2):
-        round_of_calls(backend, second, turn)
+    for repeat in range(2):
+        round_of_calls(backend, second, repeat)
     assert group_state.slab_bytes() == held
 
 

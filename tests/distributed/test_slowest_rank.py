@@ -37,20 +37,20 @@ def rank_bursts(slow: int) -> tuple[float, list[float], float]:
 
     step, group = step_of(slow), dist.group.WORLD
     once = timing.burst(step, 1, group, CPU, warm=0)
-    turns = timing.interleaved({"step": step}, group, CPU)["step"][:2]
+    bursts = timing.interleaved({"step": step}, group, CPU)["step"][:2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "SETTLE", 0.03)
         patch.setattr(timing, "SUSTAINED", 0.03)
-        lasting = timing.sustained({"step": step}, {"step": SLOW_MS}, group, CPU)["step"]
-    return once, turns, lasting
+        sustained = timing.sustained({"step": step}, {"step": SLOW_MS}, group, CPU)["step"]
+    return once, bursts, sustained
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
     found = world2.run(rank_bursts, slow)
     assert found[0] == found[1]
-    once, turns, lasting = found[0]
-    assert min(once, *turns, lasting) >= SLOW_MS
+    once, bursts, sustained = found[0]
+    assert min(once, *bursts, sustained) >= SLOW_MS
 
 
 def rank_rounds(slow: int) -> tuple[list[float], list[float]]:

@@ -724,8 +724,8 @@ def late_calls(group, chosen, wrap):
                     work.epochs.fill_(top)
                 torch.cuda.synchronize()
                 dist.barrier(group=group)
-            for turn in range(8 if plan is None else 2 + group.size()):
-                round_of_late_calls(group, turn % group.size(), *sizes, gathers=gathers)
+            for repeat in range(8 if plan is None else 2 + group.size()):
+                round_of_late_calls(group, repeat % group.size(), *sizes, gathers=gathers)
             done.append("default" if plan is None else plan.label())
             if wrap:
                 used = [work for work in slabs(group) if work.calls]
@@ -789,8 +789,8 @@ def worn_out(group):
         round_of_late_calls(group, None, *sizes, gathers=True)
     before = slabs(group)
     after_calls(group, before, calls)
-    for turn in range(8):
-        round_of_late_calls(group, turn % group.size(), *sizes, gathers=True)
+    for repeat in range(8):
+        round_of_late_calls(group, repeat % group.size(), *sizes, gathers=True)
     assert len(set(map(id, slabs(group))) & set(map(id, before))) == sum(work.captured for work in before)
 
     xs, xl, w = operands(group, *sizes, torch.bfloat16, False, integer=True)

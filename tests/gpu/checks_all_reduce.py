@@ -153,15 +153,15 @@ def special(group):
 
 def late(group):
     for name, config in ALL.items():
-        for turn in range(group.size() + 1):
+        for repeat in range(group.size() + 1):
             x, w = make(True, torch.bfloat16, 16, 512), make(True, torch.bfloat16, 2048, 512)
             want = summed(x.float() @ w.float().t(), group)
             poison_results()
-            if group.rank() == turn:
+            if group.rank() == repeat:
                 torch.cuda._sleep(LATE)
             for _ in range(3):
                 y = run(group, x, w, config)
-            assert torch.equal(y.float(), want), f"{name}: rank {turn} was late"
+            assert torch.equal(y.float(), want), f"{name}: rank {repeat} was late"
     return f"{len(ALL)} kernels, {everything_is_empty(group)} workspaces empty"
 
 
@@ -197,26 +197,26 @@ def graphs(group):
             ys = [run(group, x, w, config) for x in xs]
         made.append((name, config, graph, xs, w, ys))
     rng = random.Random(3)
-    for turn in range(30):
+    for repeat in range(30):
         name, config, graph, xs, w, ys = rng.choice(made)
         for x in xs:
             x.copy_(make(True, torch.bfloat16, *x.shape))
         for y in ys:
             y.fill_(float("nan"))
-        if group.rank() == turn % group.size():
+        if group.rank() == repeat % group.size():
             torch.cuda._sleep(LATE // 20)
         graph.replay()
-        eager = run(group, xs[0], w, config) if turn % 3 else None
+        eager = run(group, xs[0], w, config) if repeat % 3 else None
         for x, y in zip(xs, ys, strict=True):
-            assert torch.equal(y.float(), summed(x.float() @ w.float().t(), group)), f"{name}: replay {turn}"
-        assert eager is None or torch.equal(eager, ys[0]), f"{name}: eager call {turn}"
+            assert torch.equal(y.float(), summed(x.float() @ w.float().t(), group)), f"{name}: replay {repeat}"
+        assert eager is None or torch.equal(eager, ys[0]), f"{name}: eager call {repeat}"
     return f"{len(made)} graphs, 30 replays, {everything_is_empty(group)} workspaces empty"
 
 
 def streams(group):
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     for name, config in ALL.items():
-        for turn in range(3):
+        for repeat in range(3):
             x, w = make(True, torch.bfloat16, 8, 512), make(True, torch.bfloat16, 2048, 512)
             x2 = make(True, torch.bfloat16, 8, 512)
             wants = [summed(a.float() @ w.float().t(), group) for a in (x, x2)]
@@ -225,7 +225,7 @@ def streams(group):
                 torch.cuda._sleep(LATE // 4)
                 y = run(group, x, w, config)
             with torch.cuda.stream(other):
-                if group.rank() == turn % group.size():
+                if group.rank() == repeat % group.size():
                     torch.cuda._sleep(LATE // 8)
                 z = run(group, x2, w, config)
             torch.cuda.synchronize()
@@ -248,7 +248,7 @@ def others_between(group):
             assert torch.equal(part.float(), total[64 * group.rank() : 64 * (group.rank() + 1)])
             assert torch.equal(y.float(), total[:64])
             assert torch.equal(whole[64 * group.rank() : 64 * (group.rank() + 1)], x[:64])
-    return f"{6 * len(ALL)} turns"
+    return f"{6 * len(ALL)} rounds"
 
 
 class OneWay(Backend):
@@ -275,36 +275,36 @@ def prepared(group):
         other, mine = torch.cuda.Stream(), random.Random(group.rank())
         try:
             shapes, done = [(16, 1024, 256), (5, 2048, 512)], []
-            for turn in range(60):
-                m, n, k = shapes[(turn // 3) % 2]
+            for repeat in range(60):
+                m, n, k = shapes[(repeat // 3) % 2]
                 x = make(True, torch.bfloat16, 1, m, k)
-                w = make(True, torch.bfloat16, *((k, n) if turn % 2 else (n, k)))
-                how = {"transposed": bool(turn % 2), "backend": "one way"}
-                if turn % 7 == 3:
-                    _ = make(False, torch.bfloat16, 1 + turn, 1000)  # results lie elsewhere
+                w = make(True, torch.bfloat16, *((k, n) if repeat % 2 else (n, k)))
+                how = {"transposed": bool(repeat % 2), "backend": "one way"}
+                if repeat % 7 == 3:
+                    _ = make(False, torch.bfloat16, 1 + repeat, 1000)  # results lie elsewhere
                 if mine.random() < 0.1:
                     torch.cuda._sleep(mine.randint(1, 2_000_000))
-                if turn == 40:  # a larger workspace: plans leave the old one
+                if repeat == 40:  # a larger workspace: plans leave the old one
                     run(
                         group, make(True, torch.bfloat16, 64, 256), make(True, torch.bfloat16, 32768, 256), SHOTS["one"]
                     )
-                if turn % 10 == 8:
+                if repeat % 10 == 8:
                     torch.cuda.synchronize()
                     with torch.cuda.stream(other):
                         y = ops.gemm_all_reduce(x, w, group, **how)
                     torch.cuda.synchronize()
-                elif turn % 10 == 9:
+                elif repeat % 10 == 9:
                     with captured_calls():
                         y = ops.gemm_all_reduce(x, w, group, **how)
-                elif turn % 10 == 7:
+                elif repeat % 10 == 7:
                     with call_events.timed_by(call_events.CallTimer()):
                         y = ops.gemm_all_reduce(x, w, group, **how)
-                elif turn % 10 == 6:
+                elif repeat % 10 == 6:
                     y = ops.gemm_all_reduce(x, w, group, async_op=True, **how).wait()
                 else:
                     with torch.inference_mode():
                         y = ops.gemm_all_reduce(x, w, group, **how)
-                done.append((x, w if turn % 2 else w.t(), y))
+                done.append((x, w if repeat % 2 else w.t(), y))
             planned = backend.planned
             for x, wt, y in done:
                 assert torch.equal(y.float(), summed(x.float() @ wt.float(), group)), f"{name}: {tuple(x.shape)}"

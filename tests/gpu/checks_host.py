@@ -162,9 +162,9 @@ def repeated(group):
         z = ops.gemm_reduce_scatter(whole + i % 3, v, group, backend="chunked")
         found.append((i % 3, full, z))
         if len(found) == 10:
-            for turn, full, z in found:
-                assert torch.equal(full, wants[turn][0])
-                assert error(z, wants[turn][1]) < 1e-2
+            for repeat, full, z in found:
+                assert torch.equal(full, wants[repeat][0])
+                assert error(z, wants[repeat][1]) < 1e-2
             found.clear()
     return "60 rounds"
 
@@ -211,7 +211,7 @@ def left_open(group):
     other, size = torch.cuda.Stream(), group.size()
     w = make(True, torch.bfloat16, 4096, 512)
     heavy = torch.randn(4096, 4096, device="cuda")
-    for turn in range(6):
+    for repeat in range(6):
         whole, x = make(True, torch.bfloat16, 1024 * size, 512), make(True, torch.bfloat16, 512, 2048)
         sums, want = scatter_sum(whole.float() @ w.t().float(), group), gather(x, group)
         poison_results(4)
@@ -219,7 +219,7 @@ def left_open(group):
         rows = ops.all_gather(x, group, backend="chunked")
         heavy @ heavy
         compare(group, 128, 256, 512, integer=True)
-        if turn % 2:
+        if repeat % 2:
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 y = pending.wait()
@@ -252,7 +252,7 @@ def two_groups(group):
 
 
 def small_slots(group):
-    """Many turns of every ring."""
+    """Use every ring many times."""
     device = torch.device("cuda", torch.cuda.current_device())
     before = state_of(group).transports[device]
     if not isinstance(before, HostLink):
@@ -316,15 +316,15 @@ def captured(group):
         torch.cuda.synchronize()
         compare(group, 64, 128, 96, integer=True)
         return str(refused)
-    for turn in range(12):
+    for repeat in range(12):
         x.copy_(make(True, torch.bfloat16, 1024, 4096))
-        if group.rank() == turn % size and turn > 5:
+        if group.rank() == repeat % size and repeat > 5:
             time.sleep(0.05)
             torch.cuda._sleep(int(5e7))
         graph.replay()
         seen = [part.clone() for part in got]
         want = step()
-        assert all(map(torch.equal, seen, want)), f"replay {turn}"
+        assert all(map(torch.equal, seen, want)), f"replay {repeat}"
         assert torch.equal(want[1], gather(x, group))
     for _ in range(50):
         graph.replay()

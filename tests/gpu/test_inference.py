@@ -60,8 +60,8 @@ def test_a_pass_in_a_graph(backend: str) -> None:
     assert {operator: n for (operator, _), n in ops.stats.calls.items()} == {
         "all_gather_gemm": 1, "gemm_reduce_scatter": 1, "gemm_all_reduce": 1,
     }  # fmt: skip
-    for turn in range(6):
-        pair.x.copy_(pair.made(ROWS, WIDTH, seed=50 + 2 * turn + dist.get_rank()))
+    for repeat in range(6):
+        pair.x.copy_(pair.made(ROWS, WIDTH, seed=50 + 2 * repeat + dist.get_rank()))
         with torch.inference_mode():
             for result in results:
                 result.fill_(float("nan"))
@@ -70,7 +70,7 @@ def test_a_pass_in_a_graph(backend: str) -> None:
         with captured_calls():  # the same configurations
             expected = pair.inference()
         for one, other in zip(results, expected, strict=True):
-            assert torch.equal(one, other), turn
+            assert torch.equal(one, other), repeat
 
 
 def flash_attention() -> contextlib.AbstractContextManager[Any]:

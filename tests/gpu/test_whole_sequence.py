@@ -74,13 +74,13 @@ def _forward(model: Any, backend: str, tokens: int, graph: bool) -> dict[str, in
             made = torch.cuda.CUDAGraph()
             with torch.cuda.graph(made, capture_error_mode="thread_local"):
                 result = logits_of(model, static, mask)
-            for turn, (one, expected) in enumerate(zip(given, stock, strict=True)):
+            for repeat, (one, expected) in enumerate(zip(given, stock, strict=True)):
                 static.copy_(one)
                 result.fill_(float("nan"))
-                if dist.get_rank() == turn % 2:
+                if dist.get_rank() == repeat % 2:
                     torch.cuda._sleep(2_000_000)
                 made.replay()
-                assert relative_error(result, expected) <= TOLERANCE, f"replay {turn}"
+                assert relative_error(result, expected) <= TOLERANCE, f"replay {repeat}"
             torch.cuda.synchronize()
     assert (seen.active_layers, seen.fallbacks) == (9, {})
     return seen.calls

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "slurm"
 LINKS = {"nvlink": "nvlink-h100", "pcie": "pcie-a100", "host": "host-l40s"}
 JOBS = ("gpt3-175b", "llama2-70b")
 FITS = [(link, job) for link in LINKS for job in JOBS if (link, job) != ("host", "gpt3-175b")]
-"""GPUs of 48 GB are too small for both arms of GPT-3."""
+"""GPUs of 48 GB are too small for both variants of GPT-3."""
 
 
 def expected() -> dict[Path, str]:

@@ -28,8 +28,8 @@ done
 if [[ $SLURM_NODEID == 0 ]]; then
     mkdir -p "$out/flux" "$out/baseline" "$save/flux" "$save/baseline"
     echo '{"config": {"steps": 5}}' >"$out/config.json"
-    for arm in flux baseline; do
-        sed 's/"iteration": 1,/"iteration": 5,/' "$SLURM_SUBMIT_DIR/record" >"$out/$arm/metrics.jsonl"
+    for variant in flux baseline; do
+        sed 's/"iteration": 1,/"iteration": 5,/' "$SLURM_SUBMIT_DIR/record" >"$out/$variant/metrics.jsonl"
     done
     for folder in "$save" "$save/flux" "$save/baseline"; do
         [[ ! -e $SLURM_SUBMIT_DIR/saves ]] || echo 3 >"$folder/latest_checkpointed_iteration.txt"

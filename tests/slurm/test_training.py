@@ -89,20 +89,20 @@ class Job:
     def status(self) -> str:
         return "\n".join(describe(self.root, time.time()))
 
-    def recorded(self, arm: str) -> int:
-        file = self.root / "rep-0" / "run" / arm / "metrics.jsonl"
+    def recorded(self, variant: str) -> int:
+        file = self.root / "rep-0" / "run" / variant / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    def losses(self, arm: str) -> list[float]:
-        records = read_records(self.root / "rep-0" / "run" / arm / "metrics.jsonl")
+    def losses(self, variant: str) -> list[float]:
+        records = read_records(self.root / "rep-0" / "run" / variant / "metrics.jsonl")
         assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
         return [record["lm loss"] for record in records]
 
     def ended_as(self) -> dict[str, Any]:
         return json.loads((self.root / "rep-0" / "run" / "ended.json").read_text())
 
-    def tracker(self, arm: str = "") -> Path:
-        return self.root / "rep-0" / "checkpoints" / arm / "latest_checkpointed_iteration.txt"
+    def tracker(self, variant: str = "") -> Path:
+        return self.root / "rep-0" / "checkpoints" / variant / "latest_checkpointed_iteration.txt"
 
     def rank_process(self, rank: int) -> psutil.Process:
         """Find the process of the rank: its words name the job's folder, its environment the rank.
@@ -120,15 +120,15 @@ class Job:
 
 
 def compare(cluster: Cluster) -> Job:
-    """Saves each arm again and again: nothing of a save may be in the way of the next."""
+    """Saves each variant again and again: nothing of a save may be in the way of the next."""
     settings = [f"steps={STEPS}", "block_steps=2", "save_interval=4", "save_keep=1"]
     job = Job.submitted(cluster, range(2), mode="compare", settings=settings)
-    job.until(job.tracker("flux").exists, "saves of both arms")
+    job.until(job.tracker("flux").exists, "saves of both variants")
     cluster.client("scancel", "--batch", "--signal=USR1", job.number)
     job.until_restarted(1)
     ended = job.ended_as()
     assert ended["state"] == "stopped"
-    reached = {arm: job.recorded(arm) for arm in ("baseline", "flux")}
+    reached = {variant: job.recorded(variant) for variant in ("baseline", "flux")}
     assert ended["iterations"] == reached
     assert max(reached.values()) < STEPS
     job.until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "requeueing")
@@ -260,8 +260,8 @@ def test_a_comparison_is_stopped_requeued_resumed_and_collected(stories: Stories
     job = stories[compare].result()
     root = job.root
     assert any("requeue 1 of at most 3" in line for line in job.log())
-    for arm in ("baseline", "flux"):
-        assert job.losses(arm) == uninterrupted, arm
+    for variant in ("baseline", "flux"):
+        assert job.losses(variant) == uninterrupted, variant
     of_rank, of_node = logs(root, rank=0), logs(root, node=job.hosts()[1])
     assert any(line.startswith("megatron-flux: pre-flight: all_reduce of 2 ranks") for line in of_rank)
     assert of_node

@@ -1,22 +1,22 @@
 """The ``chunked`` backends: cuBLAS multiplies what has arrived while the rest is on its way, over any transport.
 
 For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transports`): through
-host memory or peers' memory of one host. ``all_gather_gemm`` multiplies the rank's own rows first, then each piece of
+host memory or peers' memory of one host. ``all_gather_gemm`` multiplies the local shard first, then each piece of
 each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is
-there, its own rows last, and then adds all in fp32, in the order of ranks: results are the same in every run.
+there, the local shard last, and then adds all in fp32, in the order of ranks: results are the same in every run.
 
 ==================  =====================================================================================
 name                what travels (:mod:`megatron_flux.kernels.wire`)
 ==================  =====================================================================================
 ``chunked``         the numbers as they are: gathered inputs are bit-equal
 ``chunked_fp8``     e4m3 in blocks of 128 with a scale: half the bytes of bf16
-``chunked_int8``    int8, likewise
+``chunked_int8``    int8 with such scales
 ==================  =====================================================================================
 
 FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by all three, their bytes in pieces and the
 scales of their blocks before them; what a reduce-scatter sends of them are partial sums in bf16, as of others.
 
-Each rank's own rows are never quantised: they do not travel. With an 8-bit wire the gathered inputs of two ranks
+The local shard is never quantised: it is not sent. With an 8-bit wire the gathered inputs of two ranks
 therefore differ in the rows of these two.
 
 Contract: that of :mod:`megatron_flux.ops.call`. Results, and gathered inputs, are fresh tensors.
@@ -221,7 +221,7 @@ class ChunkedBackend(Backend):
 
 
 class _Gathered:
-    """The gather of a call into ``full`` ``[m, k]``, but for the rank's own rows."""
+    """The gather of a call into ``full`` ``[m, k]``, but for the local shard."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ _prepare() {
     default TORCH_FR_BUFFER_SIZE 2000
     default TORCH_NCCL_DUMP_ON_TIMEOUT 1
     mkdir -p "$(dirname "$TORCH_FR_DUMP_TEMP_FILE")" || fail "no folder for $TORCH_FR_DUMP_TEMP_FILE"
-    # What `status` and `resume` go by, whoever submitted this.
+    # `status` and `resume` read this, for jobs submitted in any way.
     readlink "/proc/$$/fd/1" >"$logs/log"
     [[ -e $root/job.sbatch ]] || cp "$0" "$root/job.sbatch"
     printf '%s\n' "$SLURM_SUBMIT_DIR" "partition=${SLURM_JOB_PARTITION-}" "account=${SLURM_JOB_ACCOUNT-}" "qos=${SLURM_JOB_QOS-}" >"$root/submitted"
@@ -453,7 +453,7 @@ run_job() {
         say "finished; results in $run"
         exit 0
     fi
-    # Whoever asked them: Slurm may have signalled the steps and not this shell, with USR1 or, to take the nodes back, TERM (143).
+    # Slurm may have signalled the steps and not this shell, with USR1 or, to take the nodes back, TERM (143).
     if ((status == 0 || status == 143)) && _ended_as stopped; then
         _requeue
     fi

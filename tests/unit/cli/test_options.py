@@ -92,12 +92,12 @@ def test_a_runs_config_repeats_the_run_in_another_folder(cli: Cli, tmp_path: Pat
 def test_a_resumed_comparison_keeps_its_turns(cli: Cli, tmp_path: Path) -> None:
     """Their default depends on the steps: longer ones took the numbers of earlier ones, and were paired with them."""
     saved, run = tmp_path / "saved", config(cli, "compare", "--nproc", "2", "--steps", "80")
-    for arm in ("baseline", "flux"):
-        checkpoint = saved / arm / "iter_0000010"
+    for variant in ("baseline", "flux"):
+        checkpoint = saved / variant / "iter_0000010"
         checkpoint.mkdir(parents=True)
         about = {"iteration": 10, "consumed_sequences": 80, "files": {}, **run}
         (checkpoint / "megatron_flux.json").write_text(json.dumps(about))
-        (saved / arm / "latest_checkpointed_iteration.txt").write_text("10")
+        (saved / variant / "latest_checkpointed_iteration.txt").write_text("10")
     resumed = ["compare", "--nproc", "2", "--steps", "160", "--load", saved]
     assert config(cli, *resumed)["block_steps"] == run["block_steps"] == 10
     assert config(cli, *resumed, "--set", "block_steps=7")["block_steps"] == 7

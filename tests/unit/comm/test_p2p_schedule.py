@@ -56,7 +56,7 @@ class Gpus:
     ) -> list[tuple[int, Callable[[], bool]]]:
         found: list[tuple[int, Callable[[], bool]]] = []
         order = of_rank(getattr(p2p_schedule, kind)(self.tp, islands), rank)
-        sends = [(turn.target, piece) for piece in range(len(CUTS) - 1) for turn in order]
+        sends = [(round_.target, piece) for piece in range(len(CUTS) - 1) for round_ in order]
         sends = sends if kind == "exchange" else [(0, 0)] * len(program.parts)
         done = {OUT: 0, IN: 0}
         for part, (peer, piece) in zip(program.parts, sends, strict=True):

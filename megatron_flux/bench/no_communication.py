@@ -120,7 +120,7 @@ class NoCommunication(ReferenceBackend):
         return buffer.detach()  # the result of an autograd function must be no other function's
 
     def _gathered_fp8(self, x: Fp8Operand, group: dist.ProcessGroup) -> Fp8Operand:
-        # As one shard: laying out the scales of blocks is a part of the gather.
+        # In one shard: laying out the scales of blocks is a part of the gather.
         key = (x.data.shape, x.dtype, x.scaling, x.data.device, group.size())
         if key not in self._buffers:
             self._buffers[key] = x.repeated(group.size()).one_shard()

@@ -166,7 +166,7 @@ def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
     """
     given = plain_yaml.read(file, f"--config {file}")
     if isinstance(given.get("options"), dict):
-        # Of a run, maybe of another command: train's --no-flux is nothing to compare.
+        # The run may be another command's: train's --no-flux is nothing to compare.
         given = {word: value for word, value in given["options"].items() if field_named(model.model_fields, word)}
     found = {field_named(model.model_fields, str(word)): (word, value) for word, value in given.items()}
     if None in found:

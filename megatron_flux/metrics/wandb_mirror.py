@@ -40,7 +40,7 @@ ID_FILE = "wandb.json"
 PROJECT = "megatron-flux"
 """Project where neither an option nor wandb's own settings name one."""
 
-# What a table of runs shows of these; everything else shows its last value.
+# Summaries in the table of runs; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
 
 TIMEOUT_S = 60.0

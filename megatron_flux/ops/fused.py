@@ -70,7 +70,7 @@ class FusedPlan(Plan):
 
     def _bind(self, call: OperatorCall) -> Slab:
         """Take the group's slab, a larger one if need be. Collective where that is made, or the call is new."""
-        # What is made here may outlive inference mode, and must be written to by a training later.
+        # Slab and views may outlive inference mode, and a later training must be able to write to them.
         with torch.inference_mode(False), torch.no_grad():
             self._number = compare_calls(call)
             self._together = self._holds_sms and links.starts_together(call.group, captured=self._captured)

@@ -150,7 +150,7 @@ class TransformerEngineFp8:
             return f"fp8 in blocks of {'{}, {} and {}'.format(*dims)} dimensions (x, weight, gradient)"
         if not layer.sequence_parallel:
             return None
-        # What is gathered must be whole blocks: x of a column-parallel layer, dy of a row-parallel one.
+        # Gathered operands must be whole blocks: x of a column-parallel layer, dy of a row-parallel one.
         row = layer.parallel_mode == "row"
         mine, width = (m // layer.tp_size, weight.shape[0]) if row else (m, k)
         if mine % BLOCK or width % BLOCK:

@@ -1,11 +1,11 @@
 """Tuning before the first step: the calls of a patched model's linears, known from its layers and the micro-batch.
 
-Of a column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens: all_gather_gemm to ``[m, n]`` in
-forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; of a row-parallel one the other
-way round. Without sequence parallelism it is one gemm_all_reduce of each: in dgrad to ``[m, k]``, beside wgrad unless
-the weight is frozen, or in forward to ``[m, n]``. What wgrad gathers is measured only where the link goes by chunks, as
-is what an FP8 layer gathers of its norm's output to return it.
-Whether a layer runs flux is asked of the patch, as at call time.
+A column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens calls all_gather_gemm to ``[m, n]`` in
+forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; a row-parallel one the other way
+round. Without sequence parallelism each calls one gemm_all_reduce: in dgrad to ``[m, k]``, beside wgrad unless the
+weight is frozen, or in forward to ``[m, n]``. Gathers for wgrad are measured only where the link goes by chunks, as is
+the gather of a norm's output that an FP8 layer returns.
+The patch decides if a layer runs flux, as at call time.
 
 A layer over TransformerEngine is asked inside of the FP8 autocast that megatron-core has around it, if any: what the
 recipe multiplies there are FP8 operands, k-major, of random numbers here. What is left at the autocast's end is left
@@ -104,7 +104,7 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
     began, decided = time.monotonic(), 0
     asked: set[tuple[Any, ...]] = set()
     training = torch.is_grad_enabled()
-    # As the first call of such a layer does: from there on every call of the process is one for graphs.
+    # The first call of such a layer does this: from there on every call of the process is one for graphs.
     graphs = any(asks_for_graphs(linear.layer.config) for linear in layers)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
         for linear in layers:

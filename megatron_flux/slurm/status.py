@@ -175,7 +175,7 @@ def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> lis
     """
     split(root)
     starts = [found.logs for found in repetitions(root) if found.logs is not None]
-    # Of repetitions one begins when the one before has ended.
+    # A repetition begins when the one before has ended.
     newest = max(starts, key=lambda start: start.stat().st_mtime, default=root)
     files = sorted(
         newest.glob(f"*-[0-9]*-{glob.escape(node) if node else '*'}.log"), key=lambda file: file.stat().st_mtime

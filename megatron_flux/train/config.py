@@ -103,7 +103,7 @@ class RunConfig(RunOptions):
     @property
     def flux_config(self) -> FluxConfig:
         """Options of flux layers."""
-        # Those of directions are options of another name.
+        # The directions' backends are options with other names.
         other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
         names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
         return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})

@@ -58,9 +58,9 @@ class Records:
             **_memory(result.ranks),
             "block": block,
             "warmup": iteration <= self._warm_after,
-            # Of one copy of the model: the sum over pipeline stages.
+            # One copy of the model: the sum over pipeline stages.
             "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
-            # What Python counts is not what runs where operator calls are in CUDA graphs.
+            # Where operator calls are in CUDA graphs, Python's counts are not what runs.
             **(dict.fromkeys(counted) if self._measurements.replayed else counted),
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,

@@ -63,7 +63,7 @@ def describe(
     if wire != EXACT and links.by_chunks(link):
         transfers += f" wire={wire}"
     form, mode = "[k,n]" if transposed else "[n,k]", " in graphs" if captured else ""
-    # Of the environment, what changes who is the fastest.
+    # Parts of the environment that change which candidate is the fastest.
     nvls, queues = (os.environ.get(name, "-") for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"))
     return (
         f"{operator} m={m} n={n} k={k} {numbers} {form} tp={group.size()} {transfers}{mode} | {_machine(device)} | "

@@ -67,7 +67,7 @@ class Tuner:
 
     def _decide(self, call: OperatorCall, *, exact_m: bool) -> Entry:
         group, entries, captured = call.group, self.decisions(call.group).entries, call.spec.captured
-        # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
+        # Eager all-reduces of few rows are bound by the host: their entry says nothing about graphs.
         modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
         keys = [key_of(call, captured=mode) for mode in modes]
         entry = next((entries[key] for key in keys if key in entries), None)

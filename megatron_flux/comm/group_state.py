@@ -38,7 +38,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 MOST_ENTRIES = 512
 MOST_SIZES = 4
-"""How often a slab grows to just what a call needs, as while a model's calls come for the first time."""
+"""Times that a slab grows to just what a call needs, as while a model's calls come for the first time."""
 
 
 class Cache(dict[_Key, _Value]):

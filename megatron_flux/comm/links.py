@@ -203,7 +203,7 @@ def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
 
     ``captured``: calls in CUDA graphs. Collective on first use.
     """
-    there = beside(group)
+    there = state_of(group).beside or beside(group)
     together = there.high_priority or (there.others and (captured or not settings.one_queue()))
     if together and not (there.high_priority or captured or settings.one_queue()) and dist.get_rank() == 0:
         _say_once()

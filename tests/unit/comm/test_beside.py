@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_flux.comm import links
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Beside
 from megatron_flux.ops.backends.fused import limit
+from tests.unit.groups import group_of
 
 ALONE = Beside(others=False, high_priority=False)
 OTHERS, HIGH = Beside(others=True, high_priority=False), Beside(others=False, high_priority=True)
@@ -38,10 +40,10 @@ def test_the_rule(
 ) -> None:  # fmt: skip
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False) if queues is None else monkeypatch.setenv(name, queues)
-    monkeypatch.setattr(links, "beside", lambda group: found)
     links._say_once.cache_clear()
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    group: Any = SimpleNamespace()
+    group = group_of(2)
+    state_of(group).beside = found
     assert [links.starts_together(group, captured=captured) for _ in range(2)] == [together] * 2
     helps = together and queues != "1"
     assert caplog.text.count("set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts") == helps, "once, if it helps"

@@ -78,8 +78,8 @@ class FluxConfig:
 
     gather_ahead: bool = True
     """Gather a column-parallel layer's input for backward beside the wgrad of the row-parallel layer behind it, not in
-    its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; backends that gather into memory of
-    their own (``reference``, ``pipelined``) keep it a little longer."""
+    its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; ``reference``, which gathers into
+    memory of its own, keeps it a little longer."""
 
     keep_gathered: bool | None = None
     """Keep what a column-parallel layer has gathered in forward for its wgrad, where memory allows, instead of

@@ -3,9 +3,9 @@
 Fields of a row, one per call:
 
 * ``…_ms``: median over rounds of the slowest rank, by variant; null where a variant does not run. ``gemm`` and ``nccl``
-  are parts alone, ``serial`` is stock. ``async_tp`` calls torch's operator itself, ``pipelined`` the same through this
-  package: their difference is host time. A decode call is timed in CUDA graphs of :data:`CALLS` calls, each with other
-  weights, of more bytes than the L2 cache holds, as the layers of a model do.
+  are parts alone, ``serial`` is stock. ``async_tp`` calls torch's operator itself. A decode call is timed in CUDA
+  graphs of :data:`CALLS` calls, each with other weights, of more bytes than the L2 cache holds, as the layers of a
+  model do.
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
 * ``bound_ms``: max(GEMM alone, bytes received / link rate), by a copy-engine rate measured at the start of the run.
@@ -130,7 +130,7 @@ def plan_of(call: OperatorCall, *, captured: bool = False) -> Entry:
 def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
     """Return the backends that are measured over ``link``, through the public operators: their host time counts."""
     if not links.by_chunks(link):
-        return ("pipelined", "fused", "tuned")
+        return ("fused", "tuned")
     return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
 
 

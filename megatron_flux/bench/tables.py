@@ -23,7 +23,6 @@ NAMES = {
     "nccl": "nccl",
     "serial": "serial",
     "async_tp": "async-TP",
-    "pipelined": "pipelined",
     "fused": "fused",
     "chunked": "chunked",
     "chunked_fp8": "chunked fp8",
@@ -64,7 +63,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
     tp, rows = summary["tp"], summary["rows"]
     names = measured(rows)
     whole = [name for name in names if name not in ("gemm", "nccl")]
-    overlapped = [name for name in whole if name not in ("serial", "pipelined")]
+    overlapped = [name for name in whole if name != "serial"]
 
     def cells(row: Row) -> list[str | Text]:
         times = {name: row.get(f"{name}_ms") for name in names}

@@ -5,7 +5,7 @@ costs more than the memory: ``tp`` times the rank's shard, from forward to backw
 Measured on two H100s over the host link (results/keep-gathered-h100x2): 11.17 ms a layer kept, 12.05 gathered again.
 
 Contract
-    * Kept is only what is the caller's own memory (``reference``, ``pipelined``, ``chunked``; ``tuned`` where it
+    * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it
       chooses among these), and only where backward would gather the same numbers: both directions are exact, or have
       the same 8-bit wire. Where the tuner may take an 8-bit wire for activations, either is as good.
     * By default it is on where the link is slower than the GEMM: where ``chunked`` runs, or the tuner that may take it,
@@ -47,11 +47,11 @@ from megatron_flux.kernels.wire import EXACT
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.chunked import ChunkedBackend
-from megatron_flux.ops.backends.reference import PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.cuda_graphs import capturing
 
-_OWN_MEMORY = (ReferenceBackend, PipelinedBackend, ChunkedBackend)
+_OWN_MEMORY = (ReferenceBackend, ChunkedBackend)
 
 
 @dataclass(eq=False)

@@ -24,7 +24,6 @@ Backends, by ``backend=``:
 
 =============  =====================================================================================================
 reference      torch's collective and torch's matmul, one after the other; any device, any transport
-pipelined      torch's async-TP: chunks on a side stream; CUDA, one host with peer access
 fused          one persistent Triton kernel per operator over symmetric memory; CUDA, one host, tp 2, 4 or 8
 tuned          whichever of these measures fastest for the call's shape, remembered in a file
 auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the reason counted

@@ -21,8 +21,6 @@ _always = False
 
 def why_not(backends: Collection[str], link: str | None) -> str | None:
     """Return why calls of ``backends`` cannot be captured, with a remedy, or None; ``link``: the strongest allowed."""
-    if "pipelined" in backends:
-        return "backend 'pipelined', which cannot be captured; use another backend"
     if link in ("p2p", "none") and (named := sorted(name for name in backends if name.startswith("chunked"))):
         return f"backend {named[0]!r} over the link {link}, which cannot be captured; use another backend"
     return None

@@ -54,7 +54,7 @@ def all_gather_gemm(
         bias: ``[n]``, added to every row.
         epilogue_bias: add the bias in fp32 before the result is rounded, as cuBLASLt's epilogue does and so
             TransformerEngine's linears, not to the rounded result as Megatron's own linears do: a bias that is smaller
-            than the result's last bit is not lost. All backends do so but ``pipelined``, which adds it afterwards.
+            than the result's last bit is not lost.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
@@ -149,8 +149,8 @@ def gemm_all_reduce(
     (+ bias)``.
 
     Args as of :func:`gemm_reduce_scatter`, but the first dimension of ``x`` ``[m, k]`` or ``[s, ..., k]`` may be any.
-    Every rank gets the same bits, in every run the same. Backends that do not have the operator (``pipelined``,
-    ``chunked``) run ``reference``, counted in ``stats.degraded``.
+    Every rank gets the same bits, in every run the same. ``chunked``, which does not have the operator,
+    runs ``reference``, counted in ``stats.degraded``.
 
     Returns ``[m, n]`` or ``[s, ..., n]``: the whole sum. Raises as :func:`all_gather_gemm`.
     """

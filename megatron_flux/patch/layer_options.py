@@ -121,8 +121,8 @@ def check_backends(backends: Backends, more: str = "") -> None:
     for name in backends:
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}{more}")
-    nccl, fused = ("reference", "pipelined"), ("auto", "tuned", "fused")
-    if backends.wgrad in nccl and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
+    fused = ("auto", "tuned", "fused")
+    if backends.wgrad == "reference" and backends.dgrad in fused and torch.cuda.is_available() and not one_queue():
         raise UserError(
             f"wgrad={backends.wgrad!r} gathers with NCCL during a dgrad that may be fused ({backends.dgrad!r}): set "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts, or leave wgrad to the same backend"

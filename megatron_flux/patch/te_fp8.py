@@ -87,7 +87,7 @@ _API_BY_RELEASE = {
 }
 """Symbols that older releases lack; see the module."""
 
-_WITHOUT_FP8 = ("pipelined", "chunked_fp8", "chunked_int8")
+_WITHOUT_FP8 = ("chunked_fp8", "chunked_int8")
 
 
 class TransformerEngineFp8:

@@ -51,12 +51,12 @@ FP8_CASES = [
 ]
 CPU = torch.device("cpu")
 TIMES = {
-    **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "pipelined": 1.4, "fused": 1.1, "tuned": 1.2},
+    **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "fused": 1.1, "tuned": 1.2},
     **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
 }
 ROW_KEYS = {
     "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
-    "pipelined_ms", "fused_ms", "tuned_ms", "tuned_choice", "e_overlap", "bound_ms", "host_us",
+    "fused_ms", "tuned_ms", "tuned_choice", "e_overlap", "bound_ms", "host_us",
 }  # fmt: skip
 
 
@@ -110,12 +110,12 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
         patch.setattr(links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(harness, "measure", measure)
-        pipelined, fused = Named("pipelined"), Named("fused")
+        fused = Named("fused")
         tuned = Tuned(Backends(ReferenceBackend(), fused))  # type: ignore[arg-type]
         if kind == "nvlink":
             patch.setattr(ops, "_link_rate", lambda *_: 100.0)
             patch.setattr(tuner, "measure", tuned.measure)
-            for backend in (pipelined, fused, tuned):
+            for backend in (fused, tuned):
                 patch.setitem(registry._backends, backend.name, backend)
         else:
             patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
@@ -145,7 +145,7 @@ def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: P
     assert (summary["tp"], summary["link"]) == (2, "nvlink")
     for row in summary["rows"]:
         assert set(row) >= ROW_KEYS
-        variants = {"serial", "tuned"} if row["op"] == "gemm_all_reduce" else {"serial", "pipelined", "fused", "tuned"}
+        variants = {"serial", "tuned"} if row["op"] == "gemm_all_reduce" else {"serial", "fused", "tuned"}
         timed = {name for name in tables.NAMES if row.get(f"{name}_ms") is not None}
         assert timed == variants | {"gemm", "nccl"}
         assert all(row[f"{name}_ms"] == TIMES[name] and row["host_us"][name] == 10.0 for name in timed)
@@ -155,8 +155,8 @@ def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: P
     assert [row["tuned_choice"] for row in summary["rows"]] == ["fused default", *["reference"] * 4]
     assert len(said) == 6
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
-    assert [line["arm"] for line in lines if line["layer"] == "fc1"][:6] == [
-        "gemm", "nccl", "serial", "pipelined", "fused", "tuned",
+    assert [line["arm"] for line in lines if line["layer"] == "fc1"][:5] == [
+        "gemm", "nccl", "serial", "fused", "tuned",
     ]  # fmt: skip
     tables.show_ops(summary)
 
@@ -200,7 +200,7 @@ def compare_fp8(case: Case) -> None:
     dist.all_gather(scales, pair.x.scale_inv)
     assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
     with machine(Path("none")):
-        runs = ops.runs_of(case, made, group, ("pipelined", "fused", "tuned"), "exact")
+        runs = ops.runs_of(case, made, group, ("fused", "tuned"), "exact")
         assert list(runs) == ["gemm", "nccl", "serial", "fused", "tuned"]
         assert torch.equal(runs["serial"](), runs["fused"]())
         assert runs["gemm"]().shape == (case.m, case.n)

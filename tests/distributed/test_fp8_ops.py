@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_one_line() -> None:
         ((x, weight), {"bias": torch.zeros(16)}),
         ((x, weight), {"out_dtype": torch.float32}),
         ((integer_operand(7, 256, "tensor", 0), weight), {}),
-        ((x, weight), {"backend": "pipelined"}),
+        ((x, weight), {"backend": "fused"}),
     ):
         with pytest.raises(UserError) as error:
             ops.gemm_reduce_scatter(*operands, **given)

@@ -13,7 +13,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import LocalPlan, PipelinedBackend, ReferenceBackend
+from megatron_flux.ops.backends.reference import LocalPlan, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall, check_operands, compare_calls
 from megatron_flux.ops.call_events import stats
@@ -118,8 +118,8 @@ def _warn_once(name: str, reason: str) -> None:
     logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
 
 
-_reference, _pipelined, _fused = ReferenceBackend(), PipelinedBackend(), FusedBackend()
+_reference, _fused = ReferenceBackend(), FusedBackend()
 _chunked = {wire: ChunkedBackend("chunked" if wire == "exact" else f"chunked_{wire}", wire) for wire in WIRES}
 _tuned = TunedBackend(Backends(_reference, _fused, {backend.name: backend for backend in _chunked.values()}))
-for _backend in (_reference, _pipelined, *_chunked.values(), _fused, _tuned):
+for _backend in (_reference, *_chunked.values(), _fused, _tuned):
     register_backend(_backend)

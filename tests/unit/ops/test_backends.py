@@ -15,7 +15,7 @@ from megatron_flux.comm import links as topology
 from megatron_flux.comm import transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.ops.backend import Backend
-from megatron_flux.ops.backends import chunked, reference, registry
+from megatron_flux.ops.backends import chunked, registry
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.call_events import OpStats
@@ -152,26 +152,6 @@ def test_counters() -> None:
     assert counters.bytes_received == 13
     counters.reset()
     assert counters == OpStats()
-
-
-def test_pipelined_is_refused_in_every_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds after a warm-up, too, when nothing asks for its limits any more."""
-    monkeypatch.setattr(reference.links, "probe", lambda *of: SimpleNamespace(kind="nvlink"))
-    monkeypatch.setattr(reference.importlib, "import_module", lambda name: pytest.fail("it ran"))
-    monkeypatch.setattr(reference.collectives, "all_gather", lambda *of, **options: pytest.fail("it ran"))
-    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    group = group_of(2)
-    for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        backend, _ = registry.select("pipelined", x, None, group)
-    x = torch.zeros(2, 2)
-    for call in (
-        lambda: OperatorCall("all_gather_gemm", x, x, group).run(backend),
-        lambda: OperatorCall("gemm_reduce_scatter", x, x, group).run(backend),
-        lambda: OperatorCall("all_gather", x, None, group).run(backend),
-    ):
-        with pytest.raises(UserError, match=r"'pipelined' cannot be captured in a CUDA graph.*use backend='auto'"):
-            call()
 
 
 @pytest.mark.parametrize("captures", [True, False])

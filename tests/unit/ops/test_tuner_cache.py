@@ -81,7 +81,7 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
         ("all_gather_gemm", FUSED | {"plan": None}),
         *(("all_gather_gemm m=8 host wire=fp8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
         ("all_gather_gemm", {"backend": "reference", "pieces": 4}),
-        ("all_gather_gemm", {"backend": "pipelined", "ms": {}}),
+        ("all_gather_gemm", {"backend": "async_tp", "ms": {}}),
         ("all_gather_gemm", "fused"),
     ],
 )

@@ -43,11 +43,11 @@ def chosen(model: torch.nn.Module) -> dict[str, Any]:
 
 def test_names_choose_layers(model: torch.nn.Module) -> None:
     assert set_backend(model, "reference", names="layers.*") == ["layers.0.mlp.fc1", "layers.0.mlp.fc2"]
-    assert set_backend([model], "fused", names="*fc2", dgrad="pipelined", wgrad="fused") == ["layers.0.mlp.fc2"]
+    assert set_backend([model], "fused", names="*fc2", dgrad="chunked", wgrad="fused") == ["layers.0.mlp.fc2"]
     assert set_backend(model, "stock", names="output") == ["output"]
     assert chosen(model) == {
         "layers.0.mlp.fc1": Backends("reference", "reference", "reference"),
-        "layers.0.mlp.fc2": Backends("fused", "pipelined", "fused"),
+        "layers.0.mlp.fc2": Backends("fused", "chunked", "fused"),
         "output": "stock",
     }
     assert len(set_backend(model, None)) == 3

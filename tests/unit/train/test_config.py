@@ -63,7 +63,6 @@ def resolve(
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
         ("cuda", {**GRAPHS, "eval_interval": 5}, "cuda_graph_impl local with --eval-interval"),
         ("cuda", {**GRAPHS, "lora": 4}, "cuda_graph_impl local with --lora"),
-        ("cuda", {**GRAPHS, "wgrad_backend": "pipelined"}, "'pipelined', which cannot be captured"),
         ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         ("cuda", {**FP8, "transformer_impl": "local"}, "needs TransformerEngine's layers; give --transformer-impl"),
         ("cuda", {**FP8, "precision": "fp32"}, "needs bf16, this run is fp32"),

@@ -5,7 +5,6 @@ wire format       numbers                                                      b
 ================  ===========================================================  ==========
 ``exact``         as they are                                                  2 (bf16)
 ``fp8``           e4m3, the largest of a block at 448                          1 + 1/32
-``int8``          -127 to 127, the largest of a block at 127                   1 + 1/32
 ================  ===========================================================  ==========
 
 The sender quantises once. Sums are added in fp32, in the order of ranks whatever arrives first, so that results are the
@@ -22,10 +21,9 @@ import torch
 
 from megatron_flux.kernels.wire_format import (
     EXACT,
-    FORMATS,
+    FORMAT,
     FP8,
     GROUP,
-    INT8,
     TINY,
     TOP,
     LaunchCache,
@@ -34,12 +32,12 @@ from megatron_flux.kernels.wire_format import (
     parts,
 )  # fmt: skip
 
-__all__ = ["EXACT", "FP8", "INT8", "add", "decode", "encode", "nbytes", "parts"]
+__all__ = ["EXACT", "FP8", "add", "decode", "encode", "nbytes", "parts"]
 
 
-def encode(wire: str, x: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
-    """Encode x ``[rows, k]`` (contiguous) into ``out`` (uint8 ``[nbytes]``)."""
-    numbers, scales = parts(out, wire, *x.shape)
+def encode(x: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
+    """Encode x ``[rows, k]`` (contiguous) in fp8 into ``out`` (uint8 ``[nbytes]``)."""
+    numbers, scales = parts(out, *x.shape)
     if x.is_cuda:
         from megatron_flux.kernels import wire_kernels
 
@@ -48,17 +46,16 @@ def encode(wire: str, x: torch.Tensor, out: torch.Tensor, cache: LaunchCache) ->
     rows, k = x.shape
     v = torch.nn.functional.pad(x.float(), (0, groups(k) * GROUP - k)).view(rows, -1, GROUP)
     largest = v.abs().amax(-1)  # NaN where there is one
-    scale = largest / TOP[wire]
+    scale = largest / TOP
     tiny = largest < TINY
     scales.copy_(torch.where(tiny, 0.0, scale))
-    scaled = (v / torch.where(tiny, 1.0, scale)[..., None]).nan_to_num(0.0).clamp(-TOP[wire], TOP[wire])
-    scaled = scaled.round() if wire == INT8 else scaled
-    numbers.copy_(scaled.view(rows, -1)[:, :k].to(FORMATS[wire]))
+    scaled = (v / torch.where(tiny, 1.0, scale)[..., None]).nan_to_num(0.0).clamp(-TOP, TOP)
+    numbers.copy_(scaled.view(rows, -1)[:, :k].to(FORMAT))
 
 
-def decode(wire: str, data: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
+def decode(data: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
     """Decode ``data`` into ``out`` ``[rows, k]`` (contiguous), in its dtype."""
-    numbers, scales = parts(data, wire, *out.shape)
+    numbers, scales = parts(data, *out.shape)
     if out.is_cuda:
         from megatron_flux.kernels import wire_kernels
 
@@ -78,7 +75,7 @@ def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torc
     if wire == EXACT:
         numbers, scales = data.view(local.dtype).unflatten(-1, tuple(local.shape)), None
     else:
-        numbers, scales = parts(data, wire, *local.shape)
+        numbers, scales = parts(data, *local.shape)
     if out.is_cuda:
         from megatron_flux.kernels import wire_kernels
 

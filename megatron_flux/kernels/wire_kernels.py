@@ -10,10 +10,9 @@ import triton.language as tl
 
 from megatron_flux.kernels import launch as kernel_launch
 from megatron_flux.kernels.launch import Launch
-from megatron_flux.kernels.wire_format import GROUP, TINY, LaunchCache
+from megatron_flux.kernels.wire_format import GROUP, TINY, TOP, LaunchCache
 
 BLOCKS = 16  # of a program
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: fp32 numbers far below it are rounded to integers when it is added
 
 
 @triton.jit
@@ -28,9 +27,9 @@ def _places(rows, k, groups, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def encode_kernel(
     x, numbers, scales, rows, k, groups,
-    TOP: tl.constexpr, ROUND: tl.constexpr, TINY: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    TOP: tl.constexpr, TINY: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Encode x ``[rows, k]``; ``ROUND``: to integers."""
+    """Encode x ``[rows, k]``."""
     block, there, place, inside = _places(rows, k, groups, BLOCKS, GROUP)
     v = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(v), 1)
@@ -41,8 +40,6 @@ def encode_kernel(
     scaled = v / tl.where(tiny, 1.0, scale)[:, None]
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     scaled = tl.minimum(tl.maximum(scaled, -TOP), TOP)
-    if ROUND:
-        scaled = (scaled + _ROUND) - _ROUND
     tl.store(numbers + place, scaled.to(numbers.dtype.element_ty), mask=inside)
 
 
@@ -96,10 +93,9 @@ def _launch(
 
 def encode(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, cache: LaunchCache) -> None:
     """See :func:`megatron_flux.kernels.wire.encode`."""
-    integers = numbers.dtype == torch.int8
     _launch(
         encode_kernel, cache, (), {"x": x, "numbers": numbers, "scales": scales}, *x.shape, scales.shape[-1],
-        TOP=127.0 if integers else 448.0, ROUND=integers, TINY=TINY,
+        TOP=TOP, TINY=TINY,
     )  # fmt: skip
 
 

@@ -87,8 +87,6 @@ _API_BY_RELEASE = {
 }
 """Symbols that older releases lack; see the module."""
 
-_WITHOUT_FP8 = ("chunked_fp8", "chunked_int8")
-
 
 class TransformerEngineFp8:
     """The installed TransformerEngine, as far as flux calls or asks it for FP8."""
@@ -130,7 +128,7 @@ class TransformerEngineFp8:
         if type(weight) is not torch.nn.Parameter and not isinstance(weight, self.api.whole | self.api.blocks):
             return f"weight of type {type(weight).__name__}"
         for name in backends:
-            if name in _WITHOUT_FP8:
+            if name == "chunked_fp8":
                 return f"fp8 over backend {name}"
         return self._why_stock_shapes(layer, x, weight, recipe)
 

@@ -139,7 +139,8 @@ def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None)
         if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
             least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu.capability))
             raise UserError(
-                f"{name} {wire} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}"
+                f"{name} {wire} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}; "
+                f"leave {name} out: such GPUs send exact numbers"
             )
         if name == "wire":
             options["wire"] = wire

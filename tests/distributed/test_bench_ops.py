@@ -52,7 +52,7 @@ FP8_CASES = [
 CPU = torch.device("cpu")
 TIMES = {
     **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "fused": 1.1, "tuned": 1.2},
-    **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
+    **{"chunked": 2.5, "chunked_fp8": 2.25, "reference": 3.0},
 }
 ROW_KEYS = {
     "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
@@ -236,24 +236,24 @@ def test_bytes_of_a_gather() -> None:
 
 
 def bench_over_host(folder: Path, cases: list[Case]) -> dict[str, Any]:
-    return bench(folder, cases, "host", wire="int8", link="host")[0]
+    return bench(folder, cases, "host", wire="fp8", link="host")[0]
 
 
 def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
     cases = [*CASES, *(replace(case, fp8="blockwise") for case in FP8_CASES[:2])]
     summary = world2.run(bench_over_host, tmp_path, cases)[0]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "int8", 40.0)
+    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "fp8", 40.0)
     for row in summary["rows"]:
         found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
-        own = {"chunked_int8"} if row["fp8"] is None else set()
+        own = {"chunked_fp8"} if row["fp8"] is None else set()
         assert found == {"gemm", "nccl", "serial", "chunked", "tuned"} | own
-        assert (row["link"], row["wire"]) == ("host", "int8" if row["fp8"] is None else "exact")
-        assert row["tuned_choice"].startswith("chunked_int8" if row["fp8"] is None else "chunked")
+        assert (row["link"], row["wire"]) == ("host", "fp8" if row["fp8"] is None else "exact")
+        assert row["tuned_choice"].startswith("chunked_fp8" if row["fp8"] is None else "chunked")
         assert row["shared_bytes"] > 1 << 20
     text = io.StringIO()
     tables.show_ops(summary, text)
-    assert " E chunked int8 " in text.getvalue()
+    assert " E chunked fp8 " in text.getvalue()
 
 
 def fill(
@@ -310,16 +310,16 @@ def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> Non
 
 
 def over_host(cache: Path) -> list[tuple[Case, str, str]]:
-    return fill(cache, CASES, "host", link="host", wire="int8")[0]
+    return fill(cache, CASES, "host", link="host", wire="fp8")[0]
 
 
 def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
     done = world2.run(over_host, tmp_path / "tuned.json")[0]
     assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
-    assert {(case.direction, "wire=int8" in key, plan) for case, key, plan in done} == {
-        ("forward", True, "chunked_int8 x1"),
+    assert {(case.direction, "wire=fp8" in key, plan) for case, key, plan in done} == {
+        ("forward", True, "chunked_fp8 x1"),
         ("dgrad", False, "chunked x1"),
-        ("wgrad", True, "chunked_int8 x1"),
+        ("wgrad", True, "chunked_fp8 x1"),
     }
 
 

@@ -33,7 +33,7 @@ from tests.small_disk import small_disk
 CPU = torch.device("cpu")
 WAYS = ("one queue", "two lanes", "peers' memory")
 OVER = pytest.mark.parametrize("way", WAYS)
-WIRES = {"chunked": 0.0, "chunked_fp8": 0.04, "chunked_int8": 0.01}
+WIRES = {"chunked": 0.0, "chunked_fp8": 0.04}
 """Backends, and how far off results may be relative to the largest."""
 
 
@@ -127,16 +127,13 @@ def test_exact(world: WorkerPool, way: str) -> None:
     world.run(random_shapes, way, "chunked", 8)
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [("one queue", "chunked_fp8"), ("two lanes", "chunked_int8"), ("peers' memory", "chunked_fp8")],
-)
-def test_8_bit(world2: WorkerPool, way: str, name: str) -> None:
-    world2.run(random_shapes, way, name, 5)
+@OVER
+def test_8_bit(world2: WorkerPool, way: str) -> None:
+    world2.run(random_shapes, way, "chunked_fp8", 5)
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [("one queue", "chunked"), ("two lanes", "chunked_int8"), ("peers' memory", "chunked")]
+    ("way", "name"), [("one queue", "chunked"), ("two lanes", "chunked_fp8"), ("peers' memory", "chunked")]
 )
 @on_ranks("world2")
 def test_calls_may_stay_open(way: str, name: str) -> None:
@@ -181,16 +178,15 @@ def test_sums_have_one_order(name: str) -> None:
     state_of(group).transports.clear()
 
 
-@pytest.mark.parametrize("name", ["chunked_fp8", "chunked_int8"])
 @on_ranks("world2")
-def test_overflow_is_seen(name: str) -> None:
+def test_overflow_is_seen() -> None:
     """Numbers that are not finite stay visible."""
     group = dist.group.WORLD
     use("one queue", group)
     for bad in (float("inf"), float("nan")):
         x = normals(4, 300, seed=dist.get_rank())
         x[1, 140] = bad
-        full = ops.all_gather(x, group, backend=name).wait()
+        full = ops.all_gather(x, group, backend="chunked_fp8").wait()
         peer = full[4 * (1 - group.rank()) :][:4]
         assert peer[1, 128:256].isnan().all()
         assert peer.isnan().sum() == 128
@@ -279,7 +275,7 @@ def test_an_exception_within_a_call_is_the_last_of_its_transport(way: str) -> No
 @NEEDS_TRITON
 @on_ranks("world2")
 def test_the_kernels_of_the_wire() -> None:
-    """Triton's kernels against torch. Its interpreter rounds fp8 in a way of its own: only int8 is looked at."""
+    """Triton's kernels against torch, on numbers that e4m3 has: Triton's interpreter rounds 127 to 64, not to 128."""
     from megatron_flux.kernels import wire, wire_kernels
 
     for rows, k, dtype in (
@@ -288,25 +284,27 @@ def test_the_kernels_of_the_wire() -> None:
         (40, 1, torch.float32),
         (7, 16, torch.float32),
     ):
-        x = normals(rows, k, seed=rows, dtype=dtype)
+        x = (100 * normals(rows, k, seed=rows)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        x[:, ::128] = 448.0  # of every block, so that its scale is a power of two
+        x = (x * 2.0 ** torch.arange(0, -rows, -1)[:, None].clamp(-8)).to(dtype)
         x[1] = 0.0
-        size = wire.nbytes("int8", rows, k, x.element_size())
+        size = wire.nbytes("fp8", rows, k, x.element_size())
         data = torch.zeros(2, size, dtype=torch.uint8)
-        wire.encode("int8", x, data[0], {})
-        wire_kernels.encode(x, *wire.parts(data[1], "int8", rows, k), {})
-        here, there = wire.parts(data[0], "int8", rows, k), wire.parts(data[1], "int8", rows, k)
-        assert (here[0].int() - there[0].int()).abs().max() <= 1, "rounding of what lies in the middle"
-        assert torch.allclose(here[1], there[1], rtol=1e-6)
+        wire.encode(x, data[0], {})
+        wire_kernels.encode(x, *wire.parts(data[1], rows, k), {})
+        here, there = wire.parts(data[0], rows, k), wire.parts(data[1], rows, k)
+        assert torch.equal(here[0].view(torch.uint8), there[0].view(torch.uint8))
+        assert torch.equal(here[1], there[1])
         out, again = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-        wire.decode("int8", data[0], out, {})
+        wire.decode(data[0], out, {})
         wire_kernels.decode(*here, again, {})
-        assert torch.allclose(out, again, rtol=1e-6)
-        assert (out[1] == 0).all()
+        assert torch.equal(out, x)
+        assert torch.equal(again, x)
         sums, others = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
         three = torch.stack([data[0], data[1], data[0]])
         for rank in range(3):
-            wire.add("int8", three, x, rank, sums, {})
-            wire_kernels.add(*wire.parts(three, "int8", rows, k), x, rank, others, {})
+            wire.add("fp8", three, x, rank, sums, {})
+            wire_kernels.add(*wire.parts(three, rows, k), x, rank, others, {})
             assert torch.allclose(sums, others, rtol=1e-5, atol=1e-3)
         exact = x.view(-1).view(torch.uint8).repeat(3, 1)
         wire.add("exact", exact, x, 1, sums, {})

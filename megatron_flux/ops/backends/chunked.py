@@ -10,10 +10,9 @@ name                what travels (:mod:`megatron_flux.kernels.wire`)
 ==================  =====================================================================================
 ``chunked``         the numbers as they are: gathered inputs are bit-equal
 ``chunked_fp8``     e4m3 in blocks of 128 with a scale: half the bytes of bf16
-``chunked_int8``    int8 with such scales
 ==================  =====================================================================================
 
-FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by all three, their bytes in pieces and the
+FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by both, their bytes in pieces and the
 scales of their blocks before them; what a reduce-scatter sends of them are partial sums in bf16, as of others.
 
 The local shard is never quantised: it is not sent. With an 8-bit wire the gathered inputs of two ranks
@@ -83,9 +82,8 @@ class ChunkedBackend(Backend):
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return the first limit that these operands meet, or None."""
         if x.is_cuda and self.wire == wires.FP8 and (found := capability(x.device)) < FP8_CAPABILITY:
-            return (
-                f"an fp8 wire needs compute capability 8.9, this GPU has {found[0]}.{found[1]}; chunked_int8 does not"
-            )
+            has = f"{found[0]}.{found[1]}"
+            return f"an fp8 wire needs compute capability 8.9, this GPU has {has}; such GPUs send exact numbers"
         return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
@@ -197,7 +195,7 @@ class ChunkedBackend(Backend):
                 part = block.view(call.out).view(-1, n) if partial is None else partial[: last - first]
                 gemm(peer * mp + first, peer * mp + last, part)
                 if partial is not None:
-                    wires.encode(wire, part, block, known)
+                    wires.encode(part, block, known)
                 exchange.send(block)
             gemm(rank * mp, (rank + 1) * mp, own)
             exchange.enqueue()
@@ -250,7 +248,7 @@ class _Gathered:
         if self._wire != wires.EXACT:
             for piece in range(len(self._rows) - 1):
                 part = self._call.x[self._rows[piece] : self._rows[piece + 1]]
-                wires.encode(self._wire, part, self._mine[self._cuts[piece] : self._cuts[piece + 1]], self._known)
+                wires.encode(part, self._mine[self._cuts[piece] : self._cuts[piece + 1]], self._known)
         if (table := state_of(self._call.group).table) is not None:
             table.enter()
         self.flight = self.transport.gather(self._call.operator, self._mine, self.arrived, self._cuts)
@@ -260,7 +258,7 @@ class _Gathered:
         rows = slice(peer * self._mp + self._rows[piece], peer * self._mp + self._rows[piece + 1])
         if self._wire != wires.EXACT:
             data = self.arrived[peer, self._cuts[piece] : self._cuts[piece + 1]]
-            wires.decode(self._wire, data, self._full[rows], self._known)
+            wires.decode(data, self._full[rows], self._known)
         return rows
 
     def decode_all(self) -> None:

@@ -29,7 +29,7 @@ def test_names() -> None:
     assert flux_config("flux_te:gather_ahead=false:backend=fused", link="host").gather_ahead is False
     assert variants.wires_of("te") == variants.wires_of("flux_te") == ("exact", "exact")
     assert variants.wires_of("flux_te:wire=fp8") == ("fp8", "exact")
-    assert variants.wires_of("flux_te:forward=chunked_fp8:dgrad=chunked_int8") == ("fp8", "int8")
+    assert variants.wires_of("flux_te:forward=chunked:dgrad=chunked_fp8") == ("exact", "fp8")
 
 
 def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:

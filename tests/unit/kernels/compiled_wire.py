@@ -13,24 +13,22 @@ from triton.compiler import ASTSource
 from megatron_flux.kernels import launch
 from megatron_flux.kernels.gate import gate_kernel
 from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
+from megatron_flux.kernels.wire_format import TINY, TOP
 from megatron_flux.kernels.wire_kernels import add_kernel, decode_kernel, encode_kernel
 from tests.unit.kernels.compiled import compiled
 
 SIZES = {"BLOCKS": 16, "GROUP": 128}
-WIRES = {"fp8": "*fp8e4nv", "int8": "*i8"}
 
 
 def kernels(capability: int) -> dict[str, Any]:
     made = {"gate": compiled(ASTSource, gate_kernel, {"err": "*i32"}, {"CPU": False}, capability, num_warps=1)}
-    for wire, numbers in WIRES.items():
-        if wire == "fp8" and capability < 89:
-            continue
-        types = {"x": "*bf16", "local": "*bf16", "y": "*bf16", "numbers": numbers, "scales": "*fp32"}
-        top = {"TOP": 448.0 if wire == "fp8" else 127.0, "ROUND": wire == "int8", "TINY": 1e-30, **SIZES}
-        made[f"encode {wire}"] = compiled(ASTSource, encode_kernel, types, top, capability, num_warps=4)
-        made[f"decode {wire}"] = compiled(ASTSource, decode_kernel, types, SIZES, capability, num_warps=4)
+    if capability >= 89:
+        types = {"x": "*bf16", "local": "*bf16", "y": "*bf16", "numbers": "*fp8e4nv", "scales": "*fp32"}
+        top = {"TOP": TOP, "TINY": TINY, **SIZES}
+        made["encode fp8"] = compiled(ASTSource, encode_kernel, types, top, capability, num_warps=4)
+        made["decode fp8"] = compiled(ASTSource, decode_kernel, types, SIZES, capability, num_warps=4)
         sums = {"TP": 4, "SCALED": True, **SIZES}
-        made[f"add {wire}"] = compiled(ASTSource, add_kernel, types, sums, capability, num_warps=4)
+        made["add fp8"] = compiled(ASTSource, add_kernel, types, sums, capability, num_warps=4)
     types = dict.fromkeys(("numbers", "scales", "local", "y"), "*bf16")
     exact = {"TP": 8, "SCALED": False, **SIZES}
     made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=4)

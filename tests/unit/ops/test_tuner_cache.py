@@ -64,7 +64,8 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "data"),
     [
-        *(("all_gather_gemm m=8 host wire=int8 |", CHUNKED), ("all_gather_gemm m=8 host |", CHUNKED)),
+        ("all_gather_gemm m=8 host |", CHUNKED),
+        ("all_gather_gemm m=8 host wire=int8 |", CHUNKED | {"backend": "chunked_int8"}),  # a format of before
         *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
         *(
             ("all_gather_gemm", with_plan(FUSED, **{name: value}))

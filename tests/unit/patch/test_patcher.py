@@ -134,7 +134,9 @@ def test_report_is_for_json() -> None:
     ("given", "message"),
     [
         ({"backend": "warp"}, "unknown backend 'warp'; use one of: auto, reference"),
-        ({"grad_wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8, int8"),
+        ({"backend": "chunked_int8"}, "unknown backend 'chunked_int8'; use one of: auto, reference"),
+        ({"wire": "int8"}, "unknown wire 'int8'; use one of: exact, fp8$"),
+        ({"grad_wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8$"),
         ({"keep_gathered_bytes": 0.5}, "keep_gathered_bytes must be a number of bytes, 0 or more, not 0.5"),
     ],
 )
@@ -148,9 +150,9 @@ def test_bad_values_are_refused_before_anything_changes(given: dict[str, Any], m
 
 
 def test_a_bad_environment_is_refused_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "fp4")
+    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "int8")
     before = methods()
-    with pytest.raises(UserError, match="MEGATRON_FLUX_WIRE must be one of exact, fp8, int8, not 'fp4'"):
+    with pytest.raises(UserError, match="MEGATRON_FLUX_WIRE must be one of exact, fp8, not 'int8'"):
         patch()
     assert methods() == before
 

@@ -38,7 +38,7 @@ def resolve(
     ("device", "given", "message"),
     [
         ("cpu", {"keep_gathered": False, "keep_gathered_bytes": "8GB"}, "with keep_gathered false: nothing is kept"),
-        ("cpu", {"wire": "int8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
+        ("cpu", {"wire": "fp8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_fp8"),
         ("cpu", {"preset": "gpt5"}, "'gpt5'; use one of: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-8b"),
         ("cpu", {"world_size": 3, "tp": 2}, "3 process(es) cannot be split into tp 2 x pp 1; use --nproc (of a job"),
         (
@@ -88,13 +88,14 @@ def test_wires_of_options_and_of_the_environment(monkeypatch: pytest.MonkeyPatch
         return resolve(**given).flux_config.wires
 
     assert wires() == ("exact", "exact")
-    assert wires(grad_wire="int8") == ("exact", "int8")
-    assert wires(wire="int8", grad_wire="exact") == ("int8", "exact")
+    assert wires(grad_wire="fp8") == ("exact", "fp8")
+    assert wires(wire="fp8", grad_wire="exact") == ("fp8", "exact")
     monkeypatch.setenv("MEGATRON_FLUX_WIRE", "fp8")
     assert wires() == ("fp8", "fp8")
-    assert wires(wire="int8") == ("int8", "int8")
-    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
-    assert wires() == ("fp8", "int8")
+    assert wires(wire="exact") == ("exact", "exact")
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "exact")
+    assert wires() == ("fp8", "exact")
+    assert wires(grad_wire="fp8") == ("fp8", "fp8")
     assert wires(wire="exact", grad_wire="exact") == ("exact", "exact")
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from megatron_flux.train.shims import SequenceParallelNorm, cpu_shims
+from megatron_flux.train.shims import SequenceParallelNorm, cpu_shims, gradient_accumulation_fusion
 
 _CPU = torch.device("cpu")
 if not hasattr(typing, "override"):  # Megatron-LM 0.19 takes it from here, where Python 3.11 does not have it
@@ -121,7 +121,7 @@ def main(words: list[str]) -> None:
     target, sys.argv = (words[1], words[1:]) if as_module else (words[0], words)
     # As `python SCRIPT` does it; with -m, as `python -m` does.
     sys.path[0] = os.getcwd() if as_module else str(Path(target).resolve().parent)
-    with cpu_shims():
+    with cpu_shims(), gradient_accumulation_fusion():
         _answer_for_cuda()
         _replace_in_megatron()
         if as_module:

@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -95,9 +96,22 @@ SETS = {
     "expert-parallel": f"{EXPERTS} --expert-model-parallel-size 2 --global-batch-size 4",
     "shared-expert": f"{EXPERTS} --moe-shared-expert-intermediate-size 64 --swiglu",
     "multi-token-prediction": f"--mtp-num-layers 1 {ROPE}",
+    "main-grad": "!--no-gradient-accumulation-fusion",
+    "main-grad-bf16": "--bf16 --accumulate-allreduce-grads-in-fp32 !--no-gradient-accumulation-fusion",
+    "latent-attention": "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+    f" --v-head-dim 16 --rope-type rope {ROPE}",
+    "deferred-wgrad": "--pipeline-model-parallel-size 2 --global-batch-size 8 --defer-embedding-wgrad-compute"
+    " !--no-gradient-accumulation-fusion",
+    "delayed-wgrad": f"{EXPERTS} --expert-model-parallel-size 2 --global-batch-size 4 --delay-wgrad-compute"
+    " --overlap-moe-expert-parallel-comm",
 }
-FOUR = {"tp4", "data-parallel", "distributed-optimizer", "overlap-grad-reduce", "pipeline", "expert-parallel"}
+FOUR = {
+    *("tp4", "data-parallel", "distributed-optimizer", "overlap-grad-reduce", "pipeline", "expert-parallel"),
+    *("deferred-wgrad", "delayed-wgrad"),
+}
 """Sets on four processes."""
+REFUSED = {"latent-attention", "deferred-wgrad", "delayed-wgrad"}
+"""Sets that stock ends itself, with local layers: no failure where it still does. Flux is not run then."""
 
 
 def main() -> int:
@@ -124,10 +138,10 @@ def main() -> int:
         for name in options.only:
             row = compare(name, checkout, out / name, options.iterations)
             row |= {"Megatron-LM": release, "versions": versions, "megatron-flux": __version__}
-            good &= row["equal"]
+            good &= bool(row["equal"]) or ("stock ended with" in row and name in REFUSED)
             lines.write(json.dumps(row) + "\n")
             lines.flush()
-            print(name, "equal" if row["equal"] else row, flush=True)
+            print(name, "equal" if row["equal"] else row.get("stock ended with", row), flush=True)
     return 0 if good else 1
 
 
@@ -148,6 +162,12 @@ def compare(name: str, checkout: Path, out: Path, iterations: int) -> dict[str, 
         script = [*(["-m", "megatron_flux.run"] if flux else []), "pretrain_gpt.py", *megatron_lm.arguments(base)]
         codes[run] = train([*script, "--transformer-impl", "local", "--tensorboard-dir", str(folder), *flux], processes)
         rows[run] = megatron_lm.read(folder)
+        if run == "stock" and any(codes[run]):
+            log = (folder / "run.log").read_text(errors="replace")
+            error = re.search(r"^\w+(Error|Exception)\b.*", log, re.MULTILINE)
+            reason = error[0] if error else "no exception"
+            start = {"set": name, "options": SETS[name], "processes": processes, "steps": len(rows[run])}
+            return start | {"equal": None, "exit codes": codes, "stock ended with": reason}
     found = megatron_lm.against(rows["stock"], rows["flux"], iterations, repeat=False)
     layers = {row.get("flux/active_layers", 0) for row in rows["flux"].values()} or {0}
     same = found["comparable"] and all(found[value]["same bits"] for value in megatron_lm.VALUES)

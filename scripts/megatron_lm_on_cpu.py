@@ -96,16 +96,24 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_in_megatron() -> None:
-    """A norm that runs under sequence parallelism, no kernels of TransformerEngine, no CUDA extensions to compile."""
+    """A norm that runs under sequence parallelism, nothing of TransformerEngine, no CUDA extensions to compile."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import dot_product_attention, multi_token_prediction, transformer_block
     from megatron.core.transformer.moe import moe_utils
 
     backends.LNImpl = backends.WrappedTorchNorm = SequenceParallelNorm
     transformer_block.LayerNormImpl = gpt_layer_specs.LNImpl = SequenceParallelNorm
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 reads it, and has it with TransformerEngine only
         moe_utils.te_general_gemm = None
+    # Latent attention names the sizes of keys and values, which TransformerEngine's attention takes alone; this one
+    # needs neither where a value is as large as kv_channels.
+    attention = dot_product_attention.DotProductAttention
+    made = attention.__init__
+    attention.__init__ = lambda self, *args, k_channels=None, v_channels=None, **kw: made(self, *args, **kw)
+    # 0.20 compares with classes that are None without TransformerEngine.
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
     legacy = types.ModuleType("megatron.legacy.fused_kernels")
     legacy.load = _nothing
     sys.modules[legacy.__name__] = legacy

@@ -52,6 +52,10 @@ IMPORTED = (
 SECONDS = 300
 ROPE = "--position-embedding-type rope --no-rope-fusion"
 LLAMA = f"--swiglu --disable-bias-linear --normalization RMSNorm {ROPE}"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    f" --rope-type rope {ROPE}"
+)
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --disable-bias-linear !--flux-strict"
 )
@@ -98,8 +102,9 @@ SETS = {
     "multi-token-prediction": f"--mtp-num-layers 1 {ROPE}",
     "main-grad": "!--no-gradient-accumulation-fusion",
     "main-grad-bf16": "--bf16 --accumulate-allreduce-grads-in-fp32 !--no-gradient-accumulation-fusion",
-    "latent-attention": "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
-    f" --v-head-dim 16 --rope-type rope {ROPE}",
+    "latent-attention": LATENT,
+    "latent-queries": f"{LATENT} --q-lora-rank 32 --qk-layernorm",
+    "latent-no-sequence-parallel": f"{LATENT} --q-lora-rank 32 !--sequence-parallel",
     "deferred-wgrad": "--pipeline-model-parallel-size 2 --global-batch-size 8 --defer-embedding-wgrad-compute"
     " !--no-gradient-accumulation-fusion",
     "delayed-wgrad": f"{EXPERTS} --expert-model-parallel-size 2 --global-batch-size 4 --delay-wgrad-compute"
@@ -110,8 +115,8 @@ FOUR = {
     *("deferred-wgrad", "delayed-wgrad"),
 }
 """Sets on four processes."""
-REFUSED = {"latent-attention", "deferred-wgrad", "delayed-wgrad", "multi-token-prediction"}
-"""Sets that stock may end itself, as it has no TransformerEngine (the last one in 0.20 alone). Flux is not run then."""
+REFUSED = {"deferred-wgrad", "delayed-wgrad"}
+"""Sets that stock ends itself with local layers, in all releases so far. Flux is not run then."""
 
 
 def main() -> int:

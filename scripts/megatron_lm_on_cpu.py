@@ -19,6 +19,7 @@ import typing
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Megatron-LM demands it for sequence parallelism before Blackwell; torch.compile would compile for minutes.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -97,8 +98,12 @@ def _answer_for_cuda() -> None:
 
 def _replace_in_megatron() -> None:
     """A norm that runs under sequence parallelism, nothing of TransformerEngine, no CUDA extensions to compile."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import dot_product_attention, multi_token_prediction, transformer_block
     from megatron.core.transformer.moe import moe_utils
 
@@ -114,9 +119,19 @@ def _replace_in_megatron() -> None:
     # 0.20 compares with classes that are None without TransformerEngine.
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
+    if HAVE_TE:  # its attention needs a GPU
+        TESpecProvider.core_attention = lambda self: attention
     legacy = types.ModuleType("megatron.legacy.fused_kernels")
     legacy.load = _nothing
     sys.modules[legacy.__name__] = legacy
+    # The flush of the pipeline imports Apex's kernel itself. It gets the one of gradient_accumulation_fusion.
+    drain, kernels = schedules.drain_embedding_wgrad_compute, layers.fused_weight_gradient_mlp_cuda
+
+    def drain_on_cpu(*args: Any, **kwargs: Any) -> None:
+        with mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": kernels}):
+            drain(*args, **kwargs)
+
+    schedules.drain_embedding_wgrad_compute = drain_on_cpu
 
 
 def main(words: list[str]) -> None:

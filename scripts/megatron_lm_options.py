@@ -3,11 +3,14 @@
 
 Use it after a change of the patch or of layers/, and for a new release of Megatron-LM.
 
-    python scripts/megatron_lm_options.py CHECKOUT --out OUT [--only NAME,NAME]
+    python scripts/megatron_lm_options.py CHECKOUT --out OUT [--only NAME,NAME] [--transformer-engine FOLDER]
 
 Each set of :data:`SETS` is trained twice for a few steps: stock, and by ``megatron_flux.run`` with ``--flux
 --flux-strict``. Ranks are forked with everything imported, so a set takes seconds. OUT gets ``options.jsonl``, one
 line for each set, and the logs. Exit code 1: a run failed, flux had no layer, or a loss or gradient norm differs.
+
+With ``--transformer-engine`` the layers are TransformerEngine's. FOLDER has its Python, and what is compiled is torch
+(tests/distributed/te_stand_in.py). Sets in bf16 and fp16 are left out: torch rounds there elsewhere than flux.
 """
 
 from __future__ import annotations
@@ -116,7 +119,8 @@ FOUR = {
 }
 """Sets on four processes."""
 REFUSED = {"deferred-wgrad", "delayed-wgrad"}
-"""Sets that stock ends itself with local layers, in all releases so far. Flux is not run then."""
+"""Sets that stock ends itself, in all releases so far: the first with local layers, the second also in fp32. Flux is
+not run then."""
 
 
 def main() -> int:
@@ -126,11 +130,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; must not exist")
     parser.add_argument("--only", type=lambda names: names.split(","), default=list(SETS), help="NAME,NAME,...")
     parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--transformer-engine", type=Path, metavar="FOLDER", help="train its layers")
     options = parser.parse_args()
     if unknown := set(options.only) - set(SETS):
         parser.error(f"--only: no such set: {', '.join(sorted(unknown))}; there are {', '.join(SETS)}")
     out, checkout = options.out.resolve(), options.checkout.resolve()
     out.mkdir(parents=True)
+    implementation = "local"
+    if options.transformer_engine:
+        implementation = "transformer_engine"
+        stand_in(options.transformer_engine)
+        options.only = [name for name in options.only if not {"--bf16", "--fp16"} & set(SETS[name].split())]
     release, versions = version_of_tree(checkout / "megatron" / "core"), environment.versions()
     good = True
     with tempfile.TemporaryDirectory() as scratch, (out / "options.jsonl").open("w") as lines:
@@ -141,8 +151,9 @@ def main() -> int:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         for name in options.only:
-            row = compare(name, checkout, out / name, options.iterations)
-            row |= {"Megatron-LM": release, "versions": versions, "megatron-flux": __version__}
+            row = compare(name, checkout, out / name, options.iterations, implementation)
+            row |= {"layers": implementation, "Megatron-LM": release, "versions": versions}
+            row["megatron-flux"] = __version__
             good &= bool(row["equal"]) or ("stock ended with" in row and name in REFUSED)
             lines.write(json.dumps(row) + "\n")
             lines.flush()
@@ -150,7 +161,17 @@ def main() -> int:
     return 0 if good else 1
 
 
-def compare(name: str, checkout: Path, out: Path, iterations: int) -> dict[str, Any]:
+def stand_in(folder: Path) -> None:
+    """Let megatron-core find TransformerEngine's Python of ``folder``, and torch's optimizers."""
+    os.environ["MEGATRON_FLUX_TE_SOURCE"] = str(folder.resolve())
+    sys.path.insert(0, str(megatron_lm.HERE.parent))
+    from tests.distributed import te_stand_in
+
+    te_stand_in.install()
+    sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
+
+
+def compare(name: str, checkout: Path, out: Path, iterations: int, implementation: str) -> dict[str, Any]:
     """Train the set ``name`` stock and with flux; returns its row."""
     processes = 4 if name in FOUR else 2
     words = SETS[name].split()
@@ -165,7 +186,8 @@ def compare(name: str, checkout: Path, out: Path, iterations: int) -> dict[str, 
         folder = out / run
         folder.mkdir(parents=True)
         script = [*(["-m", "megatron_flux.run"] if flux else []), "pretrain_gpt.py", *megatron_lm.arguments(base)]
-        codes[run] = train([*script, "--transformer-impl", "local", "--tensorboard-dir", str(folder), *flux], processes)
+        layers = ["--transformer-impl", implementation]
+        codes[run] = train([*script, *layers, "--tensorboard-dir", str(folder), *flux], processes)
         rows[run] = megatron_lm.read(folder)
         if run == "stock" and any(codes[run]):
             log = (folder / "run.log").read_text(errors="replace")
@@ -174,15 +196,15 @@ def compare(name: str, checkout: Path, out: Path, iterations: int) -> dict[str, 
             start = {"set": name, "options": SETS[name], "processes": processes, "steps": len(rows[run])}
             return start | {"equal": None, "exit codes": codes, "stock ended with": reason}
     found = megatron_lm.against(rows["stock"], rows["flux"], iterations, repeat=False)
-    layers = {row.get("flux/active_layers", 0) for row in rows["flux"].values()} or {0}
+    active = {row.get("flux/active_layers", 0) for row in rows["flux"].values()} or {0}
     same = found["comparable"] and all(found[value]["same bits"] for value in megatron_lm.VALUES)
     row = {
         "set": name,
         "options": SETS[name],
         "processes": processes,
         "steps": len(rows["stock"]),
-        "equal": same and min(layers) > 0 and not any(map(any, codes.values())),
-        "flux layers of rank 0": max(layers),
+        "equal": same and min(active) > 0 and not any(map(any, codes.values())),
+        "flux layers of rank 0": max(active),
         "exit codes": codes,
     }
     for value in megatron_lm.VALUES:

@@ -104,7 +104,12 @@ def _replace_in_megatron() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import dot_product_attention, multi_token_prediction, transformer_block
+    from megatron.core.transformer import (
+        dot_product_attention,
+        multi_latent_attention,
+        multi_token_prediction,
+        transformer_block,
+    )
     from megatron.core.transformer.moe import moe_utils
 
     backends.LNImpl = backends.WrappedTorchNorm = SequenceParallelNorm
@@ -116,6 +121,7 @@ def _replace_in_megatron() -> None:
     attention = dot_product_attention.DotProductAttention
     made = attention.__init__
     attention.__init__ = lambda self, *args, k_channels=None, v_channels=None, **kw: made(self, *args, **kw)
+    multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16 takes it to be there
     # 0.20 compares with classes that are None without TransformerEngine.
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = lambda module: False

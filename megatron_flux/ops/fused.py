@@ -74,14 +74,17 @@ class FusedPlan(Plan):
         with torch.inference_mode(False), torch.no_grad():
             self._number = compare_calls(call)
             self._together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
-            state, old = state_of(call.group), self._slab
-            work = state.slab(self.purpose, self.nbytes_of_half, self._device, self._captured)
+            work, old = self.slab_of(call), self._slab
             if work is not old:
                 if old is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture
-                    state.graph_slabs.append(old)
+                    state_of(call.group).graph_slabs.append(old)
                 self._slab, self._launches, self._fixed = work, [None, None], {}
                 self._view(work, call)
         return work
+
+    def slab_of(self, call: OperatorCall) -> Slab:
+        """Return the group's slab, made if there is none so large. Tests emulate groups here."""
+        return state_of(call.group).slab(self.purpose, self.nbytes_of_half, self._device, self._captured)
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
         """Make views of ``work`` that calls need."""

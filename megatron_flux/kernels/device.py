@@ -1,7 +1,7 @@
 """Device functions that kernels share: bounded waits, publication of flags, tile order, fences, the main loop.
 
 The Hopper kernels, in Gluon, call those that name no layout: :func:`now`, :func:`give_up`, :func:`publish`,
-:func:`leave`, :func:`raster`, :func:`scatter_place`.
+:func:`leave`, :func:`take`, :func:`raster`, :func:`scatter_place`.
 
 Flags
     A flag is an int32. A rank that has moved data into a peer's memory writes the *epoch* of the call into the peer's
@@ -32,6 +32,9 @@ from triton.language.target_info import cuda_capability_geq
 
 REFRESH_BITS = tl.constexpr(30)
 """A graph's flags are rewritten when its epoch has grown by 2 to the power of this."""
+
+MOST_CTAS = tl.constexpr(256)
+"""CTAs of a kernel at most, one on an SM; :data:`megatron_flux.comm.slab.MOST_CTAS` has room for them."""
 
 # Operator codes in alarms; :mod:`megatron_flux.comm.timeouts` has the names.
 OP_AG = tl.constexpr(1)
@@ -165,6 +168,12 @@ def leave(ctrl, epochs, epoch, next_slot, CTAS: tl.constexpr):
         tl.store(ctrl, 0)
         tl.store(ctrl + 1, 0)
         tl.store(epochs + next_slot, epoch + 1)
+
+
+@triton.jit
+def take(taken, share, epoch):
+    """Return True if no CTA has taken the share before in this call."""
+    return tl.atomic_xchg(taken + share, epoch, sem="relaxed", scope="gpu") != epoch
 
 
 @triton.jit

@@ -59,6 +59,7 @@ import triton
 import triton.language as tl
 
 from megatron_flux.kernels.device import (
+    MOST_CTAS,
     OP_AG,
     OP_AR,
     OP_RS,
@@ -71,6 +72,7 @@ from megatron_flux.kernels.device import (
     rounded_product,
     scatter_place,
     split_columns,
+    take,
     wait_flags,
 )
 
@@ -152,15 +154,6 @@ def _announce(flag_table, owner, flag, epoch, TP: tl.constexpr, STEPS: tl.conste
         publish(owner, flag, epoch, "relaxed")
 
 
-MOST_CTAS = tl.constexpr(256)
-
-
-@triton.jit
-def _take(taken, share, epoch):
-    """Return True if no CTA has taken the share before in this call."""
-    return tl.atomic_xchg(taken + share, epoch, sem="relaxed", scope="gpu") != epoch
-
-
 @triton.jit
 def _left(taken, shares, epoch):
     """Take the last share that its own CTA has not; ``shares`` if there is none."""
@@ -171,7 +164,7 @@ def _left(taken, shares, epoch):
         seen = tl.load(taken + lane, mask=lane < shares, other=0, cache_modifier=".cg")
         last = tl.max(tl.where((lane < shares) & (seen != epoch), lane, -1), 0)
         if last >= 0:
-            if _take(taken, last, epoch):
+            if take(taken, last, epoch):
                 share = last
     return share
 
@@ -203,7 +196,7 @@ def gemm_rs_kernel(
     owner1 = owner0
     share = tl.program_id(0)
     if share < gemm_ctas:
-        share = tl.where(_take(ctrl + 2, share, epoch), share, gemm_ctas)
+        share = tl.where(take(ctrl + 2, share, epoch), share, gemm_ctas)
     while share < gemm_ctas:
         for t in tl.range(share, tiles * STEPS, gemm_ctas):
             step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)

@@ -36,7 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megatron_flux.kernels.device import OP_AR, OP_RS, leave, now, publish, scatter_place
+from megatron_flux.kernels.device import MOST_CTAS, OP_AR, OP_RS, leave, now, publish, scatter_place, take
 from megatron_flux.kernels.hopper.pieces import (
     FENCE_SYSTEM,
     PIECE,
@@ -55,8 +55,6 @@ from megatron_flux.kernels.hopper.pieces import (
 )
 from megatron_flux.kernels.hopper.scaled import product
 
-MOST_CTAS = gl.constexpr(256)
-
 
 @aggregate
 class Shares:
@@ -71,19 +69,13 @@ class Shares:
 
 
 @gluon.jit
-def _take(taken, share, epoch):
-    """Return True if no CTA has taken the share before in this call."""
-    return gl.atomic_xchg(taken + share, epoch, sem="relaxed", scope="gpu") != epoch
-
-
-@gluon.jit
 def _shares(taken, epoch, WORKERS: gl.constexpr, TEAMS: gl.constexpr, BESIDE: gl.constexpr):
     number = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told, heard = rings(1, 1, TEAMS + 1)
     first = gl.program_id(0)
     if BESIDE:
         if first < WORKERS:
-            first = gl.where(_take(taken, first, epoch), first, WORKERS)
+            first = gl.where(take(taken, first, epoch), first, WORKERS)
     return Shares(first, number, told, heard)
 
 
@@ -98,7 +90,7 @@ def _left(taken, epoch, WORKERS: gl.constexpr):
         seen = gl.load(taken + lane, mask=lane < WORKERS, other=epoch, cache_modifier=".cg")
         last = gl.max(gl.where(seen != epoch, lane, -1), axis=0)
         if last >= 0:
-            if _take(taken, last, epoch):
+            if take(taken, last, epoch):
                 share = last
     return share
 

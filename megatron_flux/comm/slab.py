@@ -114,30 +114,32 @@ class CopyStream(NamedTuple):
     after: torch.cuda.Event
 
 
-class KernelOrder:
-    """Put kernels that wait on all SMs of a GPU in one order, whatever streams and slabs they run on: two of them at
-    once could each keep the other's peer waiting.
-    """
+class StreamOrder:
+    """Put calls on a GPU in one order, whatever streams they are made on."""
 
     def __init__(self, index: int) -> None:
         """``index``: of the GPU."""
-        self._index, self._raw = index, -1
+        self._index = index
+        self.raw = -1
+        """The latest stream's handle: asking for the stream itself costs twenty times as much."""
         self._stream: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
-        """Put the current stream behind the one of the kernel before, if it is another."""
+        """Put the current stream behind the latest call's, if it is another."""
         raw = torch._C._cuda_getCurrentRawStream(self._index)
-        if raw != self._raw:
+        if raw != self.raw:
             current = torch.cuda.current_stream()
             if self._stream is not None:
                 current.wait_stream(self._stream)
-            self._stream, self._raw = current, raw
+            self._stream, self.raw = current, raw
 
 
 @functools.cache
-def order_on(index: int) -> KernelOrder:
-    """Return the GPU's one order."""
-    return KernelOrder(index)
+def kernels_on(index: int) -> StreamOrder:
+    """Return the order of the GPU's kernels that wait on all SMs: two of them at once, on whatever slabs, could each
+    keep the other's peer waiting.
+    """
+    return StreamOrder(index)
 
 
 @dataclass
@@ -156,7 +158,7 @@ class Slab:
     epochs: torch.Tensor  # int32 ``[2]``
     alarm: Alarm
     keep: Any = None
-    order: KernelOrder | None = None  # of the GPU
+    kernel_order: StreamOrder | None = None  # of the GPU
     table: CallTable | None = None  # where calls are entered
     calls: int = 0  # so far; of a captured slab since the last one that was synchronised
     in_graphs: bool = False  # a call on it has been captured
@@ -165,17 +167,13 @@ class Slab:
     limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""
-    _stream: torch.cuda.Stream | None = None
-    _raw: int = -1
-    """The stream of the latest call in the same capture, or outside of any, and its handle: asking for the handle costs
-    a twentieth."""
-    _outside: tuple[torch.cuda.Stream | None, int] = (None, -1)
-    """Stream and handle of the latest call outside of captures, kept during a capture."""
     capture: int | None = None  # that the latest call was part of
 
     def __post_init__(self) -> None:
         """Look the device up once."""
         self._index = self.data_table.get_device()
+        self._order = self._outside = StreamOrder(self._index)
+        """Of calls in the same capture, or outside of any; and of those outside, during a capture."""
 
     def claim(self, spec: int = 0) -> tuple[int, int]:
         """Claim a slot for a call, ``spec`` in the table; return its half and the current stream's handle (CPUs: -1).
@@ -187,7 +185,7 @@ class Slab:
             raise OperatorError(self.alarm.message())
         synchronise = self.captured and self._enter_capture()
         raw = -1 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
-        if raw != self._raw:
+        if raw != self._order.raw:
             self._follow()
         half = self.calls & 1
         self.calls += 1
@@ -207,8 +205,8 @@ class Slab:
         capture = self.current_capture()
         if capture != self.capture:  # a captured stream must not wait for one of another capture, or of none
             if self.capture is None:
-                self._outside = self._stream, self._raw
-            self._stream, self._raw = self._outside if capture is None else (None, -1)
+                self._outside = self._order
+            self._order = self._outside if capture is None else StreamOrder(self._index)
         elif capture is not None:
             return False
         self.capture, self.calls = capture, 0
@@ -221,13 +219,13 @@ class Slab:
         Behind the barrier of a synchronised call it waits for nobody; but without it a capture would be the first to
         launch it, and kernels cannot be loaded there.
         """
-        if (order := self.order) is not None and self.capture is None:
+        if (order := self.kernel_order) is not None and self.capture is None:
             order.follow()
         from megatron_flux.kernels.device import start_kernel
 
         words = half * FLAG_WORDS + START_WORDS
         _wait_for_peers(self, start_kernel, ("start", half), half, words)
-        if self.order is None:  # on CPUs it has run
+        if self.kernel_order is None:  # on CPUs it has run
             self.check()
 
     def end(self) -> None:
@@ -261,14 +259,8 @@ class Slab:
 
     def _follow(self) -> None:
         """Put the current stream behind the one used before, if it is another."""
-        if not self.data_table.is_cuda:
-            return
-        raw = torch._C._cuda_getCurrentRawStream(self.data_table.device.index)
-        if raw != self._raw:
-            current = torch.cuda.current_stream()
-            if self._stream is not None:
-                current.wait_stream(self._stream)
-            self._stream, self._raw = current, raw
+        if self.data_table.is_cuda:
+            self._order.follow()
 
     def arguments(self, half: int) -> tuple[object, ...]:
         """Return every kernel's arguments for its slot: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
@@ -387,7 +379,7 @@ def assemble(
     def make_own() -> None:
         flags[group.rank()].zero_()
         ctrl, epochs = torch.zeros(2 + MOST_CTAS, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-        order = None if device.type == "cpu" else order_on(data[0].get_device())
+        order = None if device.type == "cpu" else kernels_on(data[0].get_device())
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
             epochs.to(device), Alarm(group, device), keep, order,

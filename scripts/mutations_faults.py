@@ -224,7 +224,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "calls beside other groups start as they come",
         "megatron_flux/comm/links.py",
-        "(there.others and (captured or not settings.one_queue()))",
+        "there.others and not settings.one_queue()",
         "False",
         ("tests/unit/comm/test_beside.py::test_the_rule",),
     ),
@@ -404,7 +404,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "ready calls do not follow a change of stream",
         "megatron_flux/comm/slab.py",
-        "        if raw != self._raw:\n            self._follow()\n        half",
+        "        if raw != self._order.raw:\n            self._follow()\n        half",
         "        half",
         ("tests/unit/comm/test_slab.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),

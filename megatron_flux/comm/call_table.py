@@ -23,6 +23,7 @@ from megatron_flux.errors import OperatorError, UserError
 LAST = 1023
 """Calls that a row holds, less one. Ranks that are further apart are not compared."""
 MOST_WORDS = 4096
+"""Names of calls that are kept for errors."""
 _ROW = 8 * (LAST + 1)
 
 

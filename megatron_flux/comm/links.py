@@ -28,9 +28,7 @@ question are not seen.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ from megatron_flux import nvml, settings
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.group_state import Beside, Link, all_states, state_of
 from megatron_flux.errors import UserError
-
-logger = logging.getLogger("megatron_flux")
+from megatron_flux.log_once import log_once
 
 KINDS = settings.LINKS
 """Kinds of links, from the weakest to the strongest."""
@@ -204,18 +201,15 @@ def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
     ``captured``: calls in CUDA graphs. Collective on first use.
     """
     there = state_of(group).beside or beside(group)
-    together = there.high_priority or (there.others and (captured or not settings.one_queue()))
-    if together and not (there.high_priority or captured or settings.one_queue()) and dist.get_rank() == 0:
-        _say_once()
-    return together
-
-
-@functools.cache
-def _say_once() -> None:
-    logger.warning(
-        "megatron_flux: other process groups run beside tensor parallelism, so fused calls begin on all its ranks "
-        "together, behind a small kernel each; set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts to save that"
-    )
+    if there.high_priority or (there.others and captured):
+        return True
+    needed = there.others and not settings.one_queue()
+    if needed and dist.get_rank() == 0:
+        log_once(
+            "other process groups run beside tensor parallelism, so fused calls begin on all its ranks together, "
+            "behind a small kernel each; set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts to save that"
+        )
+    return needed
 
 
 def seen(group: dist.ProcessGroup) -> Beside:

@@ -19,8 +19,6 @@ installed, callers launch by Triton (:func:`hooked`).
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,8 +29,7 @@ from triton import knobs
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import signals
-
-logger = logging.getLogger("megatron_flux")
+from megatron_flux.log_once import log_once
 
 _INTEGERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 _PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
@@ -191,13 +188,8 @@ def relaunch(compiled: Any, grid: int, arguments: Sequence[Any], operands: Seque
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
         return Relaunch(compiled, grid, arguments, operands)
     except UnknownLayoutError as reason:
-        _warn_once(compiled.metadata.name, str(reason))
+        log_once(f"{compiled.metadata.name} is launched by Triton, which costs host time: {reason}")
         return False
-
-
-@functools.cache
-def _warn_once(name: str, reason: str) -> None:
-    logger.warning("megatron_flux: %s is launched by Triton, which costs host time: %s", name, reason)
 
 
 def parameter_sizes(ptx: str, name: str) -> list[int]:

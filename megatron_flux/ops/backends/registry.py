@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.group_state import all_states
 from megatron_flux.errors import UserError
+from megatron_flux.log_once import log_once
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -109,13 +109,8 @@ def resolve(
         raise UserError(f"backend {name!r} cannot run this call: {reason}; use backend='auto' to let flux choose")
     reason = backend.untested(x, group)
     if reason is not None and group.rank() == 0:
-        _warn_once(name, reason)
+        log_once(f"backend {name!r} was asked for by name where it is untested: {reason}")
     return backend, []
-
-
-@functools.cache
-def _warn_once(name: str, reason: str) -> None:
-    logger.warning("megatron_flux: backend %r was asked for by name where it is untested: %s", name, reason)
 
 
 _reference, _fused = ReferenceBackend(), FusedBackend()

@@ -7,9 +7,7 @@ uses :func:`load` and :func:`store`, which raise.
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +18,10 @@ from pydantic import ValidationInfo as Info
 
 from megatron_flux import files
 from megatron_flux.errors import UserError, one_line
+from megatron_flux.log_once import log_once
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.settings import cache_folder
-
-logger = logging.getLogger("megatron_flux")
 
 Plan = KernelConfig | AllReduceConfig
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -141,12 +138,6 @@ def keep(key: str, entry: Entry) -> None:
             f"the tuner's plans cannot be kept in {path}: {error}. They hold for this process alone: set "
             "MEGATRON_FLUX_TUNE_CACHE to a file that can be written"
         )
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Warn once in a run."""
-    logger.warning("megatron_flux: %s", message)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_flux.comm import agreement, links, transports
 from megatron_flux.errors import OperatorError
 from megatron_flux.kernels.wire_format import EXACT
+from megatron_flux.log_once import log_once
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
@@ -32,7 +33,7 @@ from megatron_flux.ops.gemm import gemm_only
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import keys
-from megatron_flux.ops.tuner.cache import Entry, Plan, log_once
+from megatron_flux.ops.tuner.cache import Entry, Plan
 from megatron_flux.ops.tuner.keys import LONG_M, words_of
 from megatron_flux.ops.tuner.ways import CALLS, Way, beside_wgrad, in_graphs
 from megatron_flux.settings import tune_seconds, tunes_fully

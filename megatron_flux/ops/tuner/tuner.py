@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import agreement
 from megatron_flux.comm.group_state import Cache, all_states, state_of
+from megatron_flux.log_once import log_once
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig, fits
@@ -103,7 +104,7 @@ class Tuner:
         if len(measured) < MOST_M:
             return None
         if call.group.rank() == 0:
-            cache.log_once(
+            log_once(
                 f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(measured)} were measured, others "
                 "run as the nearest of these"
             )

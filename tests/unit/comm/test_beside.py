@@ -11,6 +11,7 @@ import torch
 from megatron_flux.comm import links
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Beside
+from megatron_flux.log_once import log_once
 from megatron_flux.ops.backends.fused import limit
 from tests.unit.groups import group_of
 
@@ -40,7 +41,7 @@ def test_the_rule(
 ) -> None:  # fmt: skip
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False) if queues is None else monkeypatch.setenv(name, queues)
-    links._say_once.cache_clear()
+    log_once.cache_clear()
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     group = group_of(2)
     state_of(group).beside = found

@@ -14,6 +14,7 @@ from megatron_flux import UserError, ops
 from megatron_flux.comm import links as topology
 from megatron_flux.comm import transports
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.log_once import log_once
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import chunked, registry
 from megatron_flux.ops.backends.registry import get_backend
@@ -94,7 +95,7 @@ def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.Mon
 def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry._warn_once.cache_clear()
+    log_once.cache_clear()
     cautious = Named("cautious")
     cautious.untested = lambda x, group: "no NVLink"
     ops.register_backend(cautious)

@@ -18,6 +18,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import MOST_ENTRIES, state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import UserError
+from megatron_flux.log_once import log_once
 from megatron_flux.ops import shipped_plans, timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import chunked
@@ -439,7 +440,7 @@ def test_without_measuring_only_a_plan_that_was_clearly_faster_is_taken(
 ) -> None:
     plan = KernelConfig(reducers=8)
     on_h200[:] = [Shipped(SHAPE._replace(m=other.get("m", 8)), plan, other.get("gain", 0.03), "run")]
-    cache.log_once.cache_clear()
+    log_once.cache_clear()
     monkeypatch.setattr(measure, "_gpu", lambda call: other.get("gpu", "NVIDIA H200"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", other.get("nvls", "0"))

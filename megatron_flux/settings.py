@@ -39,8 +39,8 @@ LINKS: tuple[str, ...] = get_args(LinkKind)
 """Links of a group, from the weakest; :mod:`megatron_flux.comm.links` describes them."""
 Wire = Literal["exact", "fp8"]
 WIRES: tuple[str, ...] = get_args(Wire)
-"""Wire formats; :mod:`megatron_flux.kernels.wire` describes them."""
-_TUNE = ("short", "full")
+"""What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
+_TUNE = ("short", "full", "use")
 NO_GPU = "reference: no GPU"
 """Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
 _held: dict[str, str | None] | None = None
@@ -91,6 +91,11 @@ def grad_wire() -> str | None:
 def tunes_fully() -> bool:
     """Return True if the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
     return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "full"
+
+
+def tunes_in_use() -> bool:
+    """Whether candidates are tried in the training's own calls."""
+    return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "use"
 
 
 def tune_seconds() -> float:

@@ -51,6 +51,20 @@ class Pending:
         """
         self._tensor, self._wait, self._keep, self.local_shard = tensor, wait, keep, local_shard
 
+    @property
+    def is_open(self) -> bool:
+        """It has not been waited for, and need not be finished."""
+        return self._wait is not None
+
+    def then(self, do: Callable[[], object]) -> Pending:
+        """Return the same operation, and call ``do`` once it has been waited for."""
+
+        def wait() -> None:
+            self.wait()
+            do()
+
+        return Pending(self._tensor, wait, local_shard=self.local_shard)
+
     def wait(self) -> torch.Tensor:
         """Finish the operation and return its result."""
         if self._wait is not None:

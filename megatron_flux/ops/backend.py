@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class Plan:
         dimensions of ``x``.
         """
         raise NotImplementedError
+
+    def compiling(self, call: OperatorCall) -> Callable[[], None] | None:
+        """Return what compiles the kernel of calls like ``call`` in another thread; None where nothing need be.
+
+        Makes the memory that such calls need: collective, as their first call.
+        """
+        return None
 
     def leave(self, slab: Any) -> None:
         """Drop everything that keeps the memory of ``slab``, which the group has replaced."""

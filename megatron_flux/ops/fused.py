@@ -21,7 +21,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.device import sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.gemm import partial
+from megatron_flux.ops.gemm import partial as own_product
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
 if TYPE_CHECKING:
@@ -98,8 +99,31 @@ class FusedPlan(Plan):
     def _drop_views(self) -> None:
         """Drop what :meth:`_view` has made."""
 
+    def compiling(self, call: OperatorCall) -> Callable[[], None] | None:
+        """See the base class. Of the plain kernels nothing is compiled ahead: their arguments are copied into place."""
+        call = call.addressable()
+        if self._slab is None:
+            self._bind(call)
+        if not self._cuda or isinstance(self.config, AllReduceConfig) or not self.config.ws:
+            return None
+        from megatron_flux.kernels.launch import compile_kernel
+
+        launch = self._launch_of(call, call.x.new_empty(self._shape, dtype=call.out), 0, **self._arrives(call, 0))
+        return partial(
+            compile_kernel, launch.kernel, launch.grid, self._device.index, launch.arguments, launch.constants
+        )
+
+    def _arrives(self, call: OperatorCall, half: int) -> dict[str, Any]:
+        """Where gathered rows arrive, for :meth:`_launch_of`."""
+        return {}
+
     def _first(self, call: OperatorCall, y: torch.Tensor, half: int, *operands: torch.Tensor, **gathered: Any) -> None:
         """Launch a kernel in a half where it has not been; ``operands``: what it reads instead of x and weight."""
+        self._launch_by_triton(self._launch_of(call, y, half, *operands, **gathered), self._launches, half)
+
+    def _launch_of(
+        self, call: OperatorCall, y: torch.Tensor, half: int, *operands: torch.Tensor, **gathered: Any
+    ) -> Launch:
         from megatron_flux.ops import arguments
 
         module: Any = arguments
@@ -110,7 +134,8 @@ class FusedPlan(Plan):
         at = arguments.SlabCall(
             call.matrix(), out, self._slab, half, self.config, self._sms, self._fixed, beside=self._together, **gathered
         )
-        self._launch_by_triton(getattr(module, self.kernel)(at, *operands), self._launches, half)
+        launch: Launch = getattr(module, self.kernel)(at, *operands)
+        return launch
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
         """Launch by Triton: the first in a half, from which later ones are made; of plain kernels and on CPUs all."""
@@ -188,6 +213,11 @@ class AllGatherGemmPlan(_Gathering):
     def _drop_views(self) -> None:
         super()._drop_views()
         self._scales, self._gathered_fp8, self._own_scales = (None, None), (), ()
+
+    def _arrives(self, call: OperatorCall, half: int) -> dict[str, Any]:
+        own = call.x.new_empty(call.gathered_shape) if call.own_gathered and self.config.ws else None
+        gathered = self._gathered[half].view(-1, call.x.shape[-1])
+        return {"gathered": gathered, "scales": self._scales[half], "own": own}
 
     def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
         """See the base class."""
@@ -295,7 +325,7 @@ class GemmAllReducePlan(FusedPlan):
             work = self._bind(call)
         y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=fp8.out)
         own = self.config.own_gemm
-        operands: Sequence[Any] = (x, weight) if own else (partial(call),)
+        operands: Sequence[Any] = (x, weight) if own else (own_product(call),)
         try:
             half, stream = work.claim(self._number)
             if self._together:

@@ -19,8 +19,9 @@ from megatron_flux.ops.kernel_config import KernelConfig, fits
 from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
-from megatron_flux.ops.tuner.measure import UNMEASURED, Backends, measure
-from megatron_flux.settings import tunes_fully
+from megatron_flux.ops.tuner.measure import UNMEASURED, Backends, list_plans, measure
+from megatron_flux.ops.tuner.trial import BUCKET, Trial, TrialPlan
+from megatron_flux.settings import tunes_fully, tunes_in_use
 
 logger = logging.getLogger("megatron_flux")
 
@@ -36,6 +37,8 @@ class Decisions:
     """Entries by key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
     measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
     """Entries that this process has measured, by the call without its m, and by m."""
+    trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
+    """By the call without its m, and where that lies."""
     kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
     """Entries that the file had when such a call first came, by the same keys."""
 
@@ -58,6 +61,34 @@ class Tuner:
         by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
         return [item for decisions in by_group for item in decisions.entries.items()]
 
+    def trial(self, call: OperatorCall) -> TrialPlan | None:
+        """Return a plan that tries ``call``'s candidates; None where one is known, or nothing may be tried. Collective
+        where the call is new.
+        """
+        if not tunes_in_use() or torch.cuda.is_current_stream_capturing():
+            return None
+        decisions, keys = self.decisions(call.group), self._keys(call)
+        if any(key in decisions.entries for key in keys) or call.m in self._kept(call, keys):
+            return None
+        kind = (*_without_m(call), round(math.log(call.m) / math.log(BUCKET)))
+        trial = decisions.trials.get(kind)
+        if trial is None:
+            about = words_of(call)
+            _, plans = agreement.first_rank(call.group, f"candidates of {about}", lambda: list_plans(call, False))
+            trial = decisions.trials[kind] = Trial(
+                [UNMEASURED, *(Entry(backend="fused", plan=p) for p in plans)], about
+            )
+        if trial.decided is not None:
+            if _runs(call, trial.decided):
+                decisions.entries[keys[0]] = trial.decided
+            return None
+        return TrialPlan(call, trial, self.backends, self._keep)
+
+    def _keep(self, call: OperatorCall, entry: Entry) -> None:
+        key = self._keys(call)[0]
+        self.decisions(call.group).entries[key] = self._measured(call)[call.m] = entry
+        agreement.first_rank(call.group, "keeping a plan", lambda: cache.keep(key, entry))
+
     def choose(self, call: OperatorCall) -> Entry:
         """Return what runs ``call``; collective where that is new. Plans are cached by others: this takes time."""
         return self._decide(call, exact_m=False)
@@ -67,10 +98,7 @@ class Tuner:
         return self._decide(call, exact_m=True)
 
     def _decide(self, call: OperatorCall, *, exact_m: bool) -> Entry:
-        group, entries, captured = call.group, self.decisions(call.group).entries, call.spec.captured
-        # Eager all-reduces of few rows are bound by the host: their entry says nothing about graphs.
-        modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
-        keys = [key_of(call, captured=mode) for mode in modes]
+        group, entries, keys = call.group, self.decisions(call.group).entries, self._keys(call)
         entry = next((entries[key] for key in keys if key in entries), None)
         if entry is None and torch.cuda.is_current_stream_capturing():
             if group.rank() == 0:
@@ -93,6 +121,13 @@ class Tuner:
                 agreement.first_rank(group, "keeping a plan", lambda: cache.keep(keys[0], measured))
         entries[keys[0]] = entry
         return entry
+
+    def _keys(self, call: OperatorCall) -> list[str]:
+        """Return the keys whose entries hold for ``call``, the likeliest first."""
+        captured = call.spec.captured
+        # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
+        modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
+        return [key_of(call, captured=mode) for mode in modes]
 
     def _of_other_m(self, call: OperatorCall, keys: Sequence[str]) -> Entry | None:
         """Return the entry, without times, of another m whose plan ``call`` can run; None while one may be measured."""

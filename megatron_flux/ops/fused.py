@@ -21,8 +21,8 @@ Contract
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.device import sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.gemm import partial as own_product
+from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class FusedPlan(Plan):
         from megatron_flux.kernels.launch import compile_kernel
 
         launch = self._launch_of(call, call.x.new_empty(self._shape, dtype=call.out), 0, **self._arrives(call, 0))
-        return partial(
+        return functools.partial(
             compile_kernel, launch.kernel, launch.grid, self._device.index, launch.arguments, launch.constants
         )
 
@@ -325,7 +325,7 @@ class GemmAllReducePlan(FusedPlan):
             work = self._bind(call)
         y = x.new_empty(self._shape) if fp8 is None else x.new_empty(self._shape, dtype=fp8.out)
         own = self.config.own_gemm
-        operands: Sequence[Any] = (x, weight) if own else (own_product(call),)
+        operands: Sequence[Any] = (x, weight) if own else (partial(call),)
         try:
             half, stream = work.claim(self._number)
             if self._together:

@@ -414,7 +414,7 @@ def test_of_fp8_the_first_candidates_are_measured_where_plans_ship(monkeypatch: 
 @pytest.mark.usefixtures("on_h200")
 def test_a_list_that_there_is_not_is_refused(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
-    with pytest.raises(UserError, match="MEGATRON_FLUX_TUNE must be one of short, full, not 'long'"):
+    with pytest.raises(UserError, match="MEGATRON_FLUX_TUNE must be one of short, full, use, not 'long'"):
         timed()
 
 

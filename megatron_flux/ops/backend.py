@@ -37,10 +37,11 @@ class Plan:
         """
         raise NotImplementedError
 
-    def compiling(self, call: OperatorCall) -> Callable[[], None] | None:
+    def compiling(self, call: OperatorCall, y: torch.Tensor) -> Callable[[], None] | None:
         """Return what compiles the kernel of calls like ``call`` in another thread; None where nothing need be.
 
-        Makes the memory that such calls need: collective, as their first call.
+        Makes the memory that such calls need: collective, as their first call. ``y`` is like their result, and is not
+        written to.
         """
         return None
 

@@ -99,7 +99,7 @@ class FusedPlan(Plan):
     def _drop_views(self) -> None:
         """Drop what :meth:`_view` has made."""
 
-    def compiling(self, call: OperatorCall) -> Callable[[], None] | None:
+    def compiling(self, call: OperatorCall, y: torch.Tensor) -> Callable[[], None] | None:
         """See the base class. Of the plain kernels nothing is compiled ahead: their arguments are copied into place."""
         call = call.addressable()
         if self._slab is None:
@@ -108,7 +108,7 @@ class FusedPlan(Plan):
             return None
         from megatron_flux.kernels.launch import compile_kernel
 
-        launch = self._launch_of(call, call.x.new_empty(self._shape, dtype=call.out), 0, **self._arrives(call, 0))
+        launch = self._launch_of(call, y, 0, **self._arrives(call, 0))
         return functools.partial(
             compile_kernel, launch.kernel, launch.grid, self._device.index, launch.arguments, launch.constants
         )

@@ -185,8 +185,9 @@ class TrialPlan(Plan):
         futures = self._trial.futures
         if None not in futures:
             return
+        y = call.x.new_empty(call.result_shape, dtype=call.out)
         for candidate in range(len(futures)):
-            futures[candidate] = _compiled(self._plan(candidate, call), call)
+            futures[candidate] = _compiled(self._plan(candidate, call), call, y)
 
     def _end(self, call: OperatorCall) -> Any:
         """Run what was decided, and let later calls find it."""
@@ -205,10 +206,10 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, count), thread_name_prefix="megatron_flux compiles")
 
 
-def _compiled(plan: Plan, call: OperatorCall) -> Future[None]:
+def _compiled(plan: Plan, call: OperatorCall, y: torch.Tensor) -> Future[None]:
     done: Future[None] = Future()
     try:
-        work = plan.compiling(call)
+        work = plan.compiling(call, y)
     except Exception as error:  # as any candidate that cannot run
         done.set_exception(error)
         return done

@@ -24,8 +24,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
 from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
@@ -44,6 +42,8 @@ class Lengths:
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Build the layers."""
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # imports TransformerEngine
+
         self.options, self.tp = options, dist.get_world_size()
         self.work = Workload(
             model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=options.fp8,

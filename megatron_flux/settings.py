@@ -8,8 +8,7 @@
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
 ``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact or fp8; read when layers are patched
 ``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
-``MEGATRON_FLUX_TUNE``           what the tuner measures: short or full; read when a shape is new
-``MEGATRON_FLUX_TUNE_SECONDS``   how long it measures a call; default 30, 0 never measures
+``MEGATRON_FLUX_TUNE``           off: the tuner tries nothing; read at a group's first call
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
 ===============================  =====================================================================================
 
@@ -39,8 +38,8 @@ LINKS: tuple[str, ...] = get_args(LinkKind)
 """Links of a group, from the weakest; :mod:`megatron_flux.comm.links` describes them."""
 Wire = Literal["exact", "fp8"]
 WIRES: tuple[str, ...] = get_args(Wire)
-"""What travels over it; :mod:`megatron_flux.kernels.wire` says more."""
-_TUNE = ("short", "full", "use")
+"""Wire formats; :mod:`megatron_flux.kernels.wire` describes them."""
+_TUNE = ("on", "off")
 NO_GPU = "reference: no GPU"
 """Why calls of ``auto`` run stock's collectives and GEMMs on CPUs, as it is counted and shown."""
 _held: dict[str, str | None] | None = None
@@ -88,33 +87,14 @@ def grad_wire() -> str | None:
     return _one_of(WIRES, "MEGATRON_FLUX_GRAD_WIRE")
 
 
-def tunes_fully() -> bool:
-    """Return True if the tuner measures every candidate of a shape, not only those that the shipped plans suggest."""
-    return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "full"
-
-
-def tunes_in_use() -> bool:
-    """Whether candidates are tried in the training's own calls."""
-    return _one_of(_TUNE, "MEGATRON_FLUX_TUNE") == "use"
-
-
-def tune_seconds() -> float:
-    """Return the seconds after which the tuner begins no further candidate of a call; 0 never measures."""
-    given = os.environ.get("MEGATRON_FLUX_TUNE_SECONDS") or "30"
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise UserError(
-            f"MEGATRON_FLUX_TUNE_SECONDS must be a number of seconds, 0 (never measure) or more, not {given!r}"
-        )
-    return seconds
+def tunes() -> bool:
+    """Return True if the tuner tries the candidates of a call that it does not know."""
+    return (_one_of(_TUNE, "MEGATRON_FLUX_TUNE") or "on") == "on"
 
 
 def check() -> None:
     """Read every variable once, so that a bad value is refused before anything starts. Raises UserError."""
-    for read in (timeout_s, link, wire, grad_wire, tunes_fully, tune_seconds):
+    for read in (timeout_s, link, wire, grad_wire, tunes):
         read()
 
 

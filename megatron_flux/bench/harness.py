@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from megatron_flux import nvml
 from megatron_flux.comm import agreement, links
-from megatron_flux.errors import UserError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.ops import timing
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
@@ -38,6 +39,7 @@ from megatron_flux.telemetry import environment
 logger = logging.getLogger("megatron_flux")
 
 WARMUP_STEPS = 3
+MOST_TUNING_S = 300.0
 
 Samples = dict[str, list[Any]]
 """One variant's rounds, an entry each. Of the slowest rank: ``step_ms``, ``host_ms`` (to enqueue a step on an idle GPU)
@@ -230,6 +232,17 @@ def capture(step: Callable[[], _T], generators: Sequence[torch.Generator] = ()) 
         return result
 
     return replay
+
+
+def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> None:
+    """Make steps until the tuner has decided about all their calls. Collective. Raises FluxError: it takes too long."""
+    tuned: Any = get_backend("tuned")
+    began = time.monotonic()
+    while any(agreement.of_all_ranks(tuned.tuner.undecided(), ranks)):
+        for _ in range(5):
+            step()
+        if max(agreement.of_all_ranks(time.monotonic() - began, ranks)) > MOST_TUNING_S:
+            raise FluxError(f"the tuner has not decided within {MOST_TUNING_S:.0f} s")
 
 
 class NotHereError(Exception):

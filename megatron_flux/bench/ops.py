@@ -119,12 +119,12 @@ def as_tuned(case: Case, inputs: Operands, group: dist.ProcessGroup, wire: str) 
     return OperatorCall(case.op, inputs.x, inputs.weights[0], group, transposed, **how)
 
 
-def plan_of(call: OperatorCall, *, captured: bool = False) -> Entry:
-    """Have the tuner measure this very call, and return its entry. Collective."""
+def plan_of(call: OperatorCall, *, captured: bool = False, full: bool = False) -> Entry:
+    """Have the tuner decide about this very call, and return its entry; ``full``: of all candidates. Collective."""
     tuned: Any = get_backend("tuned")
     tuner: Tuner = tuned.tuner
     with captured_calls() if captured else nullcontext():
-        return tuner.decide(call)
+        return tuner.decide(call, full=full)
 
 
 def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:

@@ -94,7 +94,6 @@ class TuneOptions(_Calls, GradWireOptions):
 
     group: ClassVar[str] = "Measuring"
 
-    seconds: float = option(30.0, "Begin no further candidate of a call after this long.", gt=0)
     force: bool = option(False, "Measure again what has a plan already.")
     show: bool = option(False, "Print the stored plans and end; needs no GPU.")
     cache: Path | None = _in_file(

@@ -41,8 +41,8 @@ def run(
 
     Where the link goes by chunks, also of what wgrad gathers beside the dgrads among them. The first rank reads and
     writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old plan stays until there is a
-    new one; what this process has measured or read before is not measured again. The tuner's environment variables are
-    as ``wanted`` says from then on, with full lists of candidates.
+    new one; what this process has measured or read before is not measured again. The tuner's file is that of ``wanted``
+    from then on.
 
     Raises:
         UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
@@ -58,10 +58,8 @@ def run(
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        # The tuner reads from the environment where to store plans and how long to measure.
+        # The tuner reads from the environment where to store plans.
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
-        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = str(wanted.seconds)
-        os.environ["MEGATRON_FLUX_TUNE"] = "full"
         for number_, case in enumerate(cases, 1):
             captured = case.direction == "decode"
             call = _call(case, group, dtype, device, wanted.grad_wire if case.direction == "dgrad" else wanted.wire)
@@ -69,7 +67,7 @@ def run(
             known = key in tuner.decisions(group).entries or agreement.first_rank(
                 group, "cached plans", partial(_is_cached, key, call.m)
             )
-            plan = ops.plan_of(call, captured=captured)
+            plan = ops.plan_of(call, captured=captured, full=True)
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
@@ -112,7 +110,7 @@ def _how(case: Case) -> str:
 
 
 def _is_cached(key: str, m: int) -> bool:
-    return m in cache.find([key], m, full=True)
+    return m in cache.find(key, m)
 
 
 def _store(wanted: TuneRun, key: str, m: int, plan: Entry) -> None:

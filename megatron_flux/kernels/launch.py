@@ -148,13 +148,6 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
         return kernel[(grid,)](*arguments, **constants)
 
 
-def compile_kernel(kernel: Any, grid: int, device: int, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-    """Compile ``kernel`` for such a launch without making it; in any thread."""
-    torch.cuda.set_device(device)
-    with signals.kept:
-        kernel.warmup(*arguments, grid=(grid,), **constants)
-
-
 def first_or_again(
     cache: dict[Any, Any], key: Hashable, grid: int, first: Callable[[], Launch], device: int, **operands: torch.Tensor
 ) -> None:

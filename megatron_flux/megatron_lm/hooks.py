@@ -8,9 +8,6 @@ Contract
     * a function that is missing, or lacks a parameter the wrapper reads, is an error that names it: a Megatron-LM that
       this does not fit must not train stock unnoticed.
 
-``setup_model_and_optimizer`` is the last function before the first step that every training passes; it returns the
-model's chunks first. After it their calls are tuned, on all stages of a pipeline at once.
-
 The names are the same from core_v0.15 to core_v0.19, but not what lies between them: 0.18 moved parsing out of
 ``pretrain``, and ``iteration`` is the fifth argument of ``training_log`` in 0.15 and the fourth from 0.16 on.
 """
@@ -25,7 +22,7 @@ from typing import Any
 import wrapt
 
 from megatron_flux.errors import UnsupportedVersionError
-from megatron_flux.megatron_lm.start import add_arguments, add_from_command_line, install, tune
+from megatron_flux.megatron_lm.start import add_arguments, add_from_command_line, install
 from megatron_flux.megatron_lm.training_log import log
 from megatron_flux.patch import by_variable, first_linear
 
@@ -54,10 +51,7 @@ _WRAPPED: dict[str, tuple[tuple[str, str | None, _Then], ...]] = {
         ("validate_args", "args", _with_flux),
     ),
     "megatron.training.yaml_arguments": (("validate_yaml", "args", _with_flux),),
-    "megatron.training.training": (
-        ("training_log", "iteration", lambda _, given: log(given["iteration"])),
-        ("setup_model_and_optimizer", None, lambda result, _: tune(result[0])),
-    ),
+    "megatron.training.training": (("training_log", "iteration", lambda _, given: log(given["iteration"])),),
 }
 """Functions by module, each with a parameter that it must have and the call that follows it."""
 

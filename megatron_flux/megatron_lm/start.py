@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments for flux, their check, patch() before the model is built, and the tuner after it.
+"""Megatron-LM's arguments for flux, their check, and patch() before the model is built.
 
 The arguments are the switch and one ``--flux-*`` for each field of FluxConfig, beside Megatron-LM's own.
 """
@@ -6,17 +6,15 @@ The arguments are the switch and one ``--flux-*`` for each field of FluxConfig, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, get_type_hints
 
-import torch
-
 from megatron_flux.config import Backends, FluxConfig, number_of_bytes
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
-from megatron_flux.patch import is_patched, patch, report, te_seam, tune_model
+from megatron_flux.patch import is_patched, patch, report, te_seam
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import LINKS, WIRES, link, switched_on
 from megatron_flux.version import __version__
@@ -128,18 +126,6 @@ def install(args: Any) -> None:
 @cache
 def _say_off(options: str) -> None:
     print(f"> megatron-flux is off, and {options} without effect: --flux or MEGATRON_FLUX=1 switches it on", flush=True)
-
-
-def tune(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Tune the calls of ``model``, this rank's chunks, before the first step, if flux is on.
-
-    Scripts that build a model without training it (``--skip-train``) tune nothing.
-    """
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
-    if getattr(args, "flux", False) and not getattr(args, "skip_train", False) and is_patched():
-        tune_model(model, args.seq_length, args.micro_batch_size)
 
 
 def validate(args: Any) -> None:

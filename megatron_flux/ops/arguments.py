@@ -41,6 +41,14 @@ class Launch(NamedTuple):
     operands: Sequence[str] | None
     """Arguments whose addresses alone differ between calls of a plan, in the order in which the plan gives them; None:
     Triton launches every call."""
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Targets and sources that are copied before the kernel."""
+
+    def copy(self) -> None:
+        """Enqueue the copies, as kernels: the copy engines are busy with the peers' shards."""
+        for target, source in self.copies:
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
+            torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
 
 
 @dataclass(slots=True)
@@ -108,13 +116,13 @@ class Scales:
 
 
 def all_gather_gemm(at: SlabCall) -> Launch:
-    """Fill ``out``. Enqueues copies of the local shard into ``gathered``, where the kernel reads it."""
+    """Fill ``out``. The local shard is copied into ``gathered``, where the kernel reads it."""
     call, work, config, gathered, out = at.call, at.work, at.config, at.gathered, at.out
     x, weight, bias, scales, rank = call.x, call.weight, call.bias, Scales(call), work.rank
     (mp, k), (m, n) = x.shape, out.shape
-    _copy_by_sms(gathered[rank * mp : (rank + 1) * mp], x)
+    copies = [(gathered[rank * mp : (rank + 1) * mp], x)]
     if at.scales is not None:
-        _copy_by_sms(at.scales[rank], scales.x)
+        copies.append((at.scales[rank], scales.x))
     tma, mask_rows = call.uses_tma, mp % config.bm != 0
     a, b, c = gathered, weight, out
     if tma:
@@ -127,7 +135,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         work.flags[rank], *work.arguments(at.half), m, n, k, mp, *scales.strides, rank,
     )  # fmt: skip
     constants = {"GROUP": config.group, "TMA": tma, "MASK_ROWS": mask_rows, "BIAS": bias is not None}
-    return _plain(ag_gemm_kernel, at, arguments, constants)
+    return _plain(ag_gemm_kernel, at, arguments, constants)._replace(copies=copies)
 
 
 def gemm_reduce_scatter(at: SlabCall) -> Launch:
@@ -212,9 +220,3 @@ def _all_reduce(
         "CPU": not at.call.x.is_cuda, "DTYPE": DTYPES[at.out.dtype], "num_warps": at.config.warps,
     }  # fmt: skip
     return Launch(kernel, ctas, arguments, constants, operands)
-
-
-def _copy_by_sms(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy by a kernel, not a memcpy: the copy engines are busy with the peers' shards."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
-    torch.bitwise_or(source.view(bits), 0, out=target.view(bits))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -37,13 +38,13 @@ class Plan:
         """
         raise NotImplementedError
 
-    def compiling(self, call: OperatorCall, y: torch.Tensor) -> Callable[[], None] | None:
-        """Return what compiles the kernel of calls like ``call`` in another thread; None where nothing need be.
+    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[int]]:
+        """Begin to compile the kernels of calls like ``call``; each future has one's shared memory in bytes.
 
         Makes the memory that such calls need: collective, as their first call. ``y`` is like their result, and is not
         written to.
         """
-        return None
+        return ()
 
     def leave(self, slab: Any) -> None:
         """Drop everything that keeps the memory of ``slab``, which the group has replaced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import torch
 
@@ -22,6 +23,13 @@ def sm_count(device: torch.device) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a CTA may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache

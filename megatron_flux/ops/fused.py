@@ -21,8 +21,8 @@ Contract
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls
-from megatron_flux.ops.device import sm_count
+from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
@@ -99,19 +99,22 @@ class FusedPlan(Plan):
     def _drop_views(self) -> None:
         """Drop what :meth:`_view` has made."""
 
-    def compiling(self, call: OperatorCall, y: torch.Tensor) -> Callable[[], None] | None:
-        """See the base class. Of the plain kernels nothing is compiled ahead: their arguments are copied into place."""
+    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[int]]:
+        """See the base class."""
         call = call.addressable()
         if self._slab is None:
             self._bind(call)
-        if not self._cuda or isinstance(self.config, AllReduceConfig) or not self.config.ws:
-            return None
-        from megatron_flux.kernels.launch import compile_kernel
+        if not self._cuda:
+            return ()
+        from megatron_flux.kernels.ahead import compile_ahead, job_of
 
-        launch = self._launch_of(call, y, 0, **self._arrives(call, 0))
-        return functools.partial(
-            compile_kernel, launch.kernel, launch.grid, self._device.index, launch.arguments, launch.constants
-        )
+        major, minor = capability(self._device)
+        launches = [self._launch_of(call, y, half, *self._reads(y), **self._arrives(call, half)) for half in (0, 1)]
+        return [compile_ahead(job_of(one.kernel, one.arguments, one.constants, 10 * major + minor)) for one in launches]
+
+    def _reads(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what is like the operands that the kernel reads instead of x and weight."""
+        return ()
 
     def _arrives(self, call: OperatorCall, half: int) -> dict[str, Any]:
         """Where gathered rows arrive, for :meth:`_launch_of`."""
@@ -141,6 +144,7 @@ class FusedPlan(Plan):
         """Launch by Triton: the first in a half, from which later ones are made; of plain kernels and on CPUs all."""
         from megatron_flux.kernels.launch import by_triton, relaunch
 
+        launch.copy()
         compiled = by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
         if self._cuda and launches[half] is None and launch.operands is not None:
             launches[half] = relaunch(compiled, launch.grid, launch.arguments, launch.operands)
@@ -316,6 +320,9 @@ class GemmAllReducePlan(FusedPlan):
         m, n, _ = call.sizes
         super().__init__(call, config.nbytes(m, n, call.group.size(), call.out.itemsize), config)
         self.kernel = "gemm_one_shot" if config.own_gemm else "shots"
+
+    def _reads(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return () if self.config.own_gemm else (y,)
 
     def run(self, call: OperatorCall) -> torch.Tensor:
         """See the base class; finished."""

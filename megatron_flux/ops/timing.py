@@ -1,20 +1,13 @@
-"""The timer of the tuner and of all benchmarks: ways to do one thing, timed against each other.
+"""The timer of all benchmarks: ways to do one thing, timed against each other.
 
-* :func:`rounds`: one burst of every way a round, in an order that changes every round, since the GPUs of one host
-  throttle together and clocks fall while a measurement lasts. :func:`interleaved` is the tuner's form of it.
-* :func:`sustained`: one way for as long as it takes the GPU to settle at the clock that its power limit leaves to this
-  way alone, which is what a training's clock is made of.
+:func:`rounds` makes one burst of every way a round, in an order that changes every round, since the GPUs of one host
+throttle together and clocks fall while a measurement lasts.
 
 A burst begins on idle GPUs behind a barrier. Calls ahead of the timed ones keep the GPU busy, so that neither the start
 nor an empty queue is in the time. Every number is the slowest rank's: device time between CUDA events, on the CPU the
 host's clock.
 
 Functions with a group are collective calls: its ranks call them together, with the same names in the same order.
-
-Why both: a GEMM takes 1.53 ms in bursts from idle and 1.83 sustained (results/power-h200). Interleaved bursts share
-one clock, so that a way that needs more energy slows the others as much as itself: on four GPUs tiles of 128 x 128 were
-up to 2.4 % ahead of 128 x 256 in six of 16 calls, and by themselves 6 to 10 % slower in each
-(results/layer-h200x4-ahead).
 """
 
 from __future__ import annotations
@@ -32,11 +25,6 @@ import torch.distributed as dist
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.collectives import Pending
 
-ROUNDS, BURST = 7, 4
-
-SETTLE, SUSTAINED, REPEATS = 0.25, 0.3, 2
-"""A sustained measurement: seconds before timing, seconds of timing, and repetitions."""
-
 Way = Callable[[], Any]
 
 
@@ -49,16 +37,6 @@ class Samples(NamedTuple):
     """Host time to enqueue one of the timed calls, while the GPU is busy with earlier ones."""
     first_host_ms: list[float]
     """Host time to enqueue one of the calls ahead of them."""
-
-
-def interleaved(ways: Mapping[str, Way], group: dist.ProcessGroup, device: torch.device) -> dict[str, list[float]]:
-    """Return milliseconds per call by way, one number per round.
-
-    The first way decides how many calls one burst has: short calls are bound by host time, which a burst must be long
-    enough to show.
-    """
-    count = max(BURST, min(50, int(4.0 / max(burst(next(iter(ways.values())), BURST, group, device), 0.01))))
-    return {name: found.ms for name, found in rounds(ways, group, device, ROUNDS, count).items()}
 
 
 def rounds(
@@ -88,21 +66,6 @@ def rounds(
                 times[name].append(own_burst(ways[name], count, device, barrier or (lambda: dist.barrier(group=group))))
     ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}
     return {name: Samples(*by_round.t().tolist()) for name, by_round in ms.items()}
-
-
-def sustained(
-    ways: Mapping[str, Way], ms: Mapping[str, float], group: dist.ProcessGroup, device: torch.device
-) -> dict[str, float]:
-    """Return milliseconds per call by way, each running by itself for a while.
-
-    ``ms`` is about how long a call of each takes, the same on all ranks.
-    """
-    totals = dict.fromkeys(ways, 0.0)
-    for number in range(REPEATS):
-        for name in list(ways) if number % 2 == 0 else reversed(list(ways)):
-            warm, count = (max(1, round(1e3 * seconds / ms[name])) for seconds in (SETTLE, SUSTAINED))
-            totals[name] += burst(ways[name], count, group, device, warm) / REPEATS
-    return totals
 
 
 def all_agree(mine: bool, group: dist.ProcessGroup, about: str = "a decision") -> bool:

@@ -34,7 +34,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner.candidates import Backends
 from tests.distributed.pool import WorkerPool
 
 CASES = [

@@ -95,7 +95,7 @@ def test_a_candidate_that_cannot_be_compiled_does_not_end_the_others() -> None:
     """The tuner drops it, and what it measures next runs on the same group."""
     from megatron_flux.ops.backends.reference import ReferenceBackend
     from megatron_flux.ops.call import OperatorCall
-    from megatron_flux.ops.tuner.measure import Backends, _can_run
+    from megatron_flux.ops.tuner.candidates import Backends, _can_run
 
     with fresh(HALVES, 20) as backend:
         backends = Backends(ReferenceBackend(), backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links
+from megatron_flux.comm import agreement, links
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.comm.links import Link
+from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import cache, trial, tuner
-from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner import cache, candidates, trial, tuner
+from megatron_flux.ops.tuner.candidates import Backends
 from tests.distributed.data import summed
 from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, integers
@@ -34,58 +36,61 @@ pytestmark = NEEDS_TRITON
 
 FAST, SLOW = KernelConfig(**TINY, reducers=2), KernelConfig(**TINY, split=False)
 STOCK_MS, MS = 2.0, {FAST: 1.9, SLOW: 3.0}
+Compile = Callable[[FusedPlan], object]
+"""What compiling a plan's kernel takes; it may raise."""
 
 
 class Clock:
-    """What turns take, by candidate, another time on each rank and in each turn."""
+    """The time that turns take, by candidate, another one on each rank and in each turn."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.turns: list[int] = []
         begin = trial.Trial.begin
 
-        def noted(one: Any, candidate: int, rows: int, cuda: bool) -> Any:
+        def noted(one: Any, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
             self.turns.append(candidate)
-            sample = begin(one, candidate, rows, cuda)
+            end = begin(one, candidate, rows, cuda)
             plan = one.entries[candidate].plan
             noise = 1 + 0.02 * ((len(self.turns) + dist.get_rank()) % 3)
-            sample[2] = (STOCK_MS if plan is None else MS[plan]) * noise * rows / 32
-            return sample
+            one._samples[-1][2] = (STOCK_MS if plan is None else MS[plan]) * noise * rows / 32
+            return end
 
         patch.setattr(trial.Trial, "begin", noted)
         patch.setattr(trial, "_between", lambda begun, ended: begun)
 
 
 @contextlib.contextmanager
-def training(folder: Path, compiling: Callable[[FusedPlan], Any] = lambda plan: None) -> Iterator[Any]:
-    """A tuned backend in use, its clock, and what is asked of all ranks."""
+def training(folder: Path, compile_it: Compile | None = None) -> Iterator[Any]:
+    """A tuned backend, and the clock of its turns."""
     drop_slabs()
     group = dist.group.WORLD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_FLUX_TUNE", "use")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / "tuned.json"))
         patch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(tuner, "list_plans", lambda call, full: ("short", [FAST, SLOW]))
-        bound = FusedPlan.compiling
+        patch.setattr(candidates, "list_plans", lambda call, full: [FAST, SLOW])
+        bind = FusedPlan.compile_ahead
 
-        def delayed(plan: FusedPlan, call: OperatorCall, y: torch.Tensor) -> Any:
-            bound(plan, call, y)
-            return compiling(plan)
+        def ahead(plan: FusedPlan, call: OperatorCall, y: torch.Tensor) -> list[Future[int]]:
+            bind(plan, call, y)
+            return [threads.submit(lambda: (compile_it(plan) and 0) or 0)] if compile_it else []
 
-        patch.setattr(FusedPlan, "compiling", delayed)
+        patch.setattr(FusedPlan, "compile_ahead", ahead)
+        patch.setattr(trial, "shared_memory", lambda device: 1000)
         clock = Clock(patch)
         made = TunedBackend(Backends(ReferenceBackend(), FusedBackend("twin", twin=True)))
         state_of(group).plans.clear()
         yield made, clock
         state_of(group).tuned.pop(made.tuner, None)
+    tuner._writer().submit(lambda: None).result()
     drop_slabs()
 
 
-def step(by: TunedBackend, rows: int = 32) -> Any:
+def step(by: TunedBackend, rows: int = 32, **options: Any) -> Any:
     """Make a call by its plan, as operators do, check its result, and return what it ran."""
     group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
     x, w = integers(rows, 32, torch.float16), integers(48, 32, torch.float16)
-    call = OperatorCall("gemm_reduce_scatter", x, w, group)
+    call = OperatorCall("gemm_reduce_scatter", x, w, group, **options)
     plan = plans.get(call.key)
     if plan is None:
         plan = plans[call.key] = by.plan(call)
@@ -96,23 +101,40 @@ def step(by: TunedBackend, rows: int = 32) -> Any:
     return getattr(plan, "config", None)
 
 
-def decided(by: TunedBackend) -> list[Any]:
-    return [one.decided for one in by.tuner.decisions(dist.group.WORLD).trials.values()]
+def trials(by: TunedBackend) -> list[trial.Trial]:
+    return list(by.tuner.decisions(dist.group.WORLD).trials.values())
+
+
+def train(by: TunedBackend, *rows: int) -> int:
+    """Make calls until all is decided, and return their number."""
+    calls = 0
+    while by.tuner.undecided() or not calls:
+        step(by, rows[calls % len(rows)] if rows else 32)
+        calls += 1
+        assert calls < 10_000
+    return calls
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[str]]:
+    """What ranks agree on."""
+    about: list[str] = []
+    of_all_ranks = agreement.of_all_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "of_all_ranks", lambda *a: about.append(a[-1]) or of_all_ranks(*a))
+        yield about
 
 
 @on_ranks("world2")
 def test_every_call_is_right_and_the_fastest_stays(tmp_path: Path) -> None:
     with training(tmp_path) as (by, clock):
-        calls = 0
-        while decided(by) in ([], [None]):
-            step(by)
-            calls += 1
-        # Three of stock, three of each candidate and one of stock; of those that do not lose, until five are timed.
-        assert calls == 3 + 7 + 5 + 1
+        look, gap = 3, trial.GAP
+        # Stock; both candidates and stock; those that do not lose, in turns; the call that finds it decided.
+        assert train(by) == (look + gap) + (2 * look + 1 + gap) + (2 * trial.SAMPLES + gap) + 1
         assert clock.turns.count(2) == 2, "what loses clearly has no further turn"
         assert step(by) == FAST
-        kept = cache.load(tmp_path / "tuned.json")
-        assert [entry["plan"]["reducers"] for entry in kept.values()] == [2]
+    kept = cache.load(tmp_path / "tuned.json")
+    assert [entry["plan"]["reducers"] for entry in kept.values()] == [2]
     with training(tmp_path) as (by, clock):  # another process
         assert step(by) == FAST
         assert clock.turns == []
@@ -121,51 +143,99 @@ def test_every_call_is_right_and_the_fastest_stays(tmp_path: Path) -> None:
 @on_ranks("world2")
 def test_until_kernels_are_compiled_on_all_ranks_calls_run_stock(tmp_path: Path) -> None:
     begun = time.monotonic()
-
-    def compiling(plan: FusedPlan) -> Any:
-        return lambda: time.sleep(0.5 + dist.get_rank())
-
-    with training(tmp_path, compiling) as (by, clock):
+    with training(tmp_path, lambda plan: time.sleep(0.5 + dist.get_rank())) as (by, clock):
         while len(set(clock.turns)) < 2:
             step(by)
         assert time.monotonic() - begun > 1.4, "the other rank's takes that long"
-        while decided(by) == [None]:
-            step(by)
+        train(by)
         assert step(by) == FAST
 
 
 @on_ranks("world2")
 def test_what_cannot_be_compiled_on_one_rank_runs_on_none(tmp_path: Path) -> None:
-    def failing(plan: FusedPlan) -> Any:
-        def compile_it() -> None:
-            if plan.config == FAST and dist.get_rank() == 1:
-                raise MemoryError("no room")
-
-        return compile_it
+    def failing(plan: FusedPlan) -> None:
+        if plan.config == FAST and dist.get_rank() == 1:
+            raise MemoryError("no room")
 
     with training(tmp_path, failing) as (by, clock):
-        while decided(by) in ([], [None]):
-            step(by)
+        train(by)
         assert set(clock.turns) == {0, 2}
-        step(by)
-        (found,) = decided(by)
-        assert found.backend == "reference"
-        (one,) = by.tuner.decisions(dist.group.WORLD).trials.values()
-        assert one.failed == {1: "MemoryError: no room"}
+        (one,) = trials(by)
+        assert (one.decided.backend, one.failed) == ("reference", {1})
+
+
+@on_ranks("world2")
+def test_a_first_turn_that_fails_everywhere_costs_its_candidate_and_elsewhere_the_run(tmp_path: Path) -> None:
+    run = FusedPlan._first
+
+    def broken(ranks: tuple[int, ...]) -> Any:
+        def first(plan: FusedPlan, *operands: Any, **how: Any) -> None:
+            if plan.config == FAST and dist.get_rank() in ranks:
+                raise RuntimeError("CUDA refused a launch")
+            if plan.config == FAST:
+                return  # as on a GPU, where nobody waits for the kernel here
+            run(plan, *operands, **how)
+
+        return first
+
+    for ranks in ((0, 1), (1,)):
+        with training(tmp_path / str(len(ranks))) as (by, _), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FusedPlan, "_first", broken(ranks))
+            if len(ranks) == 2:
+                train(by)
+                assert trials(by)[0].failed == {1}
+                assert step(by) is None, "stock"
+                continue
+            with pytest.raises(OperatorError, match=r"failed on some ranks \(rank 1: RuntimeError: CUDA refused"):
+                train(by)
 
 
 @on_ranks("world2")
 def test_lengths_near_each_other_share_a_trial_and_later_ones_ask_nobody(tmp_path: Path) -> None:
-    from megatron_flux.comm import agreement
+    with training(tmp_path) as (by, clock):
+        train(by, 32, 34, 36)
+        assert len(trials(by)) == 1
+        turns = len(clock.turns)
+        with asked() as about:
+            for _ in range(2):  # the first is the last call of the trial's plan
+                ran = [step(by, rows) for rows in (30, 34, 36, 32)]
+        assert ran == [FAST] * 4
+        assert about == []
+        assert len(clock.turns) == turns
+        train(by, 64)
+        assert len(trials(by)) == 2
+    with training(tmp_path) as (by, clock):  # another process: what the file has for another m of the bucket
+        assert step(by, 30) == FAST
+        assert clock.turns == []
 
-    with training(tmp_path) as (by, _):
-        while decided(by) in ([], [None]):
-            for rows in (32, 34, 36):
-                step(by, rows)
-        assert len(decided(by)) == 1
-        asked: list[str] = []
-        of_all_ranks = agreement.of_all_ranks
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "of_all_ranks", lambda *a: asked.append(a[-1]) or of_all_ranks(*a))
-            assert step(by, 30) == FAST
-        assert asked == []
+
+@on_ranks("world2")
+def test_what_stands_between_a_calls_begin_and_its_wait_counts(tmp_path: Path) -> None:
+    group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
+    with training(tmp_path) as (by, clock):
+        for _ in range(20):
+            x, w = integers(32, 32, torch.float16), integers(48, 32, torch.float16)
+            call = OperatorCall("gemm_reduce_scatter", x, w, group, async_op=True)
+            if call.key not in plans:
+                plans[call.key] = by.plan(call)
+            turns = len(clock.turns)
+            pending = plans[call.key].run(call)
+            going_on = [sample for sample in trials(by)[0]._samples if sample[3] is None]
+            assert len(going_on) == len(clock.turns) - turns
+            pending.wait()
+            assert all(sample[3] is not None for sample in going_on)
+        assert {0, 1, 2} == set(clock.turns), "of fused calls too, which are finished when they return"
+
+
+@on_ranks("world2")
+def test_ranks_of_which_one_is_late_and_one_tries_nothing_agree(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE", ("off", "on")[dist.get_rank()])
+        with training(tmp_path) as (by, clock):
+            assert step(by) is None
+            assert (clock.turns, trials(by)) == ([], []), "the first rank's setting counts"
+    with training(tmp_path) as (by, clock):
+        for number in range(60):
+            time.sleep(0.01 * ((number + dist.get_rank()) % 2))
+            step(by, (32, 36)[number % 2])
+        assert by.tuner.undecided() == 0

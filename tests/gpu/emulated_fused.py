@@ -28,7 +28,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner.candidates import Backends
 from tests.gpu.emulated_group import EmulatedGroup
 
 

@@ -121,15 +121,15 @@ class FusedBackend(Backend):
 def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
     """Return True if the warp-specialised kernels can run ``call``; nothing else decides it.
 
-    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
-    tiles of ``bm`` rows of a shard; of gemm_reduce_scatter, where ``x`` is in blocks, the scales of every shard begin
+    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take shards
+    of ``bm`` rows and more; of gemm_reduce_scatter, where ``x`` is in blocks, the scales of every shard begin
     at a multiple of 16 bytes.
     """
     x = call.x
     if not x.is_cuda or capability(x.device) != (9, 0) or not call.uses_tma:
         return False
     if call.operator == "all_gather_gemm":
-        return x.numel() // call.k % bm == 0
+        return x.numel() // call.k >= bm
     in_blocks = call.operator == "gemm_reduce_scatter" and call.fp8 is not None and call.fp8.blocks
     return not in_blocks or call.m // call.group.size() * 4 % ALIGNMENT == 0
 

@@ -17,7 +17,7 @@ from megatron_flux.ops.backends.reference import LocalPlan, ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall, check_operands, compare_calls
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.settings import NO_GPU, WIRES
 
 logger = logging.getLogger("megatron_flux")

@@ -10,7 +10,7 @@ from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.tuner import keys
-from megatron_flux.ops.tuner.measure import UNMEASURED, Backends
+from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.tuner import Tuner
 
 
@@ -38,10 +38,10 @@ class TunedBackend(Backend):
         return None if chunked else self.backends.fused.untested(x, group)
 
     def plan(self, call: OperatorCall) -> Plan:
-        """See the base class: measure the call if it is new.
+        """See the base class: what is known to be the fastest, else a trial.
 
         An all_gather goes by copy engine, never by NCCL: an NCCL kernel and a fused one must not wait for each other's
-        SMs. Over host memory, where there are no fused ones, it is measured; a gemm_all_reduce is ``reference`` there.
+        SMs. Over host memory, where there are no fused ones, it is tried; a gemm_all_reduce is ``reference`` there.
         """
         by_chunks, backends = keys.by_chunks(call.x, call.group), self.backends
         if call.operator == "all_gather" and not by_chunks:
@@ -50,16 +50,9 @@ class TunedBackend(Backend):
             plan = backends.reference.plan(call)
             plan.degraded = ("reference instead of tuned: gemm_all_reduce needs peers' memory",)
             return plan
-        if (trial := self.tuner.trial(call)) is not None:
-            return trial
-        entry = self.tuner.choose(call)
-        chunked = backends.chunked.get(entry.backend)
-        if chunked is not None and capturing(call.x) and chunked.why_not(call.x, None, call.group):
+        if by_chunks and capturing(call.x) and backends.chunked["chunked"].why_not(call.x, call.weight, call.group):
             return backends.reference.plan(call)
-        plan = backends.plan(call, entry)
-        if entry is UNMEASURED:
-            plan.degraded = ("reference instead of tuned: the call was not measured",)
-        return plan
+        return self.tuner.plan(call)
 
     def decide(self, call: OperatorCall) -> None:
         """Do for such a call what its first one would do before it runs. Collective."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,13 +40,7 @@ class Entry(BaseModel):
     pieces: Annotated[int, Field(ge=1)] | None = None
     """Number of pieces of a chunked backend."""
     ms: dict[str, Milliseconds] = {}
-    """Times in bursts, by candidate; empty: not measured, or the plan of another m."""
-    sustained_ms: dict[str, Milliseconds] = {}
-    """Sustained times of the fastest candidates; empty if one was far ahead, or time was up."""
-    gemm_ms: Milliseconds | None = None
-    """Time of the GEMM alone; None where memory was short."""
-    list: Literal["short", "full"] = "full"
-    """The list of candidates it is from."""
+    """Median times, by candidate; empty: not measured, or the plan of another m."""
 
     @field_validator("plan", mode="before")
     @classmethod
@@ -96,11 +89,9 @@ def cache_path() -> Path:
     return Path(given) if given else cache_folder() / "tuned.json"
 
 
-def find(keys: Iterable[str], m: int, *, full: bool = False) -> dict[int, Entry]:
-    """Return the entries under ``keys``, whose rows are ``m``, and under those that differ from them in their rows
-    alone, by these; of two with the same rows that of the first key. Log what is wrong with the file or its entries.
-
-    ``full``: not those that were chosen from a short list.
+def find(key: str, m: int) -> dict[int, Entry]:
+    """Return the entries under ``key``, whose rows are ``m``, and under those that differ from it in their rows alone,
+    by these. Log what is wrong with the file or its entries.
     """
     path, found = cache_path(), dict[int, Entry]()
     try:
@@ -108,21 +99,15 @@ def find(keys: Iterable[str], m: int, *, full: bool = False) -> dict[int, Entry]
     except UserError as error:
         log_once(f"{error}. Until then plans are measured anew and kept in memory alone")
         return found
-    for key in keys:
-        head, _, tail = key.partition(f" m={m} ")
-        for other, data in kept.items():
-            rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
-            if not rows.isdecimal() or other != f"{head} m={rows} {tail}" or int(rows) in found:
-                continue
-            try:
-                entry = parse(other, data)
-            except ValueError as error:
-                log_once(
-                    f"tuning cache {path} has an entry that cannot be used and is measured anew: {error} ({other})"
-                )
-                continue
-            if not (full and entry.list == "short"):
-                found[int(rows)] = entry
+    head, _, tail = key.partition(f" m={m} ")
+    for other, data in kept.items():
+        rows = other.removeprefix(f"{head} m=").removesuffix(f" {tail}")
+        if not rows.isdecimal() or other != f"{head} m={rows} {tail}":
+            continue
+        try:
+            found[int(rows)] = parse(other, data)
+        except ValueError as error:
+            log_once(f"tuning cache {path} has an entry that cannot be used and is measured anew: {error} ({other})")
     return found
 
 

@@ -3,49 +3,51 @@
 Contract
     * All candidates give right results, so a turn costs no step more than a slower candidate differs.
     * Which candidate a call runs follows from the number of such calls alone. At the end of a round all ranks exchange
-      their times and what they have compiled, over the job's store: one agreement, behind calls that have long ended.
-    * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous one to the end of its
-      wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
-    * Kernels are compiled beside the training, by threads: LLVM and ptxas do not hold Python's lock. Until a candidate
-      is compiled on all ranks, calls run the fastest so far, at first stock.
-    * Values of m within a factor of :data:`BUCKET` share a trial, by time per row.
-    * In a CUDA graph's capture a call runs what is the fastest so far.
+      their times and what is compiled, over the job's store.
+    * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
+      its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
+    * A round ends with :data:`GAP` calls that are not timed. Behind them the timed ones have ended on the GPU, or
+      nearly so, and the exchange finds the GPU busy with the others.
+    * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
+      calls run the fastest so far, at first stock.
+    * The first turn of a candidate may fail. Where it fails on all ranks, the candidate is left out; where it fails on
+      some, that is an error on all.
 
 Rounds
     1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
-    2. Those within :data:`LOSES` of the fastest by their better turn, in turns, until each has :data:`SAMPLES`.
-    3. The least median wins; stock has the margin of :data:`~megatron_flux.ops.tuner.measure.MARGIN`.
+    2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each.
+    3. The least median wins; stock has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_flux.comm import agreement
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.errors import OperatorError, one_line
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.device import shared_memory
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.measure import Backends, ranked
+from megatron_flux.ops.tuner.candidates import MARGIN, Backends, runs
 
 logger = logging.getLogger("megatron_flux")
 
-BUCKET = 2**0.5
-LOSES = 1.10  # times of the fastest, above which a candidate gets no second turn
-SAMPLES = 5  # timed turns of those that are left
-WAITING = 4  # calls of a round in which a kernel is still compiled
-MOST_WAITS = 200  # rounds, after which what is not compiled is left out
+LOSES = 1.10  # times of the fastest, above which a candidate gets no second look
+SAMPLES = 7  # timed turns of those that are left
+LOOKS = 3  # rounds in which a candidate gets its first turns
+GAP = 4  # calls behind a round's timed ones
 
 
 class Turn(NamedTuple):
@@ -53,106 +55,127 @@ class Turn(NamedTuple):
 
     candidate: int
     timed: bool
-
-
-def _look(candidate: int) -> list[Turn]:
-    """Return a candidate's first turns."""
-    return [Turn(candidate, timed) for timed in (False, True, True)]
+    first: bool = False
 
 
 class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
-    def __init__(self, entries: Sequence[Entry], about: str) -> None:
+    def __init__(self, entries: Sequence[Entry], about: str, processes: dist.ProcessGroup) -> None:
         """``entries``: the candidates, stock first."""
-        self.entries, self.about = list(entries), about
-        self.ms: list[list[float]] = [[] for _ in entries]
-        """Of each candidate, by turn: nanoseconds a row, the mean of all ranks."""
-        self.compiled: list[bool] = [False] * len(entries)
-        self.failed: dict[int, str] = {}
-        """Why a candidate cannot be compiled on some rank."""
+        self.entries, self.about, self._processes = list(entries), about, processes
+        self.ns: list[list[float]] = [[] for _ in entries]
+        """By candidate and turn: nanoseconds a row, the mean of all ranks."""
+        self.compiled = [False] * len(entries)
+        self.failed: set[int] = set()
+        self.futures: list[Sequence[Future[int]] | None] = [None] * len(entries)
         self.decided: Entry | None = None
-        self.futures: list[Future[None] | None] = [None] * len(entries)
-        self._round = _look(0)
-        self._at = self._waits = 0
+        self.choice = 0
+        """The fastest so far; stock before anything is known."""
+        self._final = False
+        self._looks = [0] * len(entries)
+        self._round, self._at = self._look(0), 0
         self._samples: list[list[Any]] = []
         """Of this round: the candidate, rows, begin and end."""
 
-    @property
-    def best(self) -> int:
-        """The fastest so far; stock before any is known."""
-        known = {self.entries[i].label: statistics.median(ms) for i, ms in enumerate(self.ms) if ms}
-        by_label = {entry.label: i for i, entry in enumerate(self.entries)}
-        return by_label[ranked(known)[0]] if known else 0
-
-    def turn(self, group: Any) -> Turn | None:
-        """Return the next call's turn, None once it is decided. Collective at the end of a round."""
+    def turn(self, call: OperatorCall) -> Turn | None:
+        """Return the turn of the next call, None once all is decided. Collective at the end of a round."""
         while self.decided is None and self._at == len(self._round):
-            self._end_round(group)
+            self._end_round(call)
         if self.decided is not None:
             return None
         self._at += 1
         return self._round[self._at - 1]
 
-    def begin(self, candidate: int, rows: int, cuda: bool) -> list[Any]:
-        """Begin a timed turn on the current stream; :func:`end` ends it."""
+    def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
+        """Begin a timed turn on the current stream; return what ends it."""
         sample = [candidate, rows, _now(cuda), None]
         self._samples.append(sample)
-        return sample
 
-    def _end_round(self, group: Any) -> None:
+        def end() -> None:
+            sample[3] = _now(cuda)
+
+        return end
+
+    def leave_out(self, candidate: int, why: str) -> None:
+        """Run a candidate no more; alike on all ranks."""
+        self.failed.add(candidate)
+        self._round = [*self._round[: self._at], *(t for t in self._round[self._at :] if t.candidate != candidate)]
+        if self._processes.rank() == 0:
+            label = self.entries[candidate].label
+            logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about, label, why)
+
+    def runnable(self, call: OperatorCall) -> Entry:
+        """Return the fastest candidate that ``call`` can run, of those that were timed; stock if there is none."""
+        order = sorted((i for i, ns in enumerate(self.ns) if ns), key=self._rank_of)
+        return next((self.entries[i] for i in order if runs(call, self.entries[i])), self.entries[0])
+
+    def _rank_of(self, candidate: int) -> float:
+        return statistics.median(self.ns[candidate]) * (1.0 if candidate else MARGIN)
+
+    def _look(self, candidate: int) -> list[Turn]:
+        first = Turn(candidate, timed=False, first=candidate > 0)
+        return [first, *[Turn(candidate, timed=True)] * 2, *[Turn(candidate, timed=False)] * GAP * (candidate == 0)]
+
+    def _end_round(self, call: OperatorCall) -> None:
         mine = [
             (candidate, 1e6 * _between(begun, ended) / rows)
             for candidate, rows, begun, ended in self._samples
             if ended is not None
         ]
-        states = [_state(future) for future in self.futures]
-        answers = agreement.of_all_ranks((mine, states), group, f"trying candidates of {self.about}")
+        states = [_state(futures, call) for futures in self.futures]
+        about = f"trying candidates of {self.about}"
+        answers = agreement.of_all_ranks((mine, states), self._processes, about)
         self._samples.clear()
         for turn, (candidate, _) in enumerate(mine):
-            self.ms[candidate].append(statistics.fmean(samples[turn][1] for samples, _ in answers))
+            self.ns[candidate].append(statistics.fmean(samples[turn][1] for samples, _ in answers))
         for i in range(len(self.entries)):
             by_rank = [states[i] for _, states in answers]
             why = next((state for state in by_rank if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
-                self.failed[i] = why
-                if group.rank() == 0:
-                    logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about,
-                                   self.entries[i].label, why)  # fmt: skip
-            self.compiled[i] = why is None and all(state is True for state in by_rank)
-        self._round, self._at = self._next_round(), 0
+                self.leave_out(i, why)
+            self.compiled[i] = all(state is True for state in by_rank)
+        known = [i for i, ns in enumerate(self.ns) if ns]
+        self.choice = min(known, key=self._rank_of, default=0)
+        turns = self._next_turns(known)
+        if turns is None:
+            ms = {self.entries[i].label: round(statistics.median(self.ns[i]) * call.m / 1e6, 4) for i in known}
+            self.decided = self.entries[self.choice].model_copy(update={"ms": ms})
+        else:
+            self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * GAP], 0
 
-    def _next_round(self) -> list[Turn]:
-        new = [i for i, ready in enumerate(self.compiled) if ready and not self.ms[i]]
-        if new:
-            return [turn for i in new for turn in _look(i)] + [Turn(0, timed=True)]
-        outstanding = [i for i, ready in enumerate(self.compiled) if not ready and i not in self.failed]
-        if outstanding and self._waits < MOST_WAITS:
-            self._waits += 1
-            return [Turn(self.best, False)] * WAITING
-        medians = {i: statistics.median(ms) for i, ms in enumerate(self.ms) if ms}
-        left = [i for i, ms in enumerate(self.ms) if ms and min(ms) <= LOSES * min(medians.values())]
-        short = {i: SAMPLES - len(self.ms[i]) for i in left if len(self.ms[i]) < SAMPLES}
-        if len(left) > 1 and short:
-            turns = [Turn(i, timed=True) for i, count in short.items() for _ in range(count)]
-            random.Random(len(turns)).shuffle(turns)  # noqa: S311 - the same order on all ranks
-            return turns
-        ms = {self.entries[i].label: round(median / 1e6, 9) for i, median in medians.items()}
-        self.decided = self.entries[self.best].model_copy(update={"ms": ms})
-        return []
-
-
-def end(sample: list[Any], cuda: bool) -> None:
-    """End a timed turn on the current stream."""
-    sample[3] = _now(cuda)
+    def _next_turns(self, known: list[int]) -> list[Turn] | None:
+        """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
+        if self._final or len(self.entries) == 1:
+            return None
+        for i, looks in enumerate(self._looks):
+            if looks == LOOKS and i not in known:
+                self.leave_out(i, "no call had an m that it can run")
+        left = [i for i in range(len(self.entries)) if i not in self.failed]
+        if new := [i for i in left if self.compiled[i] and i not in known]:
+            for i in new:
+                self._looks[i] += 1
+            return [turn for i in new for turn in self._look(i)] + [Turn(0, timed=True)]
+        if any(i not in known for i in left):
+            return []
+        fastest = min(statistics.median(self.ns[i]) for i in left)
+        close = [i for i in left if min(self.ns[i]) <= LOSES * fastest]
+        if len(close) == 1:
+            return None
+        self._final = True
+        for i in close:
+            self.ns[i].clear()  # of beside other candidates' first calls
+        turns = [Turn(i, timed=True) for i in close for _ in range(SAMPLES)]
+        random.Random(len(turns)).shuffle(turns)  # noqa: S311 - the same order on all ranks
+        return turns
 
 
 class TrialPlan(Plan):
     """A call whose candidates are tried; other values of m have plans of their own over the same trial."""
 
-    def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decide: Any) -> None:
-        """``decide`` is given the entry once all ranks have it."""
-        self._trial, self._backends, self._decide = trial, backends, decide
+    def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decided: Callable[..., object]) -> None:
+        """``decided`` is called with the call and the entry once there is one."""
+        self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
 
@@ -164,67 +187,83 @@ class TrialPlan(Plan):
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
         trial = self._trial
-        if self._cuda and torch.cuda.is_current_stream_capturing():
-            return self._plan(trial.best, call).run(call)
-        self._compile(call)
-        turn = trial.turn(call.group)
+        if None in trial.futures:
+            self._compile(call)
+        turn = trial.turn(call)
         if turn is None:
             return self._end(call)
+        if not runs(call, trial.entries[turn.candidate]):  # the trial is of another m
+            return self._plan(0, call).run(call)
+        if turn.first:
+            return self._try(turn.candidate, call)
         plan = self._plan(turn.candidate, call)
         if not turn.timed:
             return plan.run(call)
-        cuda, sample = self._cuda, trial.begin(turn.candidate, call.m, self._cuda)
+        end = trial.begin(turn.candidate, call.m, self._cuda)
         result = plan.run(call)
-        if isinstance(result, Pending) and result.is_open:
-            return result.then(lambda: end(sample, cuda))
-        end(sample, cuda)
+        if isinstance(result, Pending) or call.async_op:  # what stands between its begin and its wait counts
+            return (result if isinstance(result, Pending) else Pending(result)).then(end)
+        end()
         return result
 
+    def _try(self, candidate: int, call: OperatorCall) -> Any:
+        """Make the first call of a candidate; that of the next one where it fails."""
+        error, entry, processes = None, self._trial.entries[candidate], self._backends.processes(call.group)
+        try:
+            result = self._plan(candidate, call).run(call)
+        except Exception as raised:
+            error = raised
+        mine = None if error is None else f"{type(error).__name__}: {one_line(error)}"
+        failed = agreement.failures(processes, f"trying {entry.label}", mine)
+        if not failed:
+            return result
+        reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+        if len(failed) < processes.size():
+            raise OperatorError(
+                f"{self._trial.about} with {entry.label} failed on some ranks ({reasons}) and not on the others, whose "
+                "kernels wait for them; set MEGATRON_FLUX_TUNE=off to train with the plans that are known"
+            ) from error
+        self._trial.leave_out(candidate, reasons)
+        self._backends.renew(entry, call.group)
+        return self.run(call)
+
     def _compile(self, call: OperatorCall) -> None:
-        """Have threads compile what has not been: the first call of the trial does."""
+        """Have all kernels compiled: the first call of the trial does."""
         futures = self._trial.futures
-        if None not in futures:
-            return
         y = call.x.new_empty(call.result_shape, dtype=call.out)
         for candidate in range(len(futures)):
-            futures[candidate] = _compiled(self._plan(candidate, call), call, y)
+            try:
+                futures[candidate] = self._plan(candidate, call).compile_ahead(call, y)
+            except Exception as error:  # as of any candidate that cannot run
+                failed: Future[int] = Future()
+                failed.set_exception(error)
+                futures[candidate] = [failed]
 
     def _end(self, call: OperatorCall) -> Any:
-        """Run what was decided, and let later calls find it."""
-        plans = state_of(call.group).plans
-        for key in [key for key, plan in plans.items() if plan is self]:
-            del plans[key]
+        """Run what was decided from here on."""
         entry = self._trial.decided
         assert entry is not None  # noqa: S101 - the caller has looked
-        self._decide(call, entry)
-        return self._plan(self._trial.best, call).run(call)
+        if not runs(call, entry):
+            entry = self._trial.runnable(call)
+        plan = self._plan(next(i for i, one in enumerate(self._trial.entries) if one.label == entry.label), call)
+        plan.counted, plan.degraded = self.counted, self.degraded
+        plans = state_of(call.group).plans
+        for key in [key for key, known in plans.items() if known is self]:
+            plans[key] = plan
+        self._decided(call, entry)
+        return plan.run(call)
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    count = max(2, (os.cpu_count() or 2) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) // 2)
-    return ThreadPoolExecutor(min(8, count), thread_name_prefix="megatron_flux compiles")
-
-
-def _compiled(plan: Plan, call: OperatorCall, y: torch.Tensor) -> Future[None]:
-    done: Future[None] = Future()
-    try:
-        work = plan.compiling(call, y)
-    except Exception as error:  # as any candidate that cannot run
-        done.set_exception(error)
-        return done
-    if work is None:
-        done.set_result(None)
-        return done
-    return _threads().submit(work)
-
-
-def _state(future: Future[None] | None) -> bool | str:
+def _state(futures: Sequence[Future[int]] | None, call: OperatorCall) -> bool | str:
     """True: compiled; False: not yet; else why not."""
-    if future is None or not future.done():
+    if futures is None or not all(future.done() for future in futures):
         return False
-    error = future.exception()
-    return True if error is None else f"{type(error).__name__}: {error}"
+    for future in futures:
+        if (error := future.exception()) is not None:
+            return f"{type(error).__name__}: {one_line(error)}"
+        if (needs := future.result()) > (most := shared_memory(call.x.device)):
+            return f"its kernel needs {needs} bytes of shared memory, the GPU has {most}"
+    return True
 
 
 def _now(cuda: bool) -> Any:
@@ -240,4 +279,4 @@ def _between(begun: Any, ended: Any) -> float:
     if isinstance(begun, float):
         return (ended - begun) * 1e3
     ended.synchronize()
-    return begun.elapsed_time(ended)
+    return float(begun.elapsed_time(ended))

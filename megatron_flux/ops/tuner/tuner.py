@@ -1,11 +1,12 @@
-"""Decide what runs a call: looked up, taken from another m, or measured. Contract: :mod:`megatron_flux.ops.tuner`."""
+"""Decide what runs a call: looked up, taken from another m, or tried. Contract: :mod:`megatron_flux.ops.tuner`."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache as once
 
 import torch
 import torch.distributed as dist
@@ -13,34 +14,33 @@ import torch.distributed as dist
 from megatron_flux.comm import agreement
 from megatron_flux.comm.group_state import Cache, all_states, state_of
 from megatron_flux.log_once import log_once
-from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.kernel_config import KernelConfig, fits
-from megatron_flux.ops.tuner import cache
+from megatron_flux.ops.tuner import alone, cache
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
-from megatron_flux.ops.tuner.measure import UNMEASURED, Backends, list_plans, measure
-from megatron_flux.ops.tuner.trial import BUCKET, Trial, TrialPlan
-from megatron_flux.settings import tunes_fully, tunes_in_use
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, runs, shipped
+from megatron_flux.ops.tuner.keys import LONG_M, key_of, words_of
+from megatron_flux.ops.tuner.trial import Trial, TrialPlan
+from megatron_flux.settings import tunes
 
 logger = logging.getLogger("megatron_flux")
 
-MOST_M = 8
-"""Values of m that are measured of a GEMM whose m changes from call to call."""
+BUCKET = 2**0.5
+"""Values of m within such a factor have one trial, by time a row, and one plan."""
 
 
 @dataclass
 class Decisions:
-    """Decisions of the tuner for a group."""
+    """Decisions of the tuner for a group; all ranks have the same."""
 
     entries: Cache[str, Entry] = field(default_factory=Cache)
-    """Entries by key. All ranks have the same ones: a rank that asked anew would wait for peers that do not."""
-    measured: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
-    """Entries that this process has measured, by the call without its m, and by m."""
+    """Entries that calls run, by key."""
+    known: dict[str, dict[int, Entry]] = field(default_factory=dict)
+    """The file's entries when such a call first came, and those of trials since; by the key without its m, and by m."""
     trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
-    """By the call without its m, and where that lies."""
-    kept: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict)
-    """Entries that the file had when such a call first came, by the same keys."""
+    """By the kind of call, and the bucket of m."""
+    tries: bool | None = None
+    """What is not known is tried; None before the first such call."""
 
 
 class Tuner:
@@ -61,133 +61,136 @@ class Tuner:
         by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
         return [item for decisions in by_group for item in decisions.entries.items()]
 
-    def trial(self, call: OperatorCall) -> TrialPlan | None:
-        """Return a plan that tries ``call``'s candidates; None where one is known, or nothing may be tried. Collective
-        where the call is new.
-        """
-        if not tunes_in_use() or torch.cuda.is_current_stream_capturing():
-            return None
-        decisions, keys = self.decisions(call.group), self._keys(call)
-        if any(key in decisions.entries for key in keys) or call.m in self._kept(call, keys):
-            return None
-        kind = (*_without_m(call), round(math.log(call.m) / math.log(BUCKET)))
-        trial = decisions.trials.get(kind)
-        if trial is None:
-            about = words_of(call)
-            _, plans = agreement.first_rank(call.group, f"candidates of {about}", lambda: list_plans(call, False))
-            trial = decisions.trials[kind] = Trial(
-                [UNMEASURED, *(Entry(backend="fused", plan=p) for p in plans)], about
-            )
-        if trial.decided is not None:
-            if _runs(call, trial.decided):
-                decisions.entries[keys[0]] = trial.decided
-            return None
-        return TrialPlan(call, trial, self.backends, self._keep)
+    def undecided(self) -> int:
+        """Return the number of trials that go on, of all groups."""
+        by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
+        return sum(trial.decided is None for decisions in by_group for trial in decisions.trials.values())
 
-    def _keep(self, call: OperatorCall, entry: Entry) -> None:
-        key = self._keys(call)[0]
-        self.decisions(call.group).entries[key] = self._measured(call)[call.m] = entry
-        agreement.first_rank(call.group, "keeping a plan", lambda: cache.keep(key, entry))
-
-    def choose(self, call: OperatorCall) -> Entry:
-        """Return what runs ``call``; collective where that is new. Plans are cached by others: this takes time."""
-        return self._decide(call, exact_m=False)
-
-    def decide(self, call: OperatorCall) -> Entry:
-        """Return the entry of this very call, measured unless it is known; another m's will not do. Collective."""
-        return self._decide(call, exact_m=True)
-
-    def _decide(self, call: OperatorCall, *, exact_m: bool) -> Entry:
-        group, entries, keys = call.group, self.decisions(call.group).entries, self._keys(call)
-        entry = next((entries[key] for key in keys if key in entries), None)
-        if entry is None and torch.cuda.is_current_stream_capturing():
-            if group.rank() == 0:
+    def plan(self, call: OperatorCall) -> Plan:
+        """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
+        entry = self._looked_up(call)
+        if entry is not None:
+            return self._planned(call, entry)
+        in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if in_capture:
+            if call.group.rank() == 0:
                 logger.warning(
                     "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
                     "collective become part of it; run it once inside ops.cuda_graphs.captured_calls() before",
                     words_of(call),
                 )
-            return UNMEASURED
-        if entry is None:
-            entry = self._kept(call, keys, anew=exact_m).get(call.m)
-            if entry is not None and not _runs(call, entry):
-                entry = None
-        if entry is None and not exact_m:
-            entry = self._of_other_m(call, keys)
-        if entry is None:
-            entry = measure(call, self.backends)
-            if entry.ms:
-                self._measured(call)[call.m] = measured = entry
-                agreement.first_rank(group, "keeping a plan", lambda: cache.keep(keys[0], measured))
-        entries[keys[0]] = entry
+            return self._planned(call, UNMEASURED)
+        processes, decisions = self.backends.processes(call.group), self.decisions(call.group)
+        if decisions.tries is None:
+            decisions.tries = agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)
+        if not decisions.tries:
+            return self._planned(call, self._untried(call))
+        if call.spec.captured:  # the plan of now is the graph's for good
+            return self._planned(call, self.decide(call))
+        trial = self._trial(call, (*_kind(call), _bucket(call.m)), full=False)
+        if trial.decided is not None:
+            return self._planned(call, self._keep(call, trial.runnable(call)))
+        return TrialPlan(call, trial, self.backends, self._keep)
+
+    def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
+        """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
+
+        ``full``: try all candidates, not only those near shipped plans.
+        """
+        decisions, key = self.decisions(call.group), key_of(call, captured=call.spec.captured)
+        entry = self._known(call, call.spec.captured, anew=True).get(call.m)
+        if entry is None or not entry.ms or not runs(call, entry):
+            if call.spec.captured and call.x.is_cuda and call.operator == "gemm_all_reduce" and call.m <= LONG_M:
+                entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
+            else:
+                entry = alone.decide(call, self._trial(call, (*_kind(call), "alone", call.m), full=full), self.backends)
+            measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
+            agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(key, measured))
+        decisions.entries[key] = entry
         return entry
 
-    def _keys(self, call: OperatorCall) -> list[str]:
-        """Return the keys whose entries hold for ``call``, the likeliest first."""
-        captured = call.spec.captured
+    def _planned(self, call: OperatorCall, entry: Entry) -> Plan:
+        plan = self.backends.plan(call, entry)
+        if entry is UNMEASURED:
+            plan.degraded = ("reference instead of tuned: the call was not measured",)
+        return plan
+
+    def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
+        trials = self.decisions(call.group).trials
+        if (trial := trials.get(kind)) is None:
+            entries = candidates_of(call, self.backends, full=full)
+            trial = trials[kind] = Trial(entries, words_of(call), self.backends.processes(call.group))
+        return trial
+
+    def _looked_up(self, call: OperatorCall) -> Entry | None:
+        """Return the entry of ``call``, or of the nearest m in its bucket; of calls that are captured that of eager
+        ones, where there is no other.
+        """
+        entries, captured = self.decisions(call.group).entries, call.spec.captured
         # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
         modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
-        return [key_of(call, captured=mode) for mode in modes]
-
-    def _of_other_m(self, call: OperatorCall, keys: Sequence[str]) -> Entry | None:
-        """Return the entry, without times, of another m whose plan ``call`` can run; None while one may be measured."""
-        measured = self._measured(call)
-        if call.operator == "gemm_all_reduce" and not call.async_op and call.m <= LONG_M:  # a decode step
-            kept = self._kept(call, keys) | measured
-            if (entry := _first_that_runs(call, [kept[m] for m in _between(kept, call.m)])) is not None:
+        for mode in modes:
+            key = key_of(call, captured=mode)
+            if (entry := entries.get(key)) is not None:
                 return entry
-        if len(measured) < MOST_M:
-            return None
-        if call.group.rank() == 0:
-            log_once(
-                f"{call.operator} n={call.n} k={call.k} comes with ever new m: {len(measured)} were measured, others "
-                "run as the nearest of these"
-            )
-        return _first_that_runs(call, [measured[m] for m in _by_distance(measured, call.m)]) or UNMEASURED
+            known = self._known(call, mode)
+            for m in sorted(known, key=lambda other: abs(math.log(other / call.m))):
+                if _bucket(m) == _bucket(call.m) and runs(call, known[m]):
+                    entries[key] = known[m] if m == call.m else _of_other_m(known[m])
+                    return entries[key]
+        return None
 
-    def _measured(self, call: OperatorCall) -> dict[int, Entry]:
-        return self.decisions(call.group).measured.setdefault(_without_m(call), {})
+    def _untried(self, call: OperatorCall) -> Entry:
+        """Return what runs ``call`` where nothing may be tried."""
+        processes = self.backends.processes(call.group)
+        entry = agreement.first_rank(processes, f"a plan for {words_of(call)}", lambda: shipped(call))
+        if entry is None and call.group.rank() == 0:
+            log_once("MEGATRON_FLUX_TUNE is off: calls without a kept plan run stock's GEMM and collective")
+        return entry or UNMEASURED
 
-    def _kept(self, call: OperatorCall, keys: Sequence[str], *, anew: bool = False) -> dict[int, Entry]:
-        """Return the file's entries of such calls, by m, read once or ``anew``. Collective that time: a later m costs
-        neither a file's reading nor a word between ranks. What ``keys`` names first counts.
+    def _keep(self, call: OperatorCall, entry: Entry, *, later: bool = True) -> Entry:
+        """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
+        decisions, captured = self.decisions(call.group), call.spec.captured
+        key, known = key_of(call, captured=captured), self._known(call, captured)
+        new = all(_bucket(m) != _bucket(call.m) for m in known)
+        decisions.entries[key] = entry
+        if new or not later:
+            known[call.m] = entry
+        if new and later and entry.ms and call.group.rank() == 0:
+            _writer().submit(cache.keep, key, entry)
+        return entry
+
+    def _known(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> dict[int, Entry]:
+        """Return entries of such calls, by m; the file is read once or ``anew``. Collective that time: a later m costs
+        neither a file's reading nor a word between ranks.
         """
-        kept, kind = self.decisions(call.group).kept, _without_m(call)
-        if anew or kind not in kept:
-            full, about = tunes_fully(), f"plans kept for {words_of(call)}"
-            kept[kind] = agreement.first_rank(call.group, about, lambda: cache.find(keys, call.m, full=full))
-        return kept[kind]
+        known, key = self.decisions(call.group).known, key_of(call, captured=captured)
+        head, tail = key.split(f" m={call.m} ", 1)
+        kind = f"{head} {tail}"
+        if anew or kind not in known:
+            about = f"plans kept for {words_of(call)}"
+            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, call.m))
+            known[kind] = {**known.get(kind, {}), **found}
+        return known[kind]
 
 
-def _without_m(call: OperatorCall) -> tuple[object, ...]:
+def _kind(call: OperatorCall) -> tuple[object, ...]:
+    """Return what calls have in common that one trial serves: all but m that their kernels differ in."""
     spec = call.spec
-    return operator_of(call), call.n, call.k, call.kind, spec.device, spec.transposed, spec.wire, spec.captured
+    some = spec.bias is not None, spec.addend is not None, spec.return_gathered, spec.own_gathered, spec.async_op
+    return (call.operator, call.n, call.k, spec.dtype, call.out, spec.fp8, spec.device, spec.transposed, spec.wire,
+            spec.captured, *some)  # fmt: skip
 
 
-def _runs(call: OperatorCall, entry: Entry) -> bool:
-    """Return True if ``call`` can run the entry's plan."""
-    tp, plan = call.group.size(), entry.plan
-    if isinstance(plan, AllReduceConfig):  # the default one runs all
-        return plan == AllReduceConfig() or plan.fits(call.m, call.n, tp, call.out.itemsize)
-    return not isinstance(plan, KernelConfig) or fits(call.operator, plan, call.m // tp, call.n, call.k, tp)
+def _bucket(m: int) -> int:
+    return round(math.log(m) / math.log(BUCKET))
 
 
-def _first_that_runs(call: OperatorCall, entries: Iterable[Entry]) -> Entry | None:
-    """Return the first of other m's ``entries`` that ``call`` can run, without times."""
-    first = next((entry for entry in entries if _runs(call, entry)), None)
-    return first and Entry(backend=first.backend, plan=first.plan, pieces=first.pieces)
+def _of_other_m(entry: Entry) -> Entry:
+    """Return an entry without its times."""
+    return Entry(backend=entry.backend, plan=entry.plan, pieces=entry.pieces)
 
 
-def _by_distance(known: Iterable[int], m: int) -> list[int]:
-    return sorted(known, key=lambda other: (abs(math.log(other / m)), other))
-
-
-def _between(known: Mapping[int, Entry], m: int) -> list[int]:
-    """Return the m with ``known`` entries that tell of ``m``, nearest first: the next below and the next above, within
-    a factor of two. Stock alone where it is one's entry: it may be ``m``'s.
-    """
-    below = [other for other in known if other <= m <= 2 * other]
-    above = [other for other in known if m <= other <= 2 * m]
-    near = {*([max(below)] if below else []), *([min(above)] if above else [])}
-    stock = {other for other in near if known[other].backend == "reference"}
-    return _by_distance(stock or near, m)
+@once
+def _writer() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="megatron_flux plans")

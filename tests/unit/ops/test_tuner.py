@@ -33,7 +33,7 @@ from megatron_flux.ops.tuner import cache, keys, measure
 from megatron_flux.ops.tuner import tuner as module
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
-from megatron_flux.ops.tuner.measure import Backends
+from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.ways import beside_wgrad
 from megatron_flux.settings import WIRES
 from tests.unit.groups import group_of

@@ -1,0 +1,188 @@
+"""Compile kernels beside a training, in processes of their own: Triton's cache on disk hands the results over.
+
+Most of a compile is Python, which holds the interpreter's lock: compiled by threads, candidates made a first step 9 s
+long and later ones up to 2.5 s (2 x H100). A child process has no GPU. It compiles for the parent's by the arguments'
+types, alignment and small integers, which is all that Triton specialises on.
+
+Contract
+    * :func:`compile_ahead` runs in a thread of the parent and blocks it, until a child has the kernel. A launch finds
+      it in the cache, in milliseconds.
+    * Parent and child talk over pipes. A child ends with its parent, and when it has had nothing to do for a minute.
+    * A child that ends on its own is an error of that one kernel; the next gets a new child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_flux.errors import FluxError, one_line
+
+MOST_CHILDREN = 4
+IDLE_S = 60.0
+_START = "import sys; sys.path[:] = {path!r}; from megatron_flux.kernels.ahead import serve; serve()"
+
+
+class _Tensor(NamedTuple):
+    """Stands for a tensor."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    def make(self) -> torch.Tensor:
+        """Return one that Triton specialises on alike."""
+        memory = torch.empty(64, dtype=torch.uint8)  # at a multiple of 64
+        return memory[0 if self.aligned else self.dtype.itemsize :][:16].view(self.dtype)
+
+
+class _Descriptor(NamedTuple):
+    """Stands for a tensor descriptor of class ``kind``."""
+
+    kind: type
+    base: _Tensor
+    block_shape: list[int]
+    rest: dict[str, Any]
+
+    def make(self) -> Any:
+        """Return one that Triton specialises on alike, whatever the shape."""
+        strides = [math.prod(self.block_shape[i + 1 :]) for i in range(len(self.block_shape))]
+        shape, block = list(self.block_shape), list(self.block_shape)
+        return self.kind(base=self.base.make(), shape=shape, strides=strides, block_shape=block, **self.rest)
+
+
+class _Job(NamedTuple):
+    module: str
+    name: str
+    arguments: list[Any]
+    constants: dict[str, Any]
+    capability: int
+
+
+def job_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], capability: int) -> bytes:
+    """Describe a launch of ``kernel``, a function of a module of this package, for :func:`compile_ahead`."""
+    fixed = [parameter.do_not_specialize for parameter in kernel.params]
+    stands = [_stand_in(argument, alike=alike) for argument, alike in zip(arguments, fixed, strict=False)]
+    return pickle.dumps(_Job(kernel.fn.__module__, kernel.fn.__name__, stands, dict(constants), capability))
+
+
+def _stand_in(argument: Any, *, alike: bool = False) -> Any:
+    """``alike``: Triton makes no difference between integers."""
+    if isinstance(argument, torch.Tensor):
+        return _Tensor(argument.dtype, argument.data_ptr() % 16 == 0)
+    if hasattr(argument, "block_shape"):
+        rest = {n: value for n, value in vars(argument).items() if n not in ("base", "shape", "strides", "block_shape")}
+        return _Descriptor(type(argument), _stand_in(argument.base), list(argument.block_shape), rest)
+    if not isinstance(argument, int) or (argument == 1 and not alike):
+        return argument
+    # Triton asks for its size, and whether 16 divides it.
+    return (1 << 40 if abs(argument) >= 1 << 31 else 1 << 20) + (argument % 16 != 0 and not alike)
+
+
+def compile_ahead(job: bytes) -> Future[int]:
+    """Have a child compile what :func:`job_of` describes. The future has the kernel's shared memory in bytes, or raises
+    FluxError with the reason why it cannot be compiled. The same job is compiled once.
+    """
+    with _lock:
+        future = _done.get(job)
+        if future is None:
+            future = _done[job] = _threads().submit(_by_child, job)
+        return future
+
+
+_lock = threading.Lock()
+_done: dict[bytes, Future[int]] = {}
+_own = threading.local()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    children = len(os.sched_getaffinity(0)) // ranks // 2
+    return ThreadPoolExecutor(max(1, min(MOST_CHILDREN, children)), thread_name_prefix="megatron_flux compiles")
+
+
+def _by_child(job: bytes) -> int:
+    child: subprocess.Popen[bytes] | None = getattr(_own, "child", None)
+    if child is None or child.poll() is not None:
+        child = _own.child = _start()
+    assert child.stdin is not None  # noqa: S101
+    assert child.stdout is not None  # noqa: S101
+    try:
+        pickle.dump(job, child.stdin)
+        child.stdin.flush()
+        answer = pickle.load(child.stdout)  # noqa: S301 - of this program's own child
+    except (OSError, EOFError) as error:
+        child.kill()
+        raise FluxError(f"the process that compiles has ended ({child.wait()})") from error
+    if isinstance(answer, str):
+        raise FluxError(answer)
+    return int(answer)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, "-c", _START.format(path=sys.path)]
+    return subprocess.Popen(  # noqa: S603 - this interpreter
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+
+
+class _Gpu:
+    """Answer what Triton asks of the GPU that is not here."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def serve() -> None:
+    """Compile what comes over standard input; a child's main."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the parent's business
+    os.nice(10)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed must not come between them
+    jobs = sys.stdin.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while select.select([jobs], [], [], IDLE_S)[0]:
+            answer: int | str
+            job = pickle.load(jobs)  # noqa: S301 - of this program's own parent
+            try:
+                answer = _compile(pickle.loads(job))  # noqa: S301 - likewise
+            except Exception as error:
+                answer = f"{type(error).__name__}: {one_line(error)}"
+            pickle.dump(answer, answers)
+            answers.flush()
+
+
+def _compile(job: _Job) -> int:
+    from triton.runtime import driver
+
+    driver.set_active(_Gpu(job.capability))
+    kernel = getattr(importlib.import_module(job.module), job.name)
+    arguments = [one.make() if isinstance(one, (_Tensor, _Descriptor)) else one for one in job.arguments]
+    return int(kernel.warmup(*arguments, grid=(1,), **job.constants).metadata.shared)

@@ -1,0 +1,122 @@
+"""Candidates of a call: stock, and the plans or numbers of pieces that are worth a trial."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux.comm import agreement, links, transports
+from megatron_flux.kernels.wire_format import EXACT
+from megatron_flux.ops import shipped_plans
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backend import Plan as CallPlan
+from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
+from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates, hopper_kernels
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.device import sm_count
+from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits
+from megatron_flux.ops.shipped_plans import Shape
+from megatron_flux.ops.tuner import keys
+from megatron_flux.ops.tuner.cache import Entry, Plan
+
+MARGIN = 0.99  # of reference's time, which others must beat
+FP8_SHORT = 4
+"""Candidates of FP8 calls, for which no plans ship: the first lost 1.4 % at most (results/fp8-h200x2, fp8-scatter)."""
+
+UNMEASURED = Entry(backend="reference")
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backends that the tuner chooses from."""
+
+    reference: ReferenceBackend
+    fused: FusedBackend
+    chunked: Mapping[str, ChunkedBackend] = field(default_factory=dict)  # by name
+    processes: Callable[[dist.ProcessGroup], dist.ProcessGroup] = _itself
+    """The processes that take part in calls of a group; tests emulate ranks."""
+
+    def plan(self, call: OperatorCall, entry: Entry) -> CallPlan:
+        """Plan calls like ``call`` as ``entry`` says."""
+        if entry.plan is not None:
+            return self.fused.plan(call, entry.plan)
+        if (chunked := self.chunked.get(entry.backend)) is not None:
+            return chunked.plan(call, pieces=entry.pieces)
+        return self.reference.plan(call)
+
+    def renew(self, entry: Entry, group: dist.ProcessGroup) -> None:
+        """Make anew what a call as ``entry`` says has broken, on all ranks of ``group``. Collective."""
+        if entry.backend in self.chunked:
+            transports.renew(group)
+        else:
+            self.fused.renew(group)
+
+
+def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list[Entry]:
+    """Return the candidates, stock first. Collective. ``full``: not only those near shipped plans."""
+    if keys.by_chunks(call.x, call.group):
+        return [UNMEASURED, *_chunked(call, backends)]
+    about = f"candidates of {keys.words_of(call)}"
+    plans = agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full))
+    return [UNMEASURED, *(Entry(backend="fused", plan=plan) for plan in plans)]
+
+
+def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
+    return [
+        Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
+        for name, backend in backends.chunked.items()
+        if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None
+        for pieces in piece_counts(call)
+    ]
+
+
+def list_plans(call: OperatorCall, full: bool) -> list[Plan]:
+    """Return the plans to try; ``full``: not only those near shipped plans."""
+    tp = call.group.size()
+    if call.operator == "gemm_all_reduce":
+        return [*all_reduce_candidates(call)]
+    operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
+    full_list = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
+    near: list[KernelConfig] = []
+    if not full and shipped_plans.suggests_for(_gpu(call)):
+        near = full_list[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(_shape(call), shipped_plans.entries())
+    return [*dict.fromkeys([*near, *full_list[:1]])] if near else [*full_list]
+
+
+def runs(call: OperatorCall, entry: Entry) -> bool:
+    """Return True if ``call`` can run the entry's plan."""
+    tp, plan = call.group.size(), entry.plan
+    if isinstance(plan, AllReduceConfig):  # the default one runs all
+        return plan == AllReduceConfig() or plan.fits(call.m, call.n, tp, call.out.itemsize)
+    return not isinstance(plan, KernelConfig) or fits(call.operator, plan, call.m // tp, call.n, call.k, tp)
+
+
+def shipped(call: OperatorCall) -> Entry | None:
+    """Return what to take without a trial instead of stock, None where stock is the safer choice."""
+    alike = os.environ.get("NCCL_NVLS_ENABLE") == "0" and call.weight is not None and call.x.dtype is torch.bfloat16
+    if not alike or keys.by_chunks(call.x, call.group):  # other than in the runs that the plans are from
+        return None
+    plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries())
+    return None if plan is None else Entry(backend="fused", plan=plan)
+
+
+def _shape(call: OperatorCall) -> Shape:
+    """Return the call in the form of shipped plans."""
+    return Shape(call.operator, "[k,n]" if call.transposed else "[n,k]", call.group.size(), call.m, call.n, call.k)
+
+
+def _gpu(call: OperatorCall) -> str:
+    """Return the GPU's name where shipped plans hold (warp-specialised kernels over NVLink), else an empty one."""
+    if not call.x.is_cuda:
+        return ""
+    holds = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
+    return torch.cuda.get_device_name(call.x.device) if holds else ""

@@ -4,7 +4,7 @@ empty tuner's file. Use it after a change to the tuner.
     torchrun --nproc-per-node 2 -m scripts.lengths --out FOLDER [--fp8 tensorwise]
 
 ``summary.json`` has a row for each step: ``m``, and milliseconds and host milliseconds of each variant, of the slowest
-rank (a step is waited for). Memory is what the GPU and the process use behind that step. ``again`` has the same lengths
+rank (a step is waited for). The first step of an m is stock's and not timed. Python's garbage collector is off. Memory is what the GPU and the process use behind that step. ``again`` has the same lengths
 once more, when all is decided.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
 from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
@@ -55,6 +56,7 @@ class Lengths:
         with gradient_accumulation_fusion():
             self.block = variants.build("te", self.work, self.tp, self.device)
         variants.shareable_weights(self.block, trained=lambda name: True)
+        self.seen: set[int] = set()
 
     def step(self, name: str, m: int) -> tuple[float, float]:
         """Make a step of ``m`` tokens; return its milliseconds, and the host's part."""
@@ -80,6 +82,9 @@ class Lengths:
     def pair(self, number: int, m: int) -> dict[str, Any]:
         """Make a step of each variant, which take turns in being the first."""
         row: dict[str, Any] = {"step": number, "m": m}
+        if m not in self.seen:  # cuDNN plans attention for each m, 0.1 s, in whichever step comes first
+            self.seen.add(m)
+            self.step("te", m)
         for name, key in (("te", "te"), ("flux_te", "flux"))[:: 1 if number % 2 else -1]:
             row[f"{key}_ms"], row[f"{key}_host_ms"] = self.step(name, m)
         free, total = torch.cuda.mem_get_info()
@@ -110,6 +115,7 @@ def measure(options: argparse.Namespace) -> None:
     for _ in range(3):
         lengths.step("te", WARMUP)
     gc.collect()
+    gc.disable()  # a collection takes 0.2 to 1 s of a step, stock's or ours; Megatron-LM has --manual-gc
     rows, began = [], time.monotonic()
     for number, m in enumerate([] if options.fixed else steps):
         rows.append(lengths.pair(number, m))

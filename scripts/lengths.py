@@ -4,8 +4,8 @@ empty tuner's file. Use it after a change to the tuner.
     torchrun --nproc-per-node 2 -m scripts.lengths --out FOLDER [--fp8 tensorwise]
 
 ``summary.json`` has a row for each step: ``m``, and milliseconds and host milliseconds of each variant, of the slowest
-rank (a step is waited for). The first step of an m is stock's and not timed. Python's garbage collector is off. Memory is what the GPU and the process use behind that step. ``again`` has the same lengths
-once more, when all is decided.
+rank (a step is waited for). The first step of an m is stock's and not timed. Python's garbage collector is off. Memory
+is what the GPU and the process use behind that step. ``again`` has the same lengths once more, when all is decided.
 """
 
 from __future__ import annotations

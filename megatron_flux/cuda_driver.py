@@ -23,11 +23,15 @@ _MAP_TYPES = {  # ``CUtensorMapDataType``; FP8 is bytes
 _L2_PROMOTION_128B = 2
 _INVALID_CONTEXT = 201
 _ANYWHERE = 4  # ``CU_MEMORYTYPE_UNIFIED``
+_DYNAMIC_SHARED_BYTES = 8  # ``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``
 _CAPTURING = 1  # ``CU_STREAM_CAPTURE_STATUS_ACTIVE``
 
 _P, _I, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
 _ARGUMENTS: dict[str, list[Any]] = {
     "cuLaunchKernel": [_P, *[_U32] * 7, _P, _P, _P],
+    "cuModuleLoadData": [_P, ctypes.c_char_p],
+    "cuModuleGetFunction": [_P, _P, ctypes.c_char_p],
+    "cuFuncSetAttribute": [_P, _I, _I],
     "cuMemcpyDtoDAsync_v2": [_U64, _U64, _SIZE, _P],
     "cuMemcpy2DAsync_v2": [_P, _P],
     "cuEventRecord": [_P, _P],
@@ -89,12 +93,31 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
     ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
     """
     status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
-    if status == _INVALID_CONTEXT:  # the first CUDA call of this thread: the runtime makes its context current
-        torch.cuda.set_device(torch.cuda.current_device())
-        torch.cuda.current_stream().query()
+    if status == _INVALID_CONTEXT:
+        _make_context_current()
         status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status:
         raise refused(f"a launch of {grid} x {threads} threads", status)
+
+
+def load(image: bytes, name: str, shared: int) -> int:
+    """Load the kernel ``name`` of a cubin for good, with ``shared`` bytes of dynamic shared memory, and return it."""
+    module, function = _P(), _P()
+    status = _driver().cuModuleLoadData(ctypes.byref(module), image)
+    if status == _INVALID_CONTEXT:
+        _make_context_current()
+        status = _driver().cuModuleLoadData(ctypes.byref(module), image)
+    status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    status = status or _driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+    if status:
+        raise refused(f"to load {name}, which needs {shared} bytes of shared memory", status)
+    return function.value or 0
+
+
+def _make_context_current() -> None:
+    """Do what the runtime does in a thread's first CUDA call."""
+    torch.cuda.set_device(torch.cuda.current_device())
+    torch.cuda.current_stream().query()
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:

@@ -131,7 +131,7 @@ class Agreements:
     def _wait(self, keys: list[str], about: str) -> None:
         """Wait for all messages, without holding the store's lock: other threads use it too."""
         began = looked = time.monotonic()
-        pause = 0.0005
+        pause = 0.0001
         while not self._store.check(keys):
             if (now := time.monotonic()) - looked > _LOOK_S:
                 looked = now

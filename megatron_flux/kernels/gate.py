@@ -31,8 +31,5 @@ def launch(words: torch.Tensor, cache: dict[Any, Any], device: torch.device) -> 
     """Launch it on the current stream; ``words``: the alarm's, pinned. ``cache`` keeps the launch and must live no
     longer than these.
     """
-
-    def first() -> kernel_launch.Launch:
-        return kernel_launch.by_triton(gate_kernel, 1, words, CPU=False, num_warps=1), (words,)
-
-    kernel_launch.first_or_again(cache, "gate", 1, first, torch.device(device).index or 0)
+    device = torch.device("cuda", device.index or 0)
+    kernel_launch.launch(cache, "gate", gate_kernel, 1, (words,), {"CPU": False, "num_warps": 1}, {}, device)

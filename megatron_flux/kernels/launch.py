@@ -1,9 +1,9 @@
 """Launch a kernel again on other operands, by one call of CUDA's driver.
 
 Triton's own launch of these kernels costs about 50 us of host time: it selects a compiled variant, encodes up to ten
-TMA descriptors and unpacks some eighty parameters. Only the operands' addresses change from call to call. The first
-call goes through Triton. From it, :class:`Relaunch` lays all parameters out for the kernel; later calls put the
-operands' addresses in and launch.
+TMA descriptors and unpacks some eighty parameters. For each kernel it also has a C compiler build a launcher, 0.5 to
+2 s while training waits. Only the operands' addresses change from call to call. :class:`Relaunch` lays all parameters
+out for a kernel that Triton has compiled; calls put the operands' addresses in and launch.
 
 Contract: a ``Relaunch`` may be called only where everything but the named operands' addresses is the same: shapes,
 strides, dtypes, integers, constants, device. Addresses must be multiples of 16, as the first were.
@@ -19,9 +19,10 @@ installed, callers launch by Triton (:func:`hooked`).
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,9 +34,8 @@ from megatron_flux.log_once import log_once
 
 _INTEGERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 _PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
-_MOST_MAPS = 1024  # addresses remembered per operand; the caching allocator gives the same few again
-
-Launch = tuple[Any, Sequence[Any]]  # a compiled kernel, and the arguments it has been launched with
+_MOST_MAPS = 1024  # addresses remembered by shape; the caching allocator gives the same few again
+_MOST_SHAPES = 4096
 
 _lock = threading.Lock()
 
@@ -45,12 +45,11 @@ class UnknownLayoutError(Exception):
 
 
 class _Map:
-    """An operand that the kernel reads or writes by TMA: a tensor map for each address so far."""
+    """What a kernel reads or writes by TMA in one shape and box: a tensor map for each address so far."""
 
-    def __init__(self, descriptor: Any, about: Mapping[str, Any]) -> None:
-        self._dtype, self._shape = descriptor.base.dtype, [int(n) for n in descriptor.shape]
-        self._strides = [int(n) for n in descriptor.strides]
-        self._box, self._swizzle = list(about["block_size"]), about["swizzle"]
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+                 swizzle: int) -> None:  # fmt: skip
+        self._about = dtype, shape, strides, box, swizzle
         self.by_address: dict[int, tuple[int, Any]] = {}
 
     def at(self, address: int) -> int:
@@ -59,16 +58,24 @@ class _Map:
         if entry is None:
             if len(self.by_address) >= _MOST_MAPS:
                 self.by_address.clear()
-            made = driver.tensor_map(address, self._dtype, self._shape, self._strides, self._box, self._swizzle)
+            made = driver.tensor_map(address, *self._about)
             entry = self.by_address[address] = (ctypes.addressof(made), made)
         return entry[0]
+
+
+@functools.lru_cache(_MOST_SHAPES)
+def _map(*about: Any) -> _Map:
+    """Return the maps that all launches share: a weight's serve every m."""
+    return _Map(*about)
 
 
 class Relaunch:
     """One compiled kernel with its parameters; see the module."""
 
-    def __init__(self, compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> None:
-        """Lay out the parameters of ``compiled``, which Triton has just launched with ``arguments`` (in the signature's
+    def __init__(
+        self, compiled: Any, function: int, grid: int, arguments: Sequence[Any], operands: Sequence[str]
+    ) -> None:
+        """Lay out the parameters of ``compiled``, whose handle is ``function``, for ``arguments`` (in the signature's
         order; constants may be left out at the end). ``operands`` names those whose addresses differ from call to call.
         Raises UnknownLayoutError.
         """
@@ -78,7 +85,7 @@ class Relaunch:
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise UnknownLayoutError("scratch memory")
         warps, _, self._shared = compiled.packed_metadata
-        self._threads, self._function, self._grid = 32 * warps, compiled.function, grid
+        self._threads, self._function, self._grid = 32 * warps, function, grid
         self._values: list[Any] = []  # ctypes objects of all parameters, in order
         self._maps: list[_Map] = []
         places = self._lay_out(compiled, arguments)
@@ -86,7 +93,7 @@ class Relaunch:
             raise UnknownLayoutError(f"no operand {', '.join(missing)}")
         self._operands = [places[name] for name in operands]  # the parameter's index, its maps (None for a pointer)
         sizes = [ctypes.sizeof(value) for value in self._values]
-        if sizes != (wanted := parameter_sizes(compiled.asm["ptx"], metadata.name)):
+        if sizes != (wanted := _sizes_of(compiled)):
             raise UnknownLayoutError(f"parameters of {wanted} bytes, expected {sizes}")
         self._parameters = (ctypes.c_void_p * len(sizes))(*[ctypes.addressof(value) for value in self._values])
 
@@ -105,7 +112,8 @@ class Relaunch:
                 about = next(abouts, None)
                 if about is None or about["fp4_padded"] or about.get("is_im2col"):
                     raise UnknownLayoutError("descriptors that are not tiled TMA's")
-                maps = _Map(argument, about)
+                shape, strides = (tuple(map(int, numbers)) for numbers in (argument.shape, argument.strides))
+                maps = _map(argument.base.dtype, shape, strides, tuple(about["block_size"]), about["swizzle"])
                 held = (ctypes.c_char * driver.MAP_BYTES).from_address(maps.at(argument.base.data_ptr()))
                 self._maps.append(maps)  # keeps what ``held`` looks at
                 self._values += [held, *map(ctypes.c_int32, argument.shape), *map(ctypes.c_int64, argument.strides)]
@@ -139,6 +147,39 @@ class Relaunch:
         finally:
             _lock.release()
 
+    def launch(self, stream: int) -> None:
+        """Launch on the arguments that it was made for."""
+        driver.launch(self._function, self._grid, self._threads, self._shared, stream, self._parameters)
+
+
+@functools.lru_cache(_MOST_SHAPES)
+def _sizes_of(compiled: Any) -> list[int]:
+    return parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
+
+
+_loaded: dict[tuple[Any, ...], tuple[Any, int]] = {}
+
+
+def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Any, int]:
+    """Return the compiled kernel of such a launch, and its handle on the GPU; Triton compiles it if need be."""
+    key = (kernel, device, tuple(map(_specialised, arguments)), tuple(constants.items()))
+    found = _loaded.get(key)
+    if found is None:
+        with signals.kept:
+            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+        metadata = compiled.metadata
+        found = _loaded[key] = compiled, driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
+    return found
+
+
+def _specialised(argument: Any) -> Any:
+    """Return what Triton looks at in an argument."""
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, abs(argument) >= 1 << 31
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument and (argument.base.dtype, tuple(argument.block_shape))
+
 
 def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
     """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel. The program's
@@ -148,47 +189,43 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
         return kernel[(grid,)](*arguments, **constants)
 
 
-def first_or_again(
-    cache: dict[Any, Any], key: Hashable, grid: int, first: Callable[[], Launch], device: int, **operands: torch.Tensor
-) -> None:
-    """Launch a kernel on the current stream: by Triton the first time, by its :class:`Relaunch` afterwards.
+def launch(
+    cache: dict[Any, Any], key: Hashable, kernel: Any, grid: int, arguments: Sequence[Any], constants: dict[str, Any],
+    operands: Mapping[str, torch.Tensor], device: torch.device,
+) -> None:  # fmt: skip
+    """Launch a kernel on the current stream: by its :class:`Relaunch`, which the first launch makes.
 
     ``cache`` keeps relaunches and must live no longer than the tensors among the fixed arguments; ``key`` determines
-    all but the operands' addresses. ``first`` launches by Triton and returns the compiled kernel and the arguments
-    without constants. ``operands`` are the tensors that differ from call to call, by the kernel's names for them.
+    all but the operands' addresses. ``operands`` are the tensors that differ from call to call, by the kernel's names.
     """
-    again = cache.get(key)
-    if again and not hooked():
-        again(torch._C._cuda_getCurrentRawStream(device), *operands.values())
-        return
-    compiled, arguments = first()
-    if again is None:
-        cache[key] = relaunch(compiled, grid, arguments, list(operands))
+    if device.type == "cuda" and not hooked():
+        if key not in cache:
+            cache[key] = relaunch(kernel, grid, arguments, constants, list(operands), device)
+        if again := cache[key]:
+            again(torch._C._cuda_getCurrentRawStream(device.index), *operands.values())
+            return
+    by_triton(kernel, grid, *arguments, **constants)
 
 
 def wait_for_peers(
     kernel: Any, cache: dict[Any, Any], key: Hashable, device: torch.device, tp: int, arguments: Sequence[Any]
 ) -> None:
-    """Launch a kernel of one CTA that waits for all peers; ``cache`` and ``key``: see :func:`first_or_again`."""
-    cuda = device.type == "cuda"
-
-    def launch() -> Launch:
-        return by_triton(kernel, 1, *arguments, TP=tp, CPU=not cuda, THREADS=32, num_warps=1), arguments
-
-    if cuda:
-        first_or_again(cache, key, 1, launch, device.index)
-    else:
-        launch()
+    """Launch a kernel of one CTA that waits for all peers; ``cache`` and ``key``: see :func:`launch`."""
+    constants = {"TP": tp, "CPU": device.type != "cuda", "THREADS": 32, "num_warps": 1}
+    launch(cache, key, kernel, 1, arguments, constants, {}, device)
 
 
-def relaunch(compiled: Any, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> Relaunch | Literal[False]:
+def relaunch(
+    kernel: Any, grid: int, arguments: Sequence[Any], constants: Mapping[str, Any], operands: Sequence[str],
+    device: torch.device,
+) -> Relaunch | Literal[False]:  # fmt: skip
     """Return the kernel's Relaunch; False where Triton has to launch it every time, which is logged once a kernel."""
     try:
         if not driver.available():
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
-        return Relaunch(compiled, grid, arguments, operands)
+        return Relaunch(*load(kernel, arguments, constants, device.index), grid, arguments, operands)
     except UnknownLayoutError as reason:
-        log_once(f"{compiled.metadata.name} is launched by Triton, which costs host time: {reason}")
+        log_once(f"{kernel.__name__} is launched by Triton, which costs host time: {reason}")
         return False
 
 

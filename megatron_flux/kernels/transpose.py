@@ -42,7 +42,7 @@ def transpose_kernel(gathered, local, out, mp, k, rank, TP: tl.constexpr, BLOCK:
 def transposed(gathered: torch.Tensor, local: torch.Tensor, rank: int, cache: dict[Any, Any]) -> torch.Tensor:
     """Transpose bytes ``gathered`` ``[m, k]`` to ``[k, m]``, with ``local`` ``[m/tp, k]`` as the shard of ``rank``.
 
-    ``cache`` keeps launches; see :func:`~megatron_flux.kernels.launch.first_or_again`.
+    ``cache`` keeps launches; see :func:`~megatron_flux.kernels.launch.launch`.
     """
     (m, k), mp = gathered.shape, local.shape[0]
     out = gathered.new_empty((k, m))
@@ -51,13 +51,7 @@ def transposed(gathered: torch.Tensor, local: torch.Tensor, rank: int, cache: di
     operands = {"gathered": gathered, "local": local, "out": out}
     arguments = (*operands.values(), mp, k, rank)
 
-    def first() -> kernel_launch.Launch:
-        compiled = kernel_launch.by_triton(transpose_kernel, grid, *arguments, TP=tp, BLOCK=BLOCK, num_warps=4)
-        return compiled, arguments
-
-    if all(operand.is_cuda and operand.data_ptr() % 16 == 0 for operand in operands.values()):
-        key = ("transpose", mp, k, rank, tp)
-        kernel_launch.first_or_again(cache, key, grid, first, gathered.get_device(), **operands)
-    else:
-        first()  # on the interpreter, or where Triton compiles another variant
+    aligned = all(operand.data_ptr() % 16 == 0 for operand in operands.values())  # else Triton compiles another variant
+    key, constants = ("transpose", mp, k, rank, tp, aligned), {"TP": tp, "BLOCK": BLOCK, "num_warps": 4}
+    kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, operands, gathered.device)
     return out

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from megatron_flux.kernels import launch as kernel_launch
-from megatron_flux.kernels.launch import Launch
 from megatron_flux.kernels.wire_format import GROUP, TINY, TOP, LaunchCache
 
 BLOCKS = 16  # of a program
@@ -79,16 +78,11 @@ def _launch(
     grid = -(-rows * more[-1] // BLOCKS)
     arguments = (*operands.values(), *more)
 
-    def first() -> Launch:
-        compiled = kernel_launch.by_triton(kernel, grid, *arguments, **options, BLOCKS=BLOCKS, GROUP=GROUP, num_warps=4)
-        return compiled, arguments
-
-    if not all(operand.is_cuda and operand.data_ptr() % 16 == 0 for operand in operands.values()):
-        first()  # on the interpreter, or where Triton compiles another variant
-        return
-    name = (kernel.__name__, rows, k, *key, *more, *(operand.dtype for operand in operands.values()))
-    device = next(iter(operands.values())).get_device()
-    kernel_launch.first_or_again(cache, name, grid, first, device, **operands)
+    aligned = all(operand.data_ptr() % 16 == 0 for operand in operands.values())  # else Triton compiles another variant
+    name = (kernel.__name__, rows, k, aligned, *key, *more, *(operand.dtype for operand in operands.values()))
+    constants = {**options, "BLOCKS": BLOCKS, "GROUP": GROUP, "num_warps": 4}
+    device = next(iter(operands.values())).device
+    kernel_launch.launch(cache, name, kernel, grid, arguments, constants, operands, device)
 
 
 def encode(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, cache: LaunchCache) -> None:

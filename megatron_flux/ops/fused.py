@@ -142,12 +142,16 @@ class FusedPlan(Plan):
 
     def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
         """Launch by Triton: the first in a half, from which later ones are made; of plain kernels and on CPUs all."""
-        from megatron_flux.kernels.launch import by_triton, relaunch
+        from megatron_flux.kernels.launch import by_triton, hooked, relaunch
 
         launch.copy()
-        compiled = by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
-        if self._cuda and launches[half] is None and launch.operands is not None:
-            launches[half] = relaunch(compiled, launch.grid, launch.arguments, launch.operands)
+        if self._cuda and launches[half] is None and launch.operands is not None and not hooked():
+            kernel, grid, arguments, constants = launch[:4]
+            launches[half] = again = relaunch(kernel, grid, arguments, constants, launch.operands, self._device)
+            if again:
+                again.launch(torch._C._cuda_getCurrentRawStream(self._device.index))
+                return
+        by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
 
 
 class _Gathering(FusedPlan):

@@ -24,8 +24,8 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.tuner import tuner
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.keys import operator_of
 from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.keys import operator_of
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool

@@ -33,8 +33,8 @@ from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import cache as tuner_cache
 from megatron_flux.ops.tuner import measure
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.keys import key_of
 from tests.distributed.pool import RankError, WorkerPool, on_ranks
 from tests.distributed.twins import NEEDS_TRITON
 

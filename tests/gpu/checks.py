@@ -115,7 +115,14 @@ def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
-            for mp, n, k in ((256, 1024, 512), (128, 768, 1000), (300, 1032, 520), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
+            for mp, n, k in (
+                (256, 1024, 512),
+                (128, 768, 1000),
+                (300, 1032, 520),
+                (100, 520, 264),
+                (37, 100, 77),
+                (1, 8, 8),
+            ):
                 last = compare(group, mp, n, k, dtype, transposed)
     compare(group, 256, 512, 64, integer=True)
     return last
@@ -874,10 +881,15 @@ def fences(group):
     from megatron_flux.kernels import launch as relaunch
     from tests.ptx import missing_fences, missing_in_plain
 
-    by_triton, seen = relaunch.by_triton, {}
+    load, by_triton, seen = relaunch.load, relaunch.by_triton, {}
 
-    def spying(kernel, *arguments, **constants):
-        compiled = by_triton(kernel, *arguments, **constants)
+    def spying(kernel, arguments, constants, device):
+        compiled, function = load(kernel, arguments, constants, device)
+        seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
+        return compiled, function
+
+    def spying_triton(kernel, grid, *arguments, **constants):
+        compiled = by_triton(kernel, grid, *arguments, **constants)
         seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
         return compiled
 
@@ -886,7 +898,9 @@ def fences(group):
     dist.barrier(group=group)
     group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
-        with mock.patch.object(relaunch, "by_triton", spying):
+        with (
+            mock.patch.object(relaunch, "load", spying), mock.patch.object(relaunch, "by_triton", spying_triton),
+        ):  # fmt: skip
             backend().config = KernelConfig()
             compare(group, 256, 512, 256)
             if hopper:

@@ -211,9 +211,9 @@ def hopper_ag_gemm_kernel(
     TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``mp`` must be at least ``BM``, ``chunk_k`` a multiple of ``BK``. Without ``BIAS`` no bias is
-    read, without ``SCALES`` (None) no scales; of "blocks" ``xs``, ``gs`` and ``ws`` are descriptors, of "tensor" pointers.
-    ``kept`` is read with OWN alone.
+    """See the module. ``mp`` must be at least ``BM`` and, with scales of "blocks", a multiple of four; ``chunk_k`` a
+    multiple of ``BK``. Without ``BIAS`` no bias is read, without ``SCALES`` (None) no scales; of "blocks" ``xs``,
+    ``gs`` and ``ws`` are descriptors, of "tensor" pointers. ``kept`` is read with OWN alone.
     """
     epoch = gl.load(epochs + slot)
     own = gl.cdiv(mp, BM)

@@ -45,7 +45,7 @@ from megatron_flux.ops.tuner.candidates import MARGIN, Backends, runs
 logger = logging.getLogger("megatron_flux")
 
 LOSES = 1.10  # times of the fastest, above which a candidate gets no second look
-SAMPLES = 7  # timed turns of those that are left
+SAMPLES = 5  # timed turns of those that are left
 LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
 
@@ -70,6 +70,8 @@ class Trial:
         self.failed: set[int] = set()
         self.futures: list[Sequence[Future[int]] | None] = [None] * len(entries)
         self.decided: Entry | None = None
+        self.close = list(entries)
+        """Those that may be the fastest of another m, too."""
         self.choice = 0
         """The fastest so far; stock before anything is known."""
         self._final = False
@@ -160,6 +162,7 @@ class Trial:
             return []
         fastest = min(statistics.median(self.ns[i]) for i in left)
         close = [i for i in left if min(self.ns[i]) <= LOSES * fastest]
+        self.close = [self.entries[i] for i in close]
         if len(close) == 1:
             return None
         self._final = True

@@ -78,6 +78,12 @@ POINTERS = {
 DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off")
 
 
+class Compiled(SimpleNamespace):
+    """A compiled kernel, which can be a key."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class Gpu:
     """Answer what Triton asks the machine's driver, for a GPU that is not there."""
 
@@ -209,8 +215,8 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
-    about = SimpleNamespace(
-        metadata=compiled.metadata, src=compiled.src, asm=compiled.asm, function=7,
+    about = Compiled(
+        metadata=compiled.metadata, src=compiled.src, asm=compiled.asm,
         packed_metadata=(compiled.metadata.num_warps, 1, compiled.metadata.shared),
     )  # fmt: skip
     arguments = []
@@ -226,7 +232,7 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
-    again = relaunch.Relaunch(about, 132, arguments, operands)
+    again = relaunch.Relaunch(about, 7, 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     for tensors in (first, second, first):

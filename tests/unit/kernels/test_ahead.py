@@ -29,7 +29,8 @@ def launch(m: int, half: int = 0) -> Any:
     words = torch.zeros(64, dtype=torch.int32)
     work = SimpleNamespace(
         tp=2, rank=1, half_bytes=2 << 20, data=data, data_table=torch.zeros(2, dtype=torch.int64), flags=[words] * 2,
-        flag_table=torch.zeros(2, dtype=torch.int64), arguments=lambda half: (words, words, words, 10**9, half, 1 - half, 64 * half),
+        flag_table=torch.zeros(2, dtype=torch.int64),
+        arguments=lambda half: (words, words, words, 10**9, half, 1 - half, 64 * half),
     )  # fmt: skip
     x, weight = torch.zeros(m, 128, dtype=torch.bfloat16), torch.zeros(512, 128, dtype=torch.bfloat16)
     call: Any = OperatorCall("gemm_reduce_scatter", x, weight, group_of(2))
@@ -61,12 +62,12 @@ def test_a_launch_finds_what_a_child_has_compiled(tmp_path: Path, monkeypatch: p
         other = launch(m, half)
         assert ahead.job_of(other.kernel, other.arguments, other.constants, 90) == job, "one kernel for any m"
     assert 100_000 < ahead.compile_ahead(job).result(timeout=120) <= 232_448
-    before = {path for path in tmp_path.rglob("*.cubin")}
+    before = set(tmp_path.rglob("*.cubin"))
     assert len(before) == 1
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     program = f"from {__name__} import warm_up; warm_up()"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)  # noqa: S603
-    assert {path for path in tmp_path.rglob("*.cubin")} == before
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    assert set(tmp_path.rglob("*.cubin")) == before
 
 
 def test_what_cannot_be_compiled_says_why_and_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_what_cannot_be_compiled_says_why_and_the_next_one_is(tmp_path: Path, mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     given = launch(512)
     bad = ahead.job_of(given.kernel, given.arguments, {**given.constants, "BM": 100}, 90)
-    with pytest.raises(FluxError, match="BM|power of 2|100|layout|assert|Error"):
+    with pytest.raises(FluxError, match="Error"):
         ahead.compile_ahead(bad).result(timeout=120)
     gone = ahead.job_of(given.kernel, given.arguments, {**given.constants, "BM": 64}, 90)
     monkeypatch.setattr(ahead, "_START", "import os; os._exit(3)")

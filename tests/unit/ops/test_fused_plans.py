@@ -345,12 +345,12 @@ CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
 def test_a_call_broken_off_poisons_its_slab(
     operator: str, first: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cases: Triton's launch, and later ones."""
+    """Cases: the first launch, and later ones."""
     from megatron_flux.kernels import launch
 
     gpu.backend(CONFIGS.get(operator, HOPPER))
     if first:
-        monkeypatch.setattr(launch, "by_triton", no_launch)
+        monkeypatch.setattr(launch, "relaunch", no_launch)
     else:
         gpu.again = lambda name: no_launch
         for _ in range(2):

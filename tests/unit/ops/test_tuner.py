@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_flux.ops.tuner.ways import beside_wgrad
 
 from megatron_flux.comm import links, transports
 from megatron_flux.comm.collectives import Pending
@@ -32,9 +33,8 @@ from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import cache, keys, measure
 from megatron_flux.ops.tuner import tuner as module
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.ops.tuner.candidates import Backends
-from megatron_flux.ops.tuner.ways import beside_wgrad
+from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.settings import WIRES
 from tests.unit.groups import group_of
 

@@ -36,7 +36,7 @@ def test_entries_are_merged_and_readable(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         cache.store(path, "a", STOCK)
-        cache.store(path, "b", Entry(backend="fused", plan=KernelConfig(bn=128), ms={"reference": 2.0}, gemm_ms=1.5))
+        cache.store(path, "b", Entry(backend="fused", plan=KernelConfig(bn=128), ms={"reference": 2.0}))
     finally:
         os.umask(before)
     assert set(cache.load(path)) == {"a", "b"}

@@ -1,7 +1,7 @@
 """Train layers on ever other lengths, as packed batches have them: stock and flux in turns, on the same steps, from an
 empty tuner's file. Use it after a change to the tuner.
 
-    torchrun --nproc-per-node 2 -m scripts.lengths --out FOLDER [--fp8 tensorwise]
+    torchrun --nproc-per-node 2 -m scripts.lengths --out FOLDER [--fp8 none,current]
 
 ``summary.json`` has a row for each step: ``m``, and milliseconds and host milliseconds of each variant, of the slowest
 rank (a step is waited for). The first step of an m is stock's and not timed. Python's garbage collector is off. Memory
@@ -41,13 +41,13 @@ WARMUP = 8192  # a length, for stock's first steps
 class Lengths:
     """Layers, and steps on them."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        """Build the layers."""
+    def __init__(self, options: argparse.Namespace, fp8: Any) -> None:
+        """Build the layers; ``fp8``: a recipe."""
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # imports TransformerEngine
 
         self.options, self.tp = options, dist.get_world_size()
         self.work = Workload(
-            model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=options.fp8,
+            model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=fp8,
             sequence_parallel=not options.no_sequence_parallel,
         )  # fmt: skip
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -107,9 +107,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
     """Measure on this rank."""
-    lengths, first = Lengths(options), dist.get_rank() == 0
+    lengths, first = Lengths(options, fp8), dist.get_rank() == 0
     draw = random.Random(options.seed)  # noqa: S311 - no secret
     steps = [draw.randrange(options.least, options.most + 1, 32) for _ in range(options.steps)]
     for _ in range(3):
@@ -131,13 +131,13 @@ def measure(options: argparse.Namespace) -> None:
         parts["again"] = summarize(again)
     entries = dict(registry.get_backend("tuned").tuner.entries())  # type: ignore[attr-defined]
     found = {
-        "device": environment.device_name(), "model": options.preset, "layers": options.num_layers, "fp8": options.fp8,
+        "device": environment.device_name(), "model": options.preset, "layers": options.num_layers, "fp8": fp8,
         "sequence_parallel": lengths.work.sequence_parallel, "tp": lengths.tp, "seconds": round(seconds, 1), **parts,
         "rows": rows, "rows_again": again, "entries": {key: entry.to_json() for key, entry in entries.items()},
     }  # fmt: skip
     if first:
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out / "summary.json", json.dumps(found, indent=1) + "\n")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "summary.json", json.dumps(found, indent=1) + "\n")
         print(json.dumps(parts, indent=1), flush=True)
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, default=0, help="tokens of every step instead")
     parser.add_argument("--again", type=int, default=40, help="steps whose lengths come once more")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--fp8")
+    parser.add_argument("--fp8", default="none", help="recipes, one after the other: none, current")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -160,7 +160,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # of packages that the layers use
     wanted = LayerRun(workloads=(), variants=("te", "flux_te"), tp=2, out=options.out)
     with process_groups(wanted):
-        measure(options)
+        for recipe in options.fp8.split(","):
+            measure(options, None if recipe == "none" else recipe, options.out / recipe)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,10 @@ def serve() -> None:
 def _compile(job: _Job) -> int:
     from triton.runtime import driver
 
+    from megatron_flux.kernels.launch import hash_in_order
+
     driver.set_active(_Gpu(job.capability))
+    hash_in_order()
     kernel = getattr(importlib.import_module(job.module), job.name)
     arguments = [one.make() if isinstance(one, (_Tensor, _Descriptor)) else one for one in job.arguments]
     return int(kernel.warmup(*arguments, grid=(1,), **job.constants).metadata.shared)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import re
 import threading
 from collections.abc import Hashable, Mapping, Sequence
@@ -157,6 +158,23 @@ def _sizes_of(compiled: Any) -> list[int]:
     return parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
 
 
+_HASHED = ("device", "plain", "all_reduce", "hopper.pieces", "hopper.scaled", "hopper.ag_gemm", "hopper.gemm_rs")
+
+
+@functools.cache
+def hash_in_order() -> None:
+    """Have Triton hash all kernels in one order, before any is compiled.
+
+    A kernel's key in Triton's cache depends on which others were hashed before (3.6: constants that a function's own
+    functions use count only where these have been hashed). Other processes would not find it.
+    """
+    for name in _HASHED:
+        module = importlib.import_module(f"megatron_flux.kernels.{name}")
+        for function in [*vars(module).values()]:
+            if getattr(getattr(function, "fn", None), "__module__", None) == module.__name__:
+                getattr(function, "cache_key", None)  # which the interpreter's functions lack
+
+
 _loaded: dict[tuple[Any, ...], tuple[Any, int]] = {}
 
 
@@ -165,6 +183,7 @@ def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], de
     key = (kernel, device, tuple(map(_specialised, arguments)), tuple(constants.items()))
     found = _loaded.get(key)
     if found is None:
+        hash_in_order()
         with signals.kept:
             compiled = kernel.warmup(*arguments, grid=(1,), **constants)
         metadata = compiled.metadata
@@ -185,6 +204,7 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
     """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel. The program's
     signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
     """
+    hash_in_order()
     with signals.kept:
         return kernel[(grid,)](*arguments, **constants)
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_flux.errors import FluxError, one_line
+from megatron_flux.kernels.launch import for_triton, hash_in_order
 
 MOST_CHILDREN = 4
 IDLE_S = 60.0
@@ -54,14 +55,14 @@ class _Descriptor(NamedTuple):
 
     kind: type
     base: _Tensor
-    block_shape: list[int]
-    rest: dict[str, Any]
+    block_shape: tuple[int, ...]
+    rest: tuple[Any, ...]
 
     def make(self) -> Any:
         """Return one that Triton specialises on alike, whatever the shape."""
-        strides = [math.prod(self.block_shape[i + 1 :]) for i in range(len(self.block_shape))]
-        shape, block = list(self.block_shape), list(self.block_shape)
-        return self.kind(base=self.base.make(), shape=shape, strides=strides, block_shape=block, **self.rest)
+        block = list(self.block_shape)
+        strides = [math.prod(block[i + 1 :]) for i in range(len(block))]
+        return self.kind(self.base.make(), list(block), strides, block, *self.rest)
 
 
 class _Job(NamedTuple):
@@ -75,7 +76,8 @@ class _Job(NamedTuple):
 def job_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], capability: int) -> bytes:
     """Describe a launch of ``kernel``, a function of a module of this package, for :func:`compile_ahead`."""
     fixed = [parameter.do_not_specialize for parameter in kernel.params]
-    stands = [_stand_in(argument, alike=alike) for argument, alike in zip(arguments, fixed, strict=False)]
+    given = map(for_triton, arguments)
+    stands = [_stand_in(argument, alike=alike) for argument, alike in zip(given, fixed, strict=False)]
     return pickle.dumps(_Job(kernel.fn.__module__, kernel.fn.__name__, stands, dict(constants), capability))
 
 
@@ -84,8 +86,8 @@ def _stand_in(argument: Any, *, alike: bool = False) -> Any:
     if isinstance(argument, torch.Tensor):
         return _Tensor(argument.dtype, argument.data_ptr() % 16 == 0)
     if hasattr(argument, "block_shape"):
-        rest = {n: value for n, value in vars(argument).items() if n not in ("base", "shape", "strides", "block_shape")}
-        return _Descriptor(type(argument), _stand_in(argument.base), list(argument.block_shape), rest)
+        rest = (argument.layout,) if hasattr(argument, "layout") else ()
+        return _Descriptor(type(argument), _stand_in(argument.base), tuple(argument.block_shape), rest)
     if not isinstance(argument, int) or (argument == 1 and not alike):
         return argument
     # Triton asks for its size, and whether 16 divides it.
@@ -181,8 +183,6 @@ def serve() -> None:
 
 def _compile(job: _Job) -> int:
     from triton.runtime import driver
-
-    from megatron_flux.kernels.launch import hash_in_order
 
     driver.set_active(_Gpu(job.capability))
     hash_in_order()

@@ -24,7 +24,7 @@ import importlib
 import re
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from triton import knobs
@@ -168,11 +168,13 @@ def hash_in_order() -> None:
     A kernel's key in Triton's cache depends on which others were hashed before (3.6: constants that a function's own
     functions use count only where these have been hashed). Other processes would not find it.
     """
+    if knobs.runtime.interpret:
+        return
     for name in _HASHED:
         module = importlib.import_module(f"megatron_flux.kernels.{name}")
         for function in [*vars(module).values()]:
             if getattr(getattr(function, "fn", None), "__module__", None) == module.__name__:
-                getattr(function, "cache_key", None)  # which the interpreter's functions lack
+                _ = function.cache_key
 
 
 _loaded: dict[tuple[Any, ...], tuple[Any, int]] = {}
@@ -180,12 +182,13 @@ _loaded: dict[tuple[Any, ...], tuple[Any, int]] = {}
 
 def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Any, int]:
     """Return the compiled kernel of such a launch, and its handle on the GPU; Triton compiles it if need be."""
-    key = (kernel, device, tuple(map(_specialised, arguments)), tuple(constants.items()))
+    # Not the kernel itself: its hash is its key in Triton's cache, and must not be asked for before hash_in_order().
+    key = (id(kernel), device, *map(_specialised, arguments), *constants.values())
     found = _loaded.get(key)
     if found is None:
         hash_in_order()
         with signals.kept:
-            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+            compiled = kernel.warmup(*map(for_triton, arguments), grid=(1,), **constants)
         metadata = compiled.metadata
         found = _loaded[key] = compiled, driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
     return found
@@ -194,10 +197,31 @@ def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], de
 def _specialised(argument: Any) -> Any:
     """Return what Triton looks at in an argument."""
     if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, abs(argument) >= 1 << 31
+        return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (abs(argument) >= 1 << 31)
     if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument and (argument.base.dtype, tuple(argument.block_shape))
+        return argument.dtype, argument.data_ptr() % 16
+    return argument and (argument.base.dtype, *argument.block_shape)
+
+
+class Tiles(NamedTuple):
+    """A tensor that a warp-specialised kernel addresses by TMA: a Gluon descriptor without its checks, which take
+    longer than all else that a new shape needs.
+    """
+
+    base: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+
+
+def for_triton(argument: Any) -> Any:
+    """Return ``argument`` as Triton takes it."""
+    if not isinstance(argument, Tiles):
+        return argument
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(argument.base, *map(list, argument[1:4]), argument.layout)
 
 
 def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
@@ -206,7 +230,7 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
     """
     hash_in_order()
     with signals.kept:
-        return kernel[(grid,)](*arguments, **constants)
+        return kernel[(grid,)](*map(for_triton, arguments), **constants)
 
 
 def launch(

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_flux.kernels.hopper import pieces
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
+from megatron_flux.kernels.launch import Tiles
 from megatron_flux.ops.arguments import DTYPES, Launch, Scales, SlabCall
 from megatron_flux.ops.kernel_config import cdiv, workers
 
@@ -27,7 +27,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
     x, weight, bias, scales = call.x, call.weight, call.bias, Scales(call)
     (mp, k), n = x.shape, call.n
     edges = config.edges(k)
-    by = (scales.x, scales.x, scales.weight)
+    by: tuple[Any, ...] = (scales.x, scales.x, scales.weight)
     if at.scales is not None:
         local, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, at.scales))
         by = (local, all_ranks, _scales_of_weight(scales.weight, config.bn))
@@ -60,7 +60,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
     call, work, config, out = at.call, at.work, at.config, at.out
     x, weight, scales, space = call.x, call.weight, Scales(call), at.workspaces()[work.rank]
     (mp, n), k = out.shape, x.shape[1]
-    by = (scales.x, scales.weight)
+    by: tuple[Any, ...] = (scales.x, scales.weight)
     if call.fp8 is not None and call.fp8.blocks:
         by = (_scales_of(scales.x, config.bm), _scales_of_weight(scales.weight, config.bn))
     arguments = (
@@ -97,17 +97,16 @@ def _sinks(at: SlabCall) -> list[Any]:
     return at.get_or_create("sinks", make) + [None] * (8 - tp)
 
 
-def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    layout = _layout(rows, cols, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols], layout)
+def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> Tiles:
+    return Tiles(tensor, tensor.shape, tensor.stride(), (rows, cols), _layout(rows, cols, tensor.dtype))
 
 
-def _scales_of(scales: torch.Tensor, rows: int) -> TensorDescriptor:
+def _scales_of(scales: torch.Tensor, rows: int) -> Tiles:
     """Describe ``rows`` scales of x in a block of k; ``[..., kb, ld]``."""
     return _descriptor(scales.view(-1, scales.shape[-1]), 1, rows)
 
 
-def _scales_of_weight(scales: torch.Tensor, columns: int) -> TensorDescriptor:
+def _scales_of_weight(scales: torch.Tensor, columns: int) -> Tiles:
     """Describe a line of scales of ``columns`` in a block of k, and the blocks after it; ``[nb, ld]``."""
     rows = columns // 128
     return _descriptor(scales, rows, LINE // rows)

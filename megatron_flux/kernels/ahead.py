@@ -1,13 +1,14 @@
-"""Compile kernels beside a training, in processes of their own: Triton's cache on disk hands the results over.
+"""Compile kernels beside a training, in processes of their own.
 
 Most of a compile is Python, which holds the interpreter's lock: compiled by threads, candidates made a first step 9 s
 long and later ones up to 2.5 s (2 x H100). A child process has no GPU. It compiles for the parent's by the arguments'
 types, alignment and small integers, which is all that Triton specialises on.
 
 Contract
-    * :func:`compile_ahead` runs in a thread of the parent and blocks it, until a child has the kernel. A launch finds
-      it in the cache, in milliseconds.
-    * Parent and child talk over pipes. A child ends with its parent, and when it has had nothing to do for a minute.
+    * A child sends the compiled kernel back, over a pipe; :func:`megatron_flux.kernels.launch.load` takes it from
+      there. Not from Triton's cache on disk: a kernel's key there depends on the order in which a process has hashed
+      its kernels, and on what torch's inductor has set in the environment meanwhile (Triton 3.6).
+    * A child ends with its parent, and when it has had nothing to do for a minute.
     * A child that ends on its own is an error of that one kernel; the next gets a new child.
 """
 
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_flux.errors import FluxError, one_line
-from megatron_flux.kernels.launch import for_triton, hash_in_order
+from megatron_flux.kernels.launch import Compiled, ahead, for_triton, key_of, warm_up
 
 MOST_CHILDREN = 4
 IDLE_S = 60.0
@@ -73,8 +74,24 @@ class _Job(NamedTuple):
     capability: int
 
 
+def compile_ahead(
+    kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int, capability: int
+) -> Future[Compiled]:
+    """Have a child compile the kernel of such a launch for a GPU of ``capability``. Kernels that differ in nothing are
+    compiled once. The future raises FluxError with the reason why it cannot be compiled.
+    """
+    key = key_of(kernel, arguments, constants, device)
+    with _lock:
+        if key not in ahead:
+            job = job_of(kernel, arguments, constants, capability)
+            if job not in _done:
+                _done[job] = _threads().submit(_by_child, job)
+            ahead[key] = _done[job]
+        return ahead[key]
+
+
 def job_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], capability: int) -> bytes:
-    """Describe a launch of ``kernel``, a function of a module of this package, for :func:`compile_ahead`."""
+    """Describe a launch of ``kernel``, a function of a module of this package, to a child."""
     fixed = [parameter.do_not_specialize for parameter in kernel.params]
     given = map(for_triton, arguments)
     stands = [_stand_in(argument, alike=alike) for argument, alike in zip(given, fixed, strict=False)]
@@ -94,20 +111,18 @@ def _stand_in(argument: Any, *, alike: bool = False) -> Any:
     return (1 << 40 if abs(argument) >= 1 << 31 else 1 << 20) + (argument % 16 != 0 and not alike)
 
 
-def compile_ahead(job: bytes) -> Future[int]:
-    """Have a child compile what :func:`job_of` describes. The future has the kernel's shared memory in bytes, or raises
-    FluxError with the reason why it cannot be compiled. The same job is compiled once.
-    """
-    with _lock:
-        future = _done.get(job)
-        if future is None:
-            future = _done[job] = _threads().submit(_by_child, job)
-        return future
-
-
 _lock = threading.Lock()
-_done: dict[bytes, Future[int]] = {}
+_done: dict[bytes, Future[Compiled]] = {}
 _own = threading.local()
+_children: list[subprocess.Popen[bytes]] = []
+
+
+def end_children() -> None:
+    """End all children; a later job starts new ones."""
+    for child in _children:
+        child.kill()
+        child.wait()
+    _children.clear()
 
 
 @functools.cache
@@ -117,7 +132,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(MOST_CHILDREN, children)), thread_name_prefix="megatron_flux compiles")
 
 
-def _by_child(job: bytes) -> int:
+def _by_child(job: bytes) -> Compiled:
     child: subprocess.Popen[bytes] | None = getattr(_own, "child", None)
     if child is None or child.poll() is not None:
         child = _own.child = _start()
@@ -132,15 +147,18 @@ def _by_child(job: bytes) -> int:
         raise FluxError(f"the process that compiles has ended ({child.wait()})") from error
     if isinstance(answer, str):
         raise FluxError(answer)
-    return int(answer)
+    compiled: Compiled = answer
+    return compiled
 
 
 def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     program = [sys.executable, "-c", _START.format(path=sys.path)]
-    return subprocess.Popen(  # noqa: S603 - this interpreter
+    child = subprocess.Popen(  # noqa: S603 - this interpreter
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
+    _children.append(child)
+    return child
 
 
 class _Gpu:
@@ -171,7 +189,7 @@ def serve() -> None:
     jobs = sys.stdin.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while select.select([jobs], [], [], IDLE_S)[0]:
-            answer: int | str
+            answer: Compiled | str
             job = pickle.load(jobs)  # noqa: S301 - of this program's own parent
             try:
                 answer = _compile(pickle.loads(job))  # noqa: S301 - likewise
@@ -181,11 +199,10 @@ def serve() -> None:
             answers.flush()
 
 
-def _compile(job: _Job) -> int:
+def _compile(job: _Job) -> Compiled:
     from triton.runtime import driver
 
     driver.set_active(_Gpu(job.capability))
-    hash_in_order()
     kernel = getattr(importlib.import_module(job.module), job.name)
     arguments = [one.make() if isinstance(one, (_Tensor, _Descriptor)) else one for one in job.arguments]
-    return int(kernel.warmup(*arguments, grid=(1,), **job.constants).metadata.shared)
+    return warm_up(kernel, arguments, job.constants)

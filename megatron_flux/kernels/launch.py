@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import re
 import threading
 from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,23 +45,65 @@ class UnknownLayoutError(Exception):
     """A compiled kernel takes other parameters than this module knows to give."""
 
 
+class Compiled(NamedTuple):
+    """What a launch needs to know of a compiled kernel; also of one that another process has compiled."""
+
+    name: str
+    cubin: bytes
+    shared: int  # bytes of dynamic shared memory
+    warps: int
+    signature: tuple[tuple[str, Any], ...]  # names and types of the arguments
+    descriptors: tuple[tuple[tuple[int, ...], int], ...]  # box and swizzle
+    sizes: tuple[int, ...]  # bytes of the parameters
+    why_not: str = ""
+    """Why it cannot be launched without Triton."""
+
+
+def describe(compiled: Any) -> Compiled:
+    """Return what a launch needs to know of Triton's ``compiled`` kernel."""
+    metadata, why_not = compiled.metadata, ""
+    sizes: tuple[int, ...] = ()
+    abouts = metadata.tensordesc_meta or ()
+    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+        why_not = "clusters, cooperative or dependent launches"
+    elif metadata.global_scratch_size or metadata.profile_scratch_size:
+        why_not = "scratch memory"
+    elif any(about is None or about["fp4_padded"] or about.get("is_im2col") for about in abouts):
+        why_not = "descriptors that are not tiled TMA's"
+    else:
+        try:
+            sizes = tuple(parameter_sizes(compiled.asm["ptx"], metadata.name))
+        except UnknownLayoutError as error:
+            why_not = str(error)
+    return Compiled(
+        metadata.name,
+        compiled.asm["cubin"],
+        metadata.shared,
+        compiled.packed_metadata[0],
+        tuple(compiled.src.signature.items()),
+        () if why_not else tuple((tuple(about["block_size"]), about["swizzle"]) for about in abouts),
+        sizes,
+        why_not,
+    )
+
+
 class _Map:
     """What a kernel reads or writes by TMA in one shape and box: a tensor map for each address so far."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-                 swizzle: int) -> None:  # fmt: skip
-        self._about = dtype, shape, strides, box, swizzle
+    def __init__(self, *about: Any) -> None:
+        """``about``: dtype, shape, strides, box and swizzle."""
+        self._about = about
         self.by_address: dict[int, tuple[int, Any]] = {}
 
-    def at(self, address: int) -> int:
-        """Return the host address of the map for ``address``."""
+    def at(self, address: int) -> tuple[int, Any]:
+        """Return the host address of the map for ``address``, and what holds its memory. Under the lock."""
         entry = self.by_address.get(address)
         if entry is None:
             if len(self.by_address) >= _MOST_MAPS:
                 self.by_address.clear()
             made = driver.tensor_map(address, *self._about)
             entry = self.by_address[address] = (ctypes.addressof(made), made)
-        return entry[0]
+        return entry
 
 
 @functools.lru_cache(_MOST_SHAPES)
@@ -74,50 +116,47 @@ class Relaunch:
     """One compiled kernel with its parameters; see the module."""
 
     def __init__(
-        self, compiled: Any, function: int, grid: int, arguments: Sequence[Any], operands: Sequence[str]
+        self, compiled: Compiled, function: int, grid: int, arguments: Sequence[Any], operands: Sequence[str]
     ) -> None:
         """Lay out the parameters of ``compiled``, whose handle is ``function``, for ``arguments`` (in the signature's
         order; constants may be left out at the end). ``operands`` names those whose addresses differ from call to call.
         Raises UnknownLayoutError.
         """
-        metadata = compiled.metadata
-        if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
-            raise UnknownLayoutError("clusters, cooperative or dependent launches")
-        if metadata.global_scratch_size or metadata.profile_scratch_size:
-            raise UnknownLayoutError("scratch memory")
-        warps, _, self._shared = compiled.packed_metadata
-        self._threads, self._function, self._grid = 32 * warps, function, grid
+        if compiled.why_not:
+            raise UnknownLayoutError(compiled.why_not)
+        self._threads, self._function, self._grid = 32 * compiled.warps, function, grid
+        self._shared = compiled.shared
         self._values: list[Any] = []  # ctypes objects of all parameters, in order
-        self._maps: list[_Map] = []
-        places = self._lay_out(compiled, arguments)
+        self._held: list[Any] = []  # memory that they look at
+        with _lock:
+            places = self._lay_out(compiled, arguments)
         if missing := [name for name in operands if name not in places]:
             raise UnknownLayoutError(f"no operand {', '.join(missing)}")
         self._operands = [places[name] for name in operands]  # the parameter's index, its maps (None for a pointer)
-        sizes = [ctypes.sizeof(value) for value in self._values]
-        if sizes != (wanted := _sizes_of(compiled)):
-            raise UnknownLayoutError(f"parameters of {wanted} bytes, expected {sizes}")
-        self._parameters = (ctypes.c_void_p * len(sizes))(*[ctypes.addressof(value) for value in self._values])
+        sizes = tuple(map(ctypes.sizeof, self._values))
+        if sizes != compiled.sizes:
+            raise UnknownLayoutError(f"parameters of {compiled.sizes} bytes, expected {sizes}")
+        self._parameters = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, self._values))
 
-    def _lay_out(self, compiled: Any, arguments: Sequence[Any]) -> dict[str, tuple[int, _Map | None]]:
+    def _lay_out(self, compiled: Compiled, arguments: Sequence[Any]) -> dict[str, tuple[int, _Map | None]]:
         """Fill the values and return the places of tensors and descriptors, by name."""
-        signature = compiled.src.signature
-        abouts = iter(compiled.metadata.tensordesc_meta or ())
+        abouts = iter(compiled.descriptors)
         places: dict[str, tuple[int, _Map | None]] = {}
-        for (name, kind), argument in zip(signature.items(), arguments, strict=False):
+        for (name, kind), argument in zip(compiled.signature, arguments, strict=False):
             at = len(self._values)
             if not isinstance(kind, str):
                 raise UnknownLayoutError("a tuple of arguments")
             if kind == "constexpr":
                 continue
             if kind.startswith("tensordesc"):
-                about = next(abouts, None)
-                if about is None or about["fp4_padded"] or about.get("is_im2col"):
-                    raise UnknownLayoutError("descriptors that are not tiled TMA's")
-                shape, strides = (tuple(map(int, numbers)) for numbers in (argument.shape, argument.strides))
-                maps = _map(argument.base.dtype, shape, strides, tuple(about["block_size"]), about["swizzle"])
-                held = (ctypes.c_char * driver.MAP_BYTES).from_address(maps.at(argument.base.data_ptr()))
-                self._maps.append(maps)  # keeps what ``held`` looks at
-                self._values += [held, *map(ctypes.c_int32, argument.shape), *map(ctypes.c_int64, argument.strides)]
+                if (about := next(abouts, None)) is None:
+                    raise UnknownLayoutError("descriptors without a box")
+                shape, strides = tuple(argument.shape), tuple(argument.strides)
+                maps = _map(argument.base.dtype, shape, strides, *about)
+                address, made = maps.at(argument.base.data_ptr())
+                self._held.append(made)
+                held = (ctypes.c_char * driver.MAP_BYTES).from_address(address)
+                self._values += [held, *map(ctypes.c_int32, shape), *map(ctypes.c_int64, strides)]
                 places[name] = (at, maps)
             elif kind.startswith("*"):
                 self._values.append(ctypes.c_uint64(argument.data_ptr()))
@@ -126,7 +165,7 @@ class Relaunch:
                 self._values.append(_INTEGERS[kind](argument))
             else:
                 raise UnknownLayoutError(f"a parameter of type {kind}")
-        if any(kind != "constexpr" for kind in list(signature.values())[len(arguments) :]):
+        if any(kind != "constexpr" for _, kind in compiled.signature[len(arguments) :]):
             raise UnknownLayoutError("arguments are missing")
         self._values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
         return places
@@ -143,7 +182,7 @@ class Relaunch:
                 if maps is None:
                     values[at].value = address
                 else:
-                    parameters[at] = maps.by_address[address][0] if address in maps.by_address else maps.at(address)
+                    parameters[at] = (maps.by_address.get(address) or maps.at(address))[0]
             driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
         finally:
             _lock.release()
@@ -153,45 +192,33 @@ class Relaunch:
         driver.launch(self._function, self._grid, self._threads, self._shared, stream, self._parameters)
 
 
-@functools.lru_cache(_MOST_SHAPES)
-def _sizes_of(compiled: Any) -> list[int]:
-    return parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
+_loaded: dict[tuple[Any, ...], tuple[Compiled, int]] = {}
+ahead: dict[tuple[Any, ...], Future[Compiled]] = {}
+"""What other processes compile (:mod:`megatron_flux.kernels.ahead`), by :func:`key_of`."""
 
 
-_HASHED = ("device", "plain", "all_reduce", "hopper.pieces", "hopper.scaled", "hopper.ag_gemm", "hopper.gemm_rs")
+def key_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Any, ...]:
+    """Return what determines the compiled kernel of a launch."""
+    # Not the kernel itself: its hash is Triton's, of its source and all that this uses.
+    return (id(kernel), device, *map(_specialised, arguments), *constants.values())
 
 
-@functools.cache
-def hash_in_order() -> None:
-    """Have Triton hash all kernels in one order, before any is compiled.
-
-    A kernel's key in Triton's cache depends on which others were hashed before (3.6: constants that a function's own
-    functions use count only where these have been hashed). Other processes would not find it.
-    """
-    if knobs.runtime.interpret:
-        return
-    for name in _HASHED:
-        module = importlib.import_module(f"megatron_flux.kernels.{name}")
-        for function in [*vars(module).values()]:
-            if getattr(getattr(function, "fn", None), "__module__", None) == module.__name__:
-                _ = function.cache_key
-
-
-_loaded: dict[tuple[Any, ...], tuple[Any, int]] = {}
-
-
-def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Any, int]:
-    """Return the compiled kernel of such a launch, and its handle on the GPU; Triton compiles it if need be."""
-    # Not the kernel itself: its hash is its key in Triton's cache, and must not be asked for before hash_in_order().
-    key = (id(kernel), device, *map(_specialised, arguments), *constants.values())
+def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Compiled, int]:
+    """Return the compiled kernel of such a launch, and its handle on the GPU; it is compiled here if need be."""
+    key = key_of(kernel, arguments, constants, device)
     found = _loaded.get(key)
     if found is None:
-        hash_in_order()
-        with signals.kept:
-            compiled = kernel.warmup(*map(for_triton, arguments), grid=(1,), **constants)
-        metadata = compiled.metadata
-        found = _loaded[key] = compiled, driver.load(compiled.asm["cubin"], metadata.name, metadata.shared)
+        future = ahead.get(key)
+        here = future is None or (future.done() and future.exception() is not None)
+        compiled = warm_up(kernel, arguments, constants) if here or future is None else future.result()
+        found = _loaded[key] = compiled, driver.load(compiled.cubin, compiled.name, compiled.shared)
     return found
+
+
+def warm_up(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> Compiled:
+    """Have Triton compile the kernel of such a launch."""
+    with signals.kept:
+        return describe(kernel.warmup(*map(for_triton, arguments), grid=(1,), **constants))
 
 
 def _specialised(argument: Any) -> Any:
@@ -228,7 +255,6 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
     """Launch ``kernel[(grid,)]`` by Triton, which compiles it if need be, and return the compiled kernel. The program's
     signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
     """
-    hash_in_order()
     with signals.kept:
         return kernel[(grid,)](*map(for_triton, arguments), **constants)
 

@@ -38,8 +38,8 @@ class Plan:
         """
         raise NotImplementedError
 
-    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[int]]:
-        """Begin to compile the kernels of calls like ``call``; each future has one's shared memory in bytes.
+    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[Any]]:
+        """Begin to compile the kernels of calls like ``call``; of each a future :class:`~kernels.launch.Compiled`.
 
         Makes the memory that such calls need: collective, as their first call. ``y`` is like their result, and is not
         written to.

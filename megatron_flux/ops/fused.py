@@ -43,6 +43,7 @@ from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
 if TYPE_CHECKING:
+    from megatron_flux.kernels.launch import Compiled
     from megatron_flux.ops.arguments import Launch
 
 
@@ -99,18 +100,19 @@ class FusedPlan(Plan):
     def _drop_views(self) -> None:
         """Drop what :meth:`_view` has made."""
 
-    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[int]]:
+    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[Compiled]]:
         """See the base class."""
         call = call.addressable()
         if self._slab is None:
             self._bind(call)
         if not self._cuda:
             return ()
-        from megatron_flux.kernels.ahead import compile_ahead, job_of
+        from megatron_flux.kernels.ahead import compile_ahead
 
         major, minor = capability(self._device)
         launches = [self._launch_of(call, y, half, *self._reads(y), **self._arrives(call, half)) for half in (0, 1)]
-        return [compile_ahead(job_of(one.kernel, one.arguments, one.constants, 10 * major + minor)) for one in launches]
+        gpu = self._device.index, 10 * major + minor
+        return [compile_ahead(one.kernel, one.arguments, one.constants, *gpu) for one in launches]
 
     def _reads(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what is like the operands that the kernel reads instead of x and weight."""

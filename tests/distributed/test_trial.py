@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,9 +73,14 @@ def training(folder: Path, compile_it: Compile | None = None) -> Iterator[Any]:
         patch.setattr(candidates, "list_plans", lambda call, full: [FAST, SLOW])
         bind = FusedPlan.compile_ahead
 
-        def ahead(plan: FusedPlan, call: OperatorCall, y: torch.Tensor) -> list[Future[int]]:
+        def ahead(plan: FusedPlan, call: OperatorCall, y: torch.Tensor) -> list[Future[Any]]:
+            def compiled() -> Any:
+                if compile_it:
+                    compile_it(plan)
+                return SimpleNamespace(shared=1000)
+
             bind(plan, call, y)
-            return [threads.submit(lambda: (compile_it(plan) and 0) or 0)] if compile_it else []
+            return [threads.submit(compiled)]
 
         patch.setattr(FusedPlan, "compile_ahead", ahead)
         patch.setattr(trial, "shared_memory", lambda device: 1000)

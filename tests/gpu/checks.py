@@ -881,12 +881,11 @@ def fences(group):
     from megatron_flux.kernels import launch as relaunch
     from tests.ptx import missing_fences, missing_in_plain
 
-    load, by_triton, seen = relaunch.load, relaunch.by_triton, {}
+    describe, by_triton, seen = relaunch.describe, relaunch.by_triton, {}
 
-    def spying(kernel, arguments, constants, device):
-        compiled, function = load(kernel, arguments, constants, device)
-        seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
-        return compiled, function
+    def spying(compiled):
+        seen[compiled.metadata.name] = compiled.asm["ptx"], None
+        return describe(compiled)
 
     def spying_triton(kernel, grid, *arguments, **constants):
         compiled = by_triton(kernel, grid, *arguments, **constants)
@@ -899,7 +898,9 @@ def fences(group):
     group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
     try:
         with (
-            mock.patch.object(relaunch, "load", spying), mock.patch.object(relaunch, "by_triton", spying_triton),
+            mock.patch.dict(relaunch._loaded, clear=True),
+            mock.patch.object(relaunch, "describe", spying),
+            mock.patch.object(relaunch, "by_triton", spying_triton),
         ):  # fmt: skip
             backend().config = KernelConfig()
             compare(group, 256, 512, 256)

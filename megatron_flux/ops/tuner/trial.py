@@ -68,7 +68,7 @@ class Trial:
         """By candidate and turn: nanoseconds a row, the mean of all ranks."""
         self.compiled = [False] * len(entries)
         self.failed: set[int] = set()
-        self.futures: list[Sequence[Future[int]] | None] = [None] * len(entries)
+        self.futures: list[Sequence[Future[Any]] | None] = [None] * len(entries)
         self.decided: Entry | None = None
         self.close = list(entries)
         """Those that may be the fastest of another m, too."""
@@ -238,7 +238,7 @@ class TrialPlan(Plan):
             try:
                 futures[candidate] = self._plan(candidate, call).compile_ahead(call, y)
             except Exception as error:  # as of any candidate that cannot run
-                failed: Future[int] = Future()
+                failed: Future[Any] = Future()
                 failed.set_exception(error)
                 futures[candidate] = [failed]
 
@@ -257,14 +257,14 @@ class TrialPlan(Plan):
         return plan.run(call)
 
 
-def _state(futures: Sequence[Future[int]] | None, call: OperatorCall) -> bool | str:
+def _state(futures: Sequence[Future[Any]] | None, call: OperatorCall) -> bool | str:
     """True: compiled; False: not yet; else why not."""
     if futures is None or not all(future.done() for future in futures):
         return False
     for future in futures:
         if (error := future.exception()) is not None:
             return f"{type(error).__name__}: {one_line(error)}"
-        if (needs := future.result()) > (most := shared_memory(call.x.device)):
+        if (needs := future.result().shared) > (most := shared_memory(call.x.device)):
             return f"its kernel needs {needs} bytes of shared memory, the GPU has {most}"
     return True
 

@@ -78,12 +78,6 @@ POINTERS = {
 DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off")
 
 
-class Compiled(SimpleNamespace):
-    """A compiled kernel, which can be a key."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
 class Gpu:
     """Answer what Triton asks the machine's driver, for a GPU that is not there."""
 
@@ -215,10 +209,8 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
-    about = Compiled(
-        metadata=compiled.metadata, src=compiled.src, asm=compiled.asm,
-        packed_metadata=(compiled.metadata.num_warps, 1, compiled.metadata.shared),
-    )  # fmt: skip
+    about = relaunch.describe(compiled)
+    assert not about.why_not
     arguments = []
     for position, (name, kind) in enumerate(compiled.src.signature.items()):
         if kind == "constexpr":

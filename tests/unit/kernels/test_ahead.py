@@ -1,10 +1,10 @@
-"""Kernels compiled by child processes: what a child leaves in Triton's cache is what a launch looks for."""
+"""Kernels compiled by child processes, and taken by launches."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,14 @@ from megatron_flux.errors import FluxError
 from tests.unit.groups import group_of
 
 pytest.importorskip("triton", minversion="3.6")
+
+
+@pytest.fixture(autouse=True)
+def _no_child_is_left() -> Iterator[None]:
+    from megatron_flux.kernels import ahead
+
+    yield
+    ahead.end_children()
 
 
 def launch(m: int, half: int = 0) -> Any:
@@ -39,65 +47,54 @@ def launch(m: int, half: int = 0) -> Any:
     return hopper_arguments.gemm_reduce_scatter(SlabCall(call, out, work, half, config, 132, {}))  # type: ignore[arg-type]
 
 
-def launches() -> None:
-    """Do what launches on the GPU do up to the driver; in a process of its own, whose Triton believes in one."""
-    from triton.runtime import driver
-
+@pytest.mark.slow
+def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_flux import cuda_driver
     from megatron_flux.kernels import ahead
-    from megatron_flux.kernels.device import gather_wait_kernel
-    from megatron_flux.kernels.launch import load
+    from megatron_flux.kernels import launch as launches
 
-    driver.set_active(ahead._Gpu(90))  # type: ignore[arg-type]
-    vars(cuda_driver)["load"] = lambda *_: 7
-    words = torch.zeros(64, dtype=torch.int32)
-    arguments = (words, words, words, words, 10**10, 0, 1, 0, 0)
-    load(gather_wait_kernel, arguments, {"TP": 2, "CPU": False, "THREADS": 32, "num_warps": 1}, 0)
-    for m in (512, 1056):
-        given = launch(m)
-        load(given.kernel, given.arguments, given.constants, 0)
+    loaded: list[Any] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_driver, "load", lambda *of: loaded.append(of) or 7)
+    monkeypatch.setattr(launches, "warm_up", lambda *_: pytest.fail("a training would stop for that"))
+    for m, half in ((512, 0), (512, 1), (1056, 0)):
+        given = launch(m, half)
+        what = given.kernel, given.arguments, given.constants
+        compiled = ahead.compile_ahead(*what, 0, 90).result(timeout=120)
+        assert launches.load(*what, 0) == (compiled, 7)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1, "one kernel for any m and half"
+    assert len({id(of[0]) for of in loaded}) == 1
+    assert (compiled.why_not, compiled.name) == ("", "hopper_gemm_rs_kernel")
+    assert 100_000 < compiled.shared <= 232_448
+    assert sum(compiled.sizes) > 500
 
 
-@pytest.mark.slow
-def test_a_launch_finds_what_a_child_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_flux.kernels import ahead
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     given = launch(512)
-    job = ahead.job_of(given.kernel, given.arguments, given.constants, 90)
-    for m, half in ((512, 1), (1056, 0)):
-        other = launch(m, half)
-        assert ahead.job_of(other.kernel, other.arguments, other.constants, 90) == job, "one kernel for any m"
-    assert 100_000 < ahead.compile_ahead(job).result(timeout=120) <= 232_448
-    before = set(tmp_path.rglob("*.cubin"))
-    assert len(before) == 1
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = f"from {__name__} import launches; launches()"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
-    new = {path.stem for path in set(tmp_path.rglob("*.cubin")) - before}
-    assert new == {"gather_wait_kernel"}, "launched first, and found nowhere"
+    bad = ahead.compile_ahead(given.kernel, given.arguments, {**given.constants, "BM": 100}, 0, 90)
+    with pytest.raises(FluxError, match=r"Error: ."):
+        bad.result(timeout=120)
 
 
-def test_what_cannot_be_compiled_says_why_and_the_next_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_flux.kernels import ahead
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    start = ahead._START
     given = launch(512)
-    bad = ahead.job_of(given.kernel, given.arguments, {**given.constants, "BM": 100}, 90)
-    with pytest.raises(FluxError, match="Error"):
-        ahead.compile_ahead(bad).result(timeout=120)
-    gone = ahead.job_of(given.kernel, given.arguments, {**given.constants, "BM": 64}, 90)
+
+    def compiled(number: int) -> Any:
+        constants = {**given.constants, "BAND": number}
+        return ahead.compile_ahead(given.kernel, given.arguments, constants, 0, 90).result(timeout=120)
+
+    monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ThreadPoolExecutor(1)))
     monkeypatch.setattr(ahead, "_START", "import os; os._exit(3)")
-    if (child := getattr(ahead._own, "child", None)) is not None:
-        child.kill()
-    for child in _children():
-        child.kill()
-    with pytest.raises(FluxError, match=r"the process that compiles has ended \(-?\d+\)"):
-        ahead.compile_ahead(gone).result(timeout=120)
-
-
-def _children() -> list[Any]:
-    import psutil
-
-    children = psutil.Process().children()
-    return [child for child in children if any("kernels.ahead" in word for word in child.cmdline())]
+    with pytest.raises(FluxError, match=r"the process that compiles has ended \(\d\)"):
+        compiled(5)
+    monkeypatch.setattr(ahead, "_START", start)
+    assert compiled(6).warps > 4
+    ahead._threads().shutdown()

@@ -91,24 +91,35 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 @on_ranks("world2")
-def test_a_candidate_that_cannot_be_compiled_does_not_end_the_others() -> None:
-    """The tuner drops it, and what it measures next runs on the same group."""
+def test_a_candidate_that_cannot_be_launched_does_not_end_the_others() -> None:
+    """The tuner drops it, and what it tries next runs on the same group, with the same plans."""
+    from megatron_flux.kernels import launch as launches
     from megatron_flux.ops.backends.reference import ReferenceBackend
-    from megatron_flux.ops.call import OperatorCall
-    from megatron_flux.ops.tuner.candidates import Backends, _can_run
+    from megatron_flux.ops.tuner import trial as trials
+    from megatron_flux.ops.tuner.cache import Entry
+    from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 
+    launch = launches.by_triton
+    bad, good = (Entry(backend="fused", plan=plan) for plan in (WHOLE, HALVES))
     with fresh(HALVES, 20) as backend:
-        backends = Backends(ReferenceBackend(), backend)
         for operator in ("all_gather_gemm", "gemm_reduce_scatter"):
             right(call_of(backend, operator))
-            run, _ = call_of(backend, operator)
-            x = torch.zeros(32, 32)
+            x = integers(32, 32, torch.float16)
             call = OperatorCall(operator, x, x, dist.group.WORLD)
-            with no_compiler():
-                assert not _can_run(call, "fused of no use", run, backends, backend.renew)
-            run, want = call_of(backend, operator)
-            assert _can_run(call, "fused", run, backends, backend.renew)
-            assert torch.equal(run(), want)
+            trial = trials.Trial([UNMEASURED, bad, good], operator)
+            plan = trials.TrialPlan(call, trial, Backends(ReferenceBackend(), backend), lambda call, entry: None)
+            errors = [RuntimeError(MESSAGE)]
+
+            def fails_once(*given: Any, errors: list[RuntimeError] = errors, **how: Any) -> Any:
+                if errors:
+                    raise errors.pop()
+                return launch(*given, **how)
+
+            with mock.patch.object(launches, "by_triton", fails_once):
+                while 2 not in trial.tried:
+                    plan.run(call)
+            assert trial.failed == {1}
+            right(call_of(backend, operator))
 
 
 @on_ranks("world2")

@@ -15,8 +15,15 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
 from megatron_flux.ops.backend import Backend
+from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
+from megatron_flux.ops.tuner.trial import Trial, TrialPlan
+from megatron_flux.ops.tuner.tuner import Tuner
 from tests.distributed import test_chunked
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_chunked import WAYS
@@ -27,7 +34,7 @@ pytestmark = NEEDS_TRITON
 CPU = torch.device("cpu")
 CLASSES = {
     "Alarm", "AllGatherPlan", "BackendPlan", "Decisions", "GemmReduceScatterPlan", "GroupState", "HostLink",
-    "LinkAlarm", "P2PLink", "Progress", "Push", "Regions", "Slab", "_Ledger",
+    "LinkAlarm", "P2PLink", "Progress", "Push", "Regions", "Slab", "Trial", "TrialPlan", "_Ledger",
 }  # fmt: skip
 """Among others a state has these after the calls."""
 
@@ -67,7 +74,13 @@ def use(group: dist.ProcessGroup) -> None:
         test_chunked.calls("chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0)
         made[way] = state.transports[CPU]
     state.transports |= made  # type: ignore[arg-type]
-    _tuned.tuner.decisions(group)
+    call = OperatorCall("gemm_reduce_scatter", whole.half(), w.half(), group)
+    entries = [UNMEASURED, Entry(backend="fused", plan=KernelConfig(**TINY))]
+    trial = _tuned.tuner.decisions(group).trials["a kind",] = Trial(entries, "a call")
+    by = Backends(ReferenceBackend(), FusedBackend("twin", twin=True))
+    state.plans["a call"] = plan = TrialPlan(call, trial, by, _tuned.tuner._keep)
+    while not trial.ns[1]:
+        plan.run(call)
     state.kept = keep._Ledger()
 
 
@@ -85,7 +98,7 @@ def test_nothing_of_a_destroyed_group_stays() -> None:
         for one in there
         if type(one).__module__.startswith(("megatron_flux.comm", "megatron_flux.ops", "torch"))
         and type(one).__weakrefoffset__
-        and not isinstance(one, Backend | KernelConfig | torch.device | torch.dtype)
+        and not isinstance(one, Backend | Backends | Tuner | Entry | KernelConfig | torch.device | torch.dtype)
     ]
     dist.destroy_process_group(group)
     del group, there

@@ -22,6 +22,7 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops import timing
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -247,3 +248,95 @@ def test_ranks_of_which_one_is_late_and_one_tries_nothing_agree(tmp_path: Path) 
             time.sleep(0.01 * ((number + dist.get_rank()) % 2))
             step(by, (32, 36)[number % 2])
         assert by.tuner.undecided() == 0
+
+
+def asynchronous(by: TunedBackend) -> Any:
+    """Begin a call by its plan."""
+    group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
+    call = OperatorCall("gemm_reduce_scatter", torch.ones(32, 32), torch.ones(48, 32), group, async_op=True)
+    if call.key not in plans:
+        plans[call.key] = by.plan(call)
+    return plans[call.key].run(call)
+
+
+@on_ranks("world2")
+def test_a_call_that_one_rank_has_not_waited_for_counts_on_none(tmp_path: Path) -> None:
+    """Ranks that took different times into account would run different candidates, and wait for ever."""
+    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "list_plans", lambda call, full: [FAST])
+        late: list[Any] = []
+        for number in range(60):
+            pending = asynchronous(by)
+            if number % 3 == 1 and dist.get_rank() == 1 and isinstance(pending, Pending):
+                late.append(pending)
+            elif isinstance(pending, Pending):
+                pending.wait()
+        assert bool(late) == (dist.get_rank() == 1)
+        (one,) = trials(by)
+        assert one.decided is not None
+        everywhere = agreement.of_all_ranks((one.ns, one.decided), dist.group.WORLD)
+        assert everywhere[0] == everywhere[1]
+        for pending in late:
+            pending.wait()
+
+
+@on_ranks("world2")
+def test_calls_that_nobody_waits_for_run_stock_in_the_end(tmp_path: Path) -> None:
+    with training(tmp_path) as (by, _):
+        pending = [asynchronous(by) for _ in range(200)]
+        (one,) = trials(by)
+        assert (one.decided.label, one.decided.ms) == ("reference", {})
+        for begun in pending:
+            timing.finish(begun)
+    assert not (tmp_path / "tuned.json").exists()
+
+
+@on_ranks("world2")
+def test_the_first_call_of_a_candidate_may_fail_whichever_turn_it_is(tmp_path: Path) -> None:
+    """Its first turn may go to an m that it cannot run."""
+    run, fits = FusedPlan._first, candidates.runs
+
+    def broken(plan: FusedPlan, *operands: Any, **how: Any) -> None:
+        if plan.config == FAST:
+            raise RuntimeError("CUDA refused a launch")
+        run(plan, *operands, **how)
+
+    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedPlan, "_first", broken)
+        for module in (trial, tuner):
+            patch.setattr(
+                module, "runs", lambda call, entry: fits(call, entry) and (entry.plan != FAST or call.m == 32)
+            )
+        rows = [32] * (3 + trial.GAP) + [36] + [32] * 200
+        for m in rows:
+            step(by, m)
+        (one,) = trials(by)
+        assert (one.failed, one.decided.backend) == ({1}, "reference")
+
+
+@on_ranks("world2")
+def test_what_a_trial_has_bound_is_freed_with_the_workspace(tmp_path: Path) -> None:
+    with training(tmp_path) as (by, clock):
+        while set(clock.turns) < {0, 1, 2}:
+            step(by)
+        state = state_of(dist.group.WORLD)
+        (plan,) = state.plans.values()
+        bound = [one for one in plan._plans if isinstance(one, FusedPlan)]
+        assert all(one._slab is not None for one in bound)
+        state.slab("gemm", 64 << 20, torch.device("cpu"), False)  # a larger call's
+        assert [one._slab for one in bound] == [None, None]
+        train(by)
+        assert step(by) == FAST
+
+
+@on_ranks("world2")
+def test_a_call_that_was_broken_off_before_is_no_candidates_fault(tmp_path: Path) -> None:
+    """Its result was wrong: a training that goes on after that must not find the reason in a warning."""
+    with training(tmp_path) as (by, _):
+        for _ in range(3 + trial.GAP):
+            step(by)
+        for slab in state_of(dist.group.WORLD).slabs.values():
+            slab.poison("all_gather_gemm", RuntimeError("a peer did not come"))
+        with pytest.raises(OperatorError, match="all_gather_gemm"):
+            train(by)
+        assert trials(by)[0].failed == set()

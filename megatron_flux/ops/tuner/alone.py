@@ -11,20 +11,24 @@ Calls of few rows take the host longer than the GPU. So those that will be captu
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_flux.comm import agreement
+from megatron_flux.errors import OperatorError
 from megatron_flux.ops import timing
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import random_pair
 from megatron_flux.ops.gemm import fp8_gemm
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import MARGIN, Backends
-from megatron_flux.ops.tuner.trial import Trial, TrialPlan
+from megatron_flux.ops.tuner.keys import words_of
+from megatron_flux.ops.tuner.trial import Trial, TrialPlan, failed_alike
+
+logger = logging.getLogger("megatron_flux")
 
 CALLS = 10  # in a graph
 ROUNDS, BURST = 7, 4
@@ -53,17 +57,24 @@ def wgrad_of(call: OperatorCall) -> Callable[[], Any]:
 
 def decide_in_graphs(call: OperatorCall, entries: list[Entry], backends: Backends) -> Entry:
     """Time graphs of :data:`CALLS` calls of each candidate, stock first, and return the fastest. Collective."""
-    processes, ways, by_label = backends.processes(call.group), {}, {entry.label: entry for entry in entries}
+    processes, ways = backends.processes(call.group), dict[str, Callable[[], None]]()
+    by_label = {entry.label: entry for entry in entries}
     for label, entry in by_label.items():
         replay, error = None, None
         try:
             replay = _captured(call, backends, entry)
         except Exception as raised:  # as of any candidate that cannot run
-            error = f"{type(raised).__name__}: {raised}"
-        if agreement.failures(processes, f"trying {label}", error):
-            backends.renew(entry, call.group)
-        elif replay is not None:
+            error = raised
+        about = f"{words_of(call)} with {label}, in a CUDA graph"
+        if (why := failed_alike(processes, about, error)) is None:
+            assert replay is not None  # noqa: S101 - nothing was raised
             ways[label] = replay
+            continue
+        if entry is entries[0]:
+            raise OperatorError(f"{about} cannot run ({why})") from error
+        if processes.rank() == 0:
+            logger.warning("megatron_flux: %s cannot run and is not considered (%s)", about, why)
+        backends.renew(entry, call.group)
     found = timing.rounds(ways, call.group, call.x.device, ROUNDS, BURST)
     ms = {label: round(statistics.median(samples.ms) / CALLS, 4) for label, samples in found.items()}
     best = min(ms, key=lambda label: ms[label] * (MARGIN if label == "reference" else 1.0))

@@ -55,19 +55,20 @@ class Turn(NamedTuple):
 
     candidate: int
     timed: bool
-    first: bool = False
 
 
 class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
-    def __init__(self, entries: Sequence[Entry], about: str, processes: dist.ProcessGroup) -> None:
-        """``entries``: the candidates, stock first."""
-        self.entries, self.about, self._processes = list(entries), about, processes
+    def __init__(self, entries: Sequence[Entry], about: str) -> None:
+        """``entries``: the candidates, stock first. The group is given with each call: its state holds trials."""
+        self.entries, self.about = list(entries), about
         self.ns: list[list[float]] = [[] for _ in entries]
         """By candidate and turn: nanoseconds a row, the mean of all ranks."""
         self.compiled = [False] * len(entries)
         self.failed: set[int] = set()
+        self.tried = {0}
+        """Those that a call has run; the first may fail."""
         self.futures: list[Sequence[Future[Any]] | None] = [None] * len(entries)
         self.decided: Entry | None = None
         self.close = list(entries)
@@ -80,10 +81,10 @@ class Trial:
         self._samples: list[list[Any]] = []
         """Of this round: the candidate, rows, begin and end."""
 
-    def turn(self, call: OperatorCall) -> Turn | None:
+    def turn(self, call: OperatorCall, processes: dist.ProcessGroup) -> Turn | None:
         """Return the turn of the next call, None once all is decided. Collective at the end of a round."""
         while self.decided is None and self._at == len(self._round):
-            self._end_round(call)
+            self._end_round(call, processes)
         if self.decided is not None:
             return None
         self._at += 1
@@ -99,11 +100,11 @@ class Trial:
 
         return end
 
-    def leave_out(self, candidate: int, why: str) -> None:
+    def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
         """Run a candidate no more; alike on all ranks."""
         self.failed.add(candidate)
         self._round = [*self._round[: self._at], *(t for t in self._round[self._at :] if t.candidate != candidate)]
-        if self._processes.rank() == 0:
+        if processes.rank() == 0:
             label = self.entries[candidate].label
             logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about, label, why)
 
@@ -116,43 +117,45 @@ class Trial:
         return statistics.median(self.ns[candidate]) * (1.0 if candidate else MARGIN)
 
     def _look(self, candidate: int) -> list[Turn]:
-        first = Turn(candidate, timed=False, first=candidate > 0)
-        return [first, *[Turn(candidate, timed=True)] * 2, *[Turn(candidate, timed=False)] * GAP * (candidate == 0)]
+        turns = [Turn(candidate, timed=timed) for timed in (False, True, True)]
+        return [*turns, *[Turn(candidate, timed=False)] * GAP * (candidate == 0)]
 
-    def _end_round(self, call: OperatorCall) -> None:
+    def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+        # None: nobody has waited for that call so far, which may be so on some ranks alone.
         mine = [
-            (candidate, 1e6 * _between(begun, ended) / rows)
-            for candidate, rows, begun, ended in self._samples
-            if ended is not None
+            None if ended is None else 1e6 * _between(begun, ended) / rows for _, rows, begun, ended in self._samples
         ]
         states = [_state(futures, call) for futures in self.futures]
         about = f"trying candidates of {self.about}"
-        answers = agreement.of_all_ranks((mine, states), self._processes, about)
-        self._samples.clear()
-        for turn, (candidate, _) in enumerate(mine):
-            self.ns[candidate].append(statistics.fmean(samples[turn][1] for samples, _ in answers))
+        answers = agreement.of_all_ranks((mine, states), processes, about)
+        samples, self._samples = self._samples, []
+        for (candidate, *_), by_rank in zip(samples, zip(*(times for times, _ in answers), strict=True), strict=True):
+            if None not in by_rank:
+                self.ns[candidate].append(statistics.fmean(by_rank))
         for i in range(len(self.entries)):
-            by_rank = [states[i] for _, states in answers]
-            why = next((state for state in by_rank if isinstance(state, str)), None)
+            found = [states[i] for _, states in answers]
+            why = next((state for state in found if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
-                self.leave_out(i, why)
-            self.compiled[i] = all(state is True for state in by_rank)
+                self.leave_out(i, why, processes)
+            self.compiled[i] = all(state is True for state in found)
         known = [i for i, ns in enumerate(self.ns) if ns]
         self.choice = min(known, key=self._rank_of, default=0)
-        turns = self._next_turns(known)
+        turns = self._next_turns(known, processes)
         if turns is None:
             ms = {self.entries[i].label: round(statistics.median(self.ns[i]) * call.m / 1e6, 4) for i in known}
             self.decided = self.entries[self.choice].model_copy(update={"ms": ms})
         else:
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * GAP], 0
 
-    def _next_turns(self, known: list[int]) -> list[Turn] | None:
+    def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if self._final or len(self.entries) == 1:
             return None
+        if self._looks[0] == LOOKS and not self.ns[0]:
+            return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
-            if looks == LOOKS and i not in known:
-                self.leave_out(i, "no call had an m that it can run")
+            if looks == LOOKS and i not in known and i not in self.failed:
+                self.leave_out(i, "no call had an m that it can run, or was waited for", processes)
         left = [i for i in range(len(self.entries)) if i not in self.failed]
         if new := [i for i in left if self.compiled[i] and i not in known]:
             for i in new:
@@ -192,12 +195,12 @@ class TrialPlan(Plan):
         trial = self._trial
         if None in trial.futures:
             self._compile(call)
-        turn = trial.turn(call)
+        turn = trial.turn(call, self._backends.processes(call.group))
         if turn is None:
             return self._end(call)
         if not runs(call, trial.entries[turn.candidate]):  # the trial is of another m
             return self._plan(0, call).run(call)
-        if turn.first:
+        if turn.candidate not in trial.tried:
             return self._try(turn.candidate, call)
         plan = self._plan(turn.candidate, call)
         if not turn.timed:
@@ -209,24 +212,26 @@ class TrialPlan(Plan):
         end()
         return result
 
+    def leave(self, slab: Any) -> None:
+        """See the base class."""
+        for plan in self._plans:
+            if plan is not None:
+                plan.leave(slab)
+
     def _try(self, candidate: int, call: OperatorCall) -> Any:
         """Make the first call of a candidate; that of the next one where it fails."""
-        error, entry, processes = None, self._trial.entries[candidate], self._backends.processes(call.group)
+        trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)
+        about, result, error = f"{trial.about} with {entry.label}", None, None
+        for slab in list(state_of(call.group).slabs.values()):
+            slab.check()  # an earlier call that was broken off is not this candidate's fault
         try:
             result = self._plan(candidate, call).run(call)
         except Exception as raised:
             error = raised
-        mine = None if error is None else f"{type(error).__name__}: {one_line(error)}"
-        failed = agreement.failures(processes, f"trying {entry.label}", mine)
-        if not failed:
+        if (why := failed_alike(processes, about, error)) is None:
+            trial.tried.add(candidate)
             return result
-        reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-        if len(failed) < processes.size():
-            raise OperatorError(
-                f"{self._trial.about} with {entry.label} failed on some ranks ({reasons}) and not on the others, whose "
-                "kernels wait for them; set MEGATRON_FLUX_TUNE=off to train with the plans that are known"
-            ) from error
-        self._trial.leave_out(candidate, reasons)
+        trial.leave_out(candidate, why, processes)
         self._backends.renew(entry, call.group)
         return self.run(call)
 
@@ -251,10 +256,27 @@ class TrialPlan(Plan):
         plan = self._plan(next(i for i, one in enumerate(self._trial.entries) if one.label == entry.label), call)
         plan.counted, plan.degraded = self.counted, self.degraded
         plans = state_of(call.group).plans
-        for key in [key for key, known in plans.items() if known is self]:
+        for key in [key for key, known in list(plans.items()) if known is self]:
             plans[key] = plan
         self._decided(call, entry)
         return plan.run(call)
+
+
+def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:
+    """Return why what all ranks have just tried has failed on all of them; None: on none. Collective. Raises
+    OperatorError on all: it has failed on some. ``error``: this rank's.
+    """
+    mine = None if error is None else f"{type(error).__name__}: {one_line(error)}"
+    failed = agreement.failures(processes, f"trying {about}", mine)
+    if not failed:
+        return None
+    reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+    if len(failed) < processes.size():
+        raise OperatorError(
+            f"{about} failed on some ranks ({reasons}) and not on the others, whose kernels wait for them; set "
+            "MEGATRON_FLUX_TUNE=off to train with the plans that are known"
+        ) from error
+    return reasons
 
 
 def _state(futures: Sequence[Future[Any]] | None, call: OperatorCall) -> bool | str:

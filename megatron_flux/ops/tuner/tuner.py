@@ -35,9 +35,9 @@ class Decisions:
 
     entries: Cache[str, Entry] = field(default_factory=Cache)
     """Entries that calls run, by key."""
-    known: dict[str, dict[int, Entry]] = field(default_factory=dict)
+    known: Cache[str, Cache[int, Entry]] = field(default_factory=Cache)
     """The file's entries when such a call first came, and those of trials since; by the key without its m, and by m."""
-    trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
+    trials: Cache[tuple[object, ...], Trial] = field(default_factory=Cache)
     """By the kind of call, and the bucket of m."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
@@ -68,10 +68,11 @@ class Tuner:
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
-        entry = self._looked_up(call)
+        in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
+        # What was not run before has no workspace yet, and none can be made in a capture.
+        entry = self._met(call) if in_capture else self._looked_up(call)
         if entry is not None:
             return self._planned(call, entry)
-        in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
         if in_capture:
             if call.group.rank() == 0:
                 logger.warning(
@@ -122,17 +123,20 @@ class Tuner:
             if near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]:
                 # The first candidate, and what was not clearly behind for another m.
                 entries = [*{one.label: one for one in [*entries[:2], *near[-1].close]}.values()]
-            trial = trials[kind] = Trial(entries, words_of(call), self.backends.processes(call.group))
+            trial = trials[kind] = Trial(entries, words_of(call))
         return trial
+
+    def _met(self, call: OperatorCall) -> Entry | None:
+        """Return the entry that calls of this very m run in this process."""
+        entries = self.decisions(call.group).entries
+        return next((entries[key] for mode in _modes(call) if (key := key_of(call, captured=mode)) in entries), None)
 
     def _looked_up(self, call: OperatorCall) -> Entry | None:
         """Return the entry of ``call``, or of the nearest m in its bucket; of calls that are captured that of eager
         ones, where there is no other.
         """
-        entries, captured = self.decisions(call.group).entries, call.spec.captured
-        # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
-        modes = (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
-        for mode in modes:
+        entries = self.decisions(call.group).entries
+        for mode in _modes(call):
             key = key_of(call, captured=mode)
             if (entry := entries.get(key)) is not None:
                 return entry
@@ -155,15 +159,15 @@ class Tuner:
         """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
         decisions, captured = self.decisions(call.group), call.spec.captured
         key, known = key_of(call, captured=captured), self._known(call, captured)
-        new = all(_bucket(m) != _bucket(call.m) for m in known)
-        decisions.entries[key] = entry
+        new = all(_bucket(m) != _bucket(call.m) or not runs(call, other) for m, other in known.items())
+        decisions.entries[key] = entry if new or not later else _of_other_m(entry)
         if new or not later:
             known[call.m] = entry
         if new and later and entry.ms and call.group.rank() == 0:
             _writer().submit(cache.keep, key, entry)
         return entry
 
-    def _known(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> dict[int, Entry]:
+    def _known(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Cache[int, Entry]:
         """Return entries of such calls, by m; the file is read once or ``anew``. Collective that time: a later m costs
         neither a file's reading nor a word between ranks.
         """
@@ -173,7 +177,10 @@ class Tuner:
         if anew or kind not in known:
             about = f"plans kept for {words_of(call)}"
             found = agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, call.m))
-            known[kind] = {**known.get(kind, {}), **found}
+            if kind not in known:
+                known[kind] = Cache()
+            for m, entry in found.items():
+                known[kind][m] = entry
         return known[kind]
 
 
@@ -183,6 +190,13 @@ def _kind(call: OperatorCall) -> tuple[object, ...]:
     some = spec.bias is not None, spec.addend is not None, spec.return_gathered, spec.own_gathered, spec.async_op
     return (call.operator, call.n, call.k, spec.dtype, call.out, spec.fp8, spec.device, spec.transposed, spec.wire,
             spec.captured, *some)  # fmt: skip
+
+
+def _modes(call: OperatorCall) -> tuple[bool, ...]:
+    """Return of which calls an entry serves ``call``: those that are captured, or eager ones."""
+    captured = call.spec.captured
+    # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
+    return (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
 
 
 def _bucket(m: int) -> int:

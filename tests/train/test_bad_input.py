@@ -118,7 +118,7 @@ def test_a_package_that_is_missing(
 
 def test_a_bad_value_of_the_environment(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
-    assert "MEGATRON_FLUX_TUNE must be one of short, full, not 'long'" in refused("train")
+    assert "MEGATRON_FLUX_TUNE must be one of on, off, not 'long'" in refused("train")
 
 
 def test_a_checkpoint_that_cannot_be_resumed(refused: Refused, tmp_path: Path) -> None:

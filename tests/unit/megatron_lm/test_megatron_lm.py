@@ -13,7 +13,7 @@ import pytest
 
 import megatron_flux.megatron_lm
 from megatron_flux import FluxConfig, UserError
-from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, hooks, start, training_log, validate
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, start, training_log, validate
 from megatron_flux.megatron_lm.start import config_from
 from megatron_flux.metrics.schema import COUNTED
 
@@ -132,30 +132,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="local"))
     validate(arguments(transformer_impl="transformer_engine", spec=["my_layers", "SPEC"]))
     validate(arguments(transformer_impl="transformer_engine", flux=False))
-
-
-# Tuning ahead.
-
-
-@pytest.mark.parametrize(
-    ("changes", "patched", "asked"), [({}, True, True), ({"flux": False}, True, False), ({}, False, False)]
-)
-def test_a_model_that_is_set_up_is_tuned_ahead(
-    changes: dict[str, Any], patched: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = types.SimpleNamespace(**{"flux": True, "seq_length": 64, "micro_batch_size": 3, **changes})
-    for name in ("megatron.training", "megatron.training.global_vars"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["megatron.training.global_vars"].get_args = lambda: args
-    seen: list[Any] = []
-    monkeypatch.setattr(start, "is_patched", lambda: patched)
-    monkeypatch.setattr(start, "tune_model", lambda *given: seen.append(given))
-    training = types.ModuleType("megatron.training.training")
-    training.training_log = lambda iteration: None
-    training.setup_model_and_optimizer = lambda provider, kind=None: (["chunk 0", "chunk 1"], "optimizer", provider)
-    hooks._wrap(training)
-    assert training.setup_model_and_optimizer("provider") == (["chunk 0", "chunk 1"], "optimizer", "provider")
-    assert seen == ([(["chunk 0", "chunk 1"], 64, 3)] if asked else [])
 
 
 # Metrics.

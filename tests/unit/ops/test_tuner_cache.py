@@ -76,9 +76,11 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
             ("gemm_all_reduce", with_plan(REDUCED, **{name: value}))
             for name, value in {"shots": 3, "ctas": 0, "block": 1000, "bm": True}.items()
         ),
-        *(("all_gather_gemm", FUSED | {"ms": {"reference": ms}}) for ms in (10**400, float("nan"), -1.0, "1")),
-        ("all_gather_gemm", FUSED | {"gemm_ms": float("inf")}),
-        ("all_gather_gemm", FUSED | {"list": "long"}),
+        *(
+            ("all_gather_gemm", FUSED | {"ms": {"reference": ms}})
+            for ms in (10**400, float("inf"), float("nan"), -1.0, "1")
+        ),
+        ("all_gather_gemm", FUSED | {"colour": "red"}),
         ("all_gather_gemm", FUSED | {"plan": None}),
         *(("all_gather_gemm m=8 host wire=fp8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
         ("all_gather_gemm", {"backend": "reference", "pieces": 4}),

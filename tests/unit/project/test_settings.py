@@ -48,7 +48,7 @@ def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("MEGATRON_FLUX_TUNE", "short-list", settings.tunes_fully),
+        ("MEGATRON_FLUX_TUNE", "short", settings.tunes),
         ("MEGATRON_FLUX_TIMEOUT_S", "0", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "inf", settings.timeout_s),
         ("MEGATRON_FLUX_TIMEOUT_S", "1e-12", settings.timeout_s),
@@ -60,14 +60,13 @@ def test_bad_values(name: str, value: str, read: object, monkeypatch: pytest.Mon
         read()  # type: ignore[operator]
 
 
-def test_the_tuners_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in ("soon", "-1", "nan"):
-        monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", given)
-        with pytest.raises(UserError, match=rf"^MEGATRON_FLUX_TUNE_SECONDS must be .*0 \(never measure\).*'{given}'$"):
-            settings.check()
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
-    assert settings.tune_seconds() == 0
-    settings.check()
+def test_the_tuner_is_on_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, tunes in {"": True, "on": True, "off": False}.items():
+        monkeypatch.setenv("MEGATRON_FLUX_TUNE", given)
+        assert settings.tunes() is tunes
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")
+    with pytest.raises(UserError, match="^MEGATRON_FLUX_TUNE must be one of on, off, not 'full'$"):
+        settings.check()
 
 
 def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree.
 
 Real: processes, files, the agreement of the ranks, the operators of stock. Replaced: the clock and the fused kernels.
+Trials by themselves: test_trial.py.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch.distributed as dist
 
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.group_state import drop_slabs
 from megatron_flux.comm.links import Link
-from megatron_flux.ops import shipped_plans, timing
+from megatron_flux.ops import shipped_plans
 from megatron_flux.ops.backend import BackendPlan, Plan
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -31,7 +32,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.shipped_plans import Entry as Shipped
 from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import cache as tuner_cache
-from megatron_flux.ops.tuner import measure
+from megatron_flux.ops.tuner import candidates, trial, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.keys import key_of
@@ -47,7 +48,7 @@ class Fused(ReferenceBackend):
 
     def __init__(self, failing: dict[int, tuple[KernelConfig, ...]]) -> None:
         self._failing = failing.get(dist.get_rank(), ())
-        self._alone = bool(failing)  # as a kernel that is enqueued: it does not hold up the host
+        self._alone = len(failing) == 1  # as a kernel that is enqueued: it does not hold up the host
 
     def plan(self, call: OperatorCall, config: Any = None) -> Plan:
         return BackendPlan(self, call, config=config)
@@ -61,7 +62,7 @@ class Fused(ReferenceBackend):
         """Nothing here is ever broken off."""
 
 
-def candidates(*_: Any, promoted: bool | None) -> list[KernelConfig]:
+def listed(*_: Any, promoted: bool | None) -> list[KernelConfig]:
     return list(PLANS) if promoted is None else [PLANS[promoted]]
 
 
@@ -79,11 +80,12 @@ class Said(logging.Handler):
 @contextmanager
 def without_gpus(cache: Path) -> Iterator[list[str]]:
     """``fused`` with the last plan is the fastest; yields what is logged."""
+    begin = trial.Trial.begin
 
-    def timed(ways: dict[str, Any], group: Any, *_: Any) -> dict[str, list[float]]:
-        for way in ways.values():
-            way()
-        return {name: [1.0 / place] for place, name in enumerate(ways, 1)}
+    def begun(one: trial.Trial, candidate: int, rows: int, cuda: bool) -> Any:
+        end = begin(one, candidate, rows, cuda)
+        one._samples[-1][2] = 1.0 / (candidate + 1)
+        return end
 
     said = Said()
     logger = logging.getLogger("megatron_flux")
@@ -91,14 +93,34 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(measure, "candidates", candidates)
-        patch.setattr(timing, "interleaved", timed)
-        patch.setattr(timing, "sustained", lambda ways, ms, *_: {name: ms[name] for name in ways})
+        patch.setattr(candidates, "candidates", listed)
+        patch.setattr(trial.Trial, "begin", begun)
+        patch.setattr(trial, "_between", lambda begun, ended: begun)
         logger.addHandler(said)
         try:
             yield said.lines
         finally:
+            tuner._writer().submit(lambda: None).result()
             logger.removeHandler(said)
+
+
+def made(failing: dict[int, tuple[KernelConfig, ...]] | None = None) -> TunedBackend:
+    """A tuner that knows nothing."""
+    return TunedBackend(Backends(ReferenceBackend(), Fused(failing or {})))  # type: ignore[arg-type]
+
+
+def trials(tuned: TunedBackend) -> list[trial.Trial]:
+    return list(tuned.tuner.decisions(dist.group.WORLD).trials.values())
+
+
+def train(tuned: TunedBackend, call: OperatorCall) -> Any:
+    """Make the call until it is decided how, and return the last result."""
+    for _ in range(500):
+        result = call.run(tuned)
+        y = result[0] if isinstance(result, tuple) else result.wait()
+        if all(one.decided for one in trials(tuned)):
+            return y
+    pytest.fail("a trial has no end")
 
 
 def the_call() -> OperatorCall:
@@ -109,10 +131,11 @@ def the_call() -> OperatorCall:
 def tune_once(cache: Path, failing: dict[int, tuple[KernelConfig, ...]]) -> tuple[Entry, list[str], list[float]]:
     """The entry for one call, what was logged, and that call's result."""
     with without_gpus(cache) as said:
-        tuned = TunedBackend(Backends(ReferenceBackend(), Fused(failing)))  # type: ignore[arg-type]
         for _ in range(2):  # the second call of another tuner's life: what is wrong is said once
-            state_of(dist.group.WORLD).tuned.clear()
-            y = the_call().run(tuned).wait()
+            tuned = made(failing)
+            y = train(tuned, the_call())
+            tuner._writer().submit(lambda: None).result()
+            dist.barrier()
         (entry,) = tuned.tuner.decisions(dist.group.WORLD).entries.values()
     return entry, said, y.flatten().tolist()
 
@@ -123,12 +146,10 @@ def tune_fp8(cache: Path) -> list[tuple[str, str]]:
     x, weight = (quantized(torch.ones(rows, k), "tensor") for rows in (m, n))
     blocks = Fp8Pair(quantized(torch.ones(m, k), "1x128"), quantized(torch.ones(n, k), "128x128"))
     with without_gpus(cache):
-        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
-        state_of(group).tuned.clear()
+        tuned = made()
         for pair in (Fp8Pair(x, weight), Fp8Pair(x, weight, split=True), blocks, Fp8Pair(x, weight)):
-            made = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
-            y = made.run(tuned).wait()
-            assert y.eq(2 * k).all()
+            call = OperatorCall("gemm_reduce_scatter", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
+            assert train(tuned, call).eq(2 * k).all()
         entries = tuned.tuner.decisions(group).entries
         assert all(set(entry.ms) == {"reference", entry.label} for entry in entries.values())
         return [(key, entry.label) for key, entry in entries.items()]
@@ -149,31 +170,28 @@ def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(tmp_path: Path) ->
     """Operators as keys have them, and whether a candidate has the own GEMM, which takes no FP8."""
     group, (m, n, k) = dist.group.WORLD, SHAPE
     pair = Fp8Pair(quantized(torch.ones(m, k), "tensor"), quantized(torch.ones(n, k), "tensor"))
-    made = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
+    call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
     with without_gpus(tmp_path / "tuned.json"):
-        fused: Any = FusedBackend("twin", twin=True)
-        tuned = TunedBackend(Backends(ReferenceBackend(), fused))
-        state_of(group).tuned.clear()
+        tuned = TunedBackend(Backends(ReferenceBackend(), FusedBackend("twin", twin=True)))
         for beside in (False, True):
-            for _ in range(2):
-                assert made._replace(async_op=beside).run(tuned).wait().eq(2 * k).all()
-        entries = tuned.tuner.decisions(group).entries
-        found = [(key.split(" m=")[0], "own_gemm" in str(entry.ms)) for key, entry in entries.items()]
-        assert found == [("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", False)]
+            assert train(tuned, call._replace(async_op=beside)).eq(2 * k).all()
+        assert [key.split(" m=")[0] for key in tuned.tuner.decisions(group).entries] == [
+            "gemm_all_reduce", "gemm_all_reduce beside wgrad",
+        ]  # fmt: skip
+        assert len(trials(tuned)) == 2
+        assert not any("own_gemm" in entry.label for one in trials(tuned) for entry in one.entries)
+        drop_slabs()
 
 
 def tune_batched(cache: Path, operator: str) -> tuple[int, list[int], bool]:
-    """Candidates that were measured with ``x`` of three dimensions, the result's shape, and whether it is right."""
+    """Candidates that were tried with ``x`` of three dimensions, the result's shape, and whether it is right."""
     group, (m, n, k) = dist.group.WORLD, SHAPE
-    made = OperatorCall(operator, torch.ones(m, 3, k), torch.ones(n, k), group)
-    gathered = operator == "all_gather_gemm"
+    call = OperatorCall(operator, torch.ones(m, 3, k), torch.ones(n, k), group)
     with without_gpus(cache):
-        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
-        state_of(group).tuned.clear()
-        found = made.run(tuned)
-        y = found[0] if gathered else found.wait()
+        tuned = made()
+        y = train(tuned, call)
         (entry,) = tuned.tuner.decisions(group).entries.values()
-    return len(entry.ms), list(y.shape), bool(y.eq(k if gathered else 2 * k).all())
+    return len(entry.ms), list(y.shape), bool(y.eq(k if operator == "all_gather_gemm" else 2 * k).all())
 
 
 @pytest.mark.parametrize(
@@ -264,28 +282,17 @@ def tune_with_a_broken_reader(cache: Path) -> None:
         tune_once(cache, {})
 
 
-def tune_with_own_wishes(cache: Path) -> list[str]:
-    """The fused plans that are tried where the first rank wants the short list, the second one the full one."""
-    tried: list[str] = []
-    original = measure._can_run
-
-    def recorded(call: OperatorCall, name: str, *more: Any) -> bool:
-        tried.append(name)
-        return original(call, name, *more)
-
+@on_ranks("world2")
+def test_the_first_ranks_list_holds_for_all(tmp_path: Path) -> None:
+    """Plans ship for the first rank's GPU, not for the second's: ranks may run other releases of a driver."""
     found = (Shipped(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_FLUX_TUNE", ("short", "full")[dist.get_rank()])
-        patch.setattr(measure, "_gpu", lambda call: "NVIDIA H200")
+    with without_gpus(tmp_path / "tuned.json"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "_gpu", lambda call: ("NVIDIA H200", "")[dist.get_rank()])
         patch.setattr(shipped_plans, "entries", lambda: found)
-        patch.setattr(measure, "_can_run", recorded)
-        tune_once(cache, {})
-    return tried
-
-
-def test_the_first_ranks_list_holds_for_all(world2: WorkerPool, tmp_path: Path) -> None:
-    tried = world2.run(tune_with_own_wishes, tmp_path / "tuned.json", timeout=30)
-    assert tried == [["fused reducers=8", "fused default"]] * 2
+        tuned = made()
+        train(tuned, the_call())
+        (one,) = trials(tuned)
+        assert [entry.label for entry in one.entries] == ["reference", "fused reducers=8", "fused default"]
 
 
 @on_ranks("world2")
@@ -293,21 +300,20 @@ def test_the_first_ranks_file_holds_for_all(tmp_path: Path) -> None:
     """The first rank's file has a plan, the second's ``reference``, or there is none."""
     rank, file = dist.get_rank(), tmp_path / f"{dist.get_rank()}.json"
     fused, stock = Entry(backend="fused", plan=PLANS[1], ms={"fused": 1.0}), Entry(backend="reference", ms={"a": 1.0})
-    state_of(dist.group.WORLD).tuned.clear()
     with without_gpus(file), pytest.MonkeyPatch.context() as patch:
-        # Without an entry the first rank runs reference. The other would measure, and wait for it.
-        patch.setenv("MEGATRON_FLUX_TUNE_SECONDS", ("0", "30")[rank])
-        tuned = TunedBackend(Backends(ReferenceBackend(), Fused({})))  # type: ignore[arg-type]
+        # Without an entry the first rank runs reference. The other would try, and wait for it.
+        patch.setenv("MEGATRON_FLUX_TUNE", ("off", "on")[rank])
+        tuned = made()
         calls = []
-        for m, *kept in ((8, fused, stock), (16, fused, None), (24, None, fused)):
+        for m, *kept in ((8, fused, stock), (32, fused, None), (128, None, fused)):
             calls.append(OperatorCall("gemm_reduce_scatter", torch.ones(m, 4), torch.ones(6, 4), dist.group.WORLD))
             if kept[rank] is not None:
                 tuner_cache.store(file, key_of(calls[-1], captured=False), kept[rank])
         dist.barrier()
         for call in calls:
             call.run(tuned).wait()
-        found = [(entry.backend, entry.plan) for entry in tuned.tuner.decisions(dist.group.WORLD).entries.values()]
-    assert found == [*2 * [("fused", PLANS[1])], ("reference", None)]
+        found = [tuned.tuner.plan(call)._options for call in calls]
+    assert found == [{"config": PLANS[1]}, {"config": PLANS[1]}, {}]
 
 
 def test_a_candidate_that_fails_everywhere_is_dropped(world2: WorkerPool, tmp_path: Path) -> None:

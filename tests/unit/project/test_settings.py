@@ -65,7 +65,7 @@ def test_the_tuner_is_on_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("MEGATRON_FLUX_TUNE", given)
         assert settings.tunes() is tunes
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")
-    with pytest.raises(UserError, match="^MEGATRON_FLUX_TUNE must be one of on, off, not 'full'$"):
+    with pytest.raises(UserError, match=r"^MEGATRON_FLUX_TUNE must be one of on, off, not 'full'$"):
         settings.check()
 
 

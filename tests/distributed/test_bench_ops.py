@@ -1,7 +1,7 @@
 """``bench ops`` and ``tune`` on two real ranks without GPUs.
 
 The variants really run, over gloo. What only GPUs have is replaced: the clock, the link's rate, the fused kernels, and
-the tuner's measurement. Keys, files, cache and agreement of the ranks are real.
+the tuner's trials. Keys, files, cache and agreement of the ranks are real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
-from megatron_flux.ops import timing
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -33,8 +32,10 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import keys, tuner
+from megatron_flux.ops.tuner import trial as trials
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
+from megatron_flux.ops.tuner.trial import Trial
 from tests.distributed.pool import WorkerPool
 
 CASES = [
@@ -69,7 +70,7 @@ class Named(ReferenceBackend):
 
 
 class Tuned(TunedBackend):
-    """Measures nothing: the first call finds a fused plan, others "reference"; counts."""
+    """Tries nothing: the first call finds a fused plan, others "reference"; counts."""
 
     measured = 0
 
@@ -79,12 +80,14 @@ class Tuned(TunedBackend):
     def untested(self, *_: Any) -> None:
         return None
 
-    def measure(self, *_: Any) -> Entry:
+    def trial(self) -> Trial:
         self.measured += 1
         ms = {"reference": 2.0, "fused default": 1.0 * self.measured}
+        trial = Trial([UNMEASURED], "a call")
+        trial.decided = Entry(backend="reference", ms=ms)
         if self.measured == 1:
-            return Entry(backend="fused", plan=KernelConfig(), ms=ms)
-        return Entry(backend="reference", ms=ms)
+            trial.decided = Entry(backend="fused", plan=KernelConfig(), ms=ms)
+        return trial
 
 
 def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
@@ -97,14 +100,17 @@ def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
     }
 
 
+def begun(trial: Trial, candidate: int, rows: int, cuda: bool) -> Any:
+    ms = TIMES[trial.entries[candidate].label.partition(" ")[0]]
+    trial._samples.append(sample := [candidate, 1, ms, None])
+    return lambda: sample.__setitem__(3, ms)
+
+
 @contextmanager
 def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
     """A machine with GPUs over the link ``kind``; over ``host`` the real chunked backends with made-up times."""
     link = Link(kind, "asked for")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MEGATRON_FLUX_TUNE_SECONDS", "MEGATRON_FLUX_TUNE"):
-            patch.setenv(name, "")  # so that what tuning sets is undone
-            patch.delenv(name)
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(ops, "device_of", lambda *_: CPU)
         patch.setattr(links, "probe", lambda *_: link)
@@ -114,14 +120,14 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
         tuned = Tuned(Backends(ReferenceBackend(), fused))  # type: ignore[arg-type]
         if kind == "nvlink":
             patch.setattr(ops, "_link_rate", lambda *_: 100.0)
-            patch.setattr(tuner, "measure", tuned.measure)
+            patch.setattr(tuner.Tuner, "_trial", lambda *_, full: tuned.trial())
             for backend in (fused, tuned):
                 patch.setitem(registry._backends, backend.name, backend)
         else:
             patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
             patch.setattr(keys, "by_chunks", lambda *_: True)
-            patch.setattr(timing, "interleaved", lambda ways, *_: {n: [TIMES[n.partition(" ")[0]]] for n in ways})
-            patch.setattr(timing, "all_agree", lambda *_: False)
+            patch.setattr(trials.Trial, "begin", begun)
+            patch.setattr(trials, "_between", lambda begun, ended: begun)
         try:
             yield tuned
         finally:
@@ -279,12 +285,11 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     assert said[0].endswith("fused default 1.000 ms, reference 2.000 ms")
     assert [line.endswith("(cached)") for line in said] == [False] * 4 + [True]
 
-    short = done[1][1]
-    cache.write_text(json.dumps(stored | {short: stored[short] | {"list": "short"}}))
+    cache.write_text(json.dumps({key: entry for key, entry in stored.items() if key != done[1][1]}))
     (_, said, measured), _ = world2.run(fill, cache, cases)
-    assert measured == 1, "a plan from a short list is made again"
+    assert measured == 1
     assert [line.endswith("(cached)") for line in said] == [True, False, True, True, True]
-    assert json.loads(cache.read_text())[short]["list"] == "full"
+    assert set(json.loads(cache.read_text())) == set(stored)
 
 
 def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path: Path) -> None:

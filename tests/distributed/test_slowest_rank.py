@@ -32,25 +32,20 @@ def test_all_agree_only_if_every_rank_does() -> None:
         assert timing.all_agree(answer[dist.get_rank()], dist.group.WORLD) == all(answer)
 
 
-def rank_bursts(slow: int) -> tuple[float, list[float], float]:
+def rank_bursts(slow: int) -> tuple[float, list[float]]:
     from megatron_flux.ops import timing
 
     step, group = step_of(slow), dist.group.WORLD
     once = timing.burst(step, 1, group, CPU, warm=0)
-    bursts = timing.interleaved({"step": step}, group, CPU)["step"][:2]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "SETTLE", 0.03)
-        patch.setattr(timing, "SUSTAINED", 0.03)
-        sustained = timing.sustained({"step": step}, {"step": SLOW_MS}, group, CPU)["step"]
-    return once, bursts, sustained
+    return once, timing.rounds({"step": step}, group, CPU, 2, 1)["step"].ms
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_burst_takes_as_long_as_on_the_slowest_rank(world2: WorkerPool, slow: int) -> None:
     found = world2.run(rank_bursts, slow)
     assert found[0] == found[1]
-    once, bursts, sustained = found[0]
-    assert min(once, *bursts, sustained) >= SLOW_MS
+    once, bursts = found[0]
+    assert min(once, *bursts) >= SLOW_MS
 
 
 def rank_rounds(slow: int) -> tuple[list[float], list[float]]:

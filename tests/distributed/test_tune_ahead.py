@@ -1,6 +1,6 @@
 """A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself.
 
-Real: megatron-core's models, ranks, the tuner's questions and answers. Replaced: the measurement, which is counted.
+Real: megatron-core's models, ranks, the tuner's questions and answers. Replaced: trials, which are counted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.tuner import tuner
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.keys import operator_of
+from megatron_flux.ops.tuner.trial import Trial
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool
@@ -33,7 +34,7 @@ from tests.distributed.te_cases import te_megatron
 
 
 class Counting(TunedBackend):
-    """Runs stock after a measurement that only notes what was asked for."""
+    """Runs stock after trials that only note what was asked for."""
 
     def __init__(self) -> None:
         super().__init__(Backends(ReferenceBackend(), ReferenceBackend()))  # type: ignore[arg-type]
@@ -45,12 +46,14 @@ class Counting(TunedBackend):
     def untested(self, *_: Any) -> None:
         return None
 
-    def measure(self, call: Any, backends: Backends) -> Entry:
-        call.run(backends.reference)  # as a measurement would: all ranks take part, with operands that fit
+    def trial(self, call: Any) -> Trial:
+        call.run(self.backends.reference)  # as a trial would: all ranks take part, with operands that fit
         of = operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.kind.words()}")
         gathered = call.operator == "all_gather_gemm" and call.return_gathered
         self.measured.append((of, call.m, call.n, call.k, call.transposed, gathered, call.spec.captured))
-        return Entry(backend="reference")
+        trial = Trial([UNMEASURED], of)
+        trial.decided = Entry(backend="reference", ms={"reference": 1.0})
+        return trial
 
 
 @contextmanager
@@ -61,7 +64,8 @@ def counting(folder: Path) -> Iterator[Counting]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         tuned = Counting()
         patch.setitem(registry._backends, "tuned", tuned)
-        patch.setattr(tuner, "measure", tuned.measure)
+        patch.setattr(tuner.Tuner, "_trial", lambda _, call, kind, *, full: tuned.trial(call))
+        patch.setattr(tuner.cache, "keep", lambda key, entry: None)
         yield tuned
 
 
@@ -105,11 +109,11 @@ def require_all_ahead(world: WorkerPool, folder: Path, case: tuple[Any, ...]) ->
     done_ahead = world.run(first_step, folder / "b", True, *case)
     for (none, wanted, _, mode), (before, during, same, _) in zip(in_step, done_ahead, strict=True):
         assert none == []
-        assert during == [], "the first step had something left to measure"
+        assert during == [], "the first step had something left to try"
         assert len(before) == len(set(before))
         assert set(before) == set(wanted), "other calls than the step makes"
         assert same, "training's random numbers have changed"
-        assert {call[-1] for call in before} == {mode}, "measured in the mode in which the step runs"
+        assert {call[-1] for call in before} == {mode}, "tried in the mode in which the step runs"
     return in_step[0][1]
 
 

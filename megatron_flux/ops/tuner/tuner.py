@@ -120,7 +120,9 @@ class Tuner:
         trials = self.decisions(call.group).trials
         if (trial := trials.get(kind)) is None:
             entries = candidates_of(call, self.backends, full=full)
-            if near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]:
+            if not full and (
+                near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
+            ):
                 # The first candidate, and what was not clearly behind for another m.
                 entries = [*{one.label: one for one in [*entries[:2], *near[-1].close]}.values()]
             trial = trials[kind] = Trial(entries, words_of(call))

@@ -296,6 +296,16 @@ def test_what_is_asked_for_ahead_is_tried_whatever_is_known(timed: Tuned) -> Non
     assert timed.trials == [], "but what the file has is known"
 
 
+def test_of_further_m_what_was_close_is_tried_unless_all_is_asked_for(timed: Tuned) -> None:
+    timed()
+    for rows, tried in ((64, ["reference", FULL[0], FULL[-1]]), (512, ["reference", FULL[0], FULL[-1]])):
+        assert timed(x=torch.zeros(rows, 4)) == ("fused", FULL[-1])
+        assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == tried
+    for rows in (8, 24):
+        timed.tuner.decide(call_of(rows), full=True)
+    assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == ["reference", *FULL]
+
+
 def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
     with captured_calls():
         call_of().run(timed)

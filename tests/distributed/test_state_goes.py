@@ -79,7 +79,7 @@ def use(group: dist.ProcessGroup) -> None:
     trial = _tuned.tuner.decisions(group).trials["a kind",] = Trial(entries, "a call")
     by = Backends(ReferenceBackend(), FusedBackend("twin", twin=True))
     state.plans["a call"] = plan = TrialPlan(call, trial, by, _tuned.tuner._keep)
-    while not trial.ns[1]:
+    while 1 not in trial.effects:
         plan.run(call)
     state.kept = keep._Ledger()
 

@@ -274,7 +274,7 @@ def test_a_call_that_one_rank_has_not_waited_for_counts_on_none(tmp_path: Path) 
         assert bool(late) == (dist.get_rank() == 1)
         (one,) = trials(by)
         assert one.decided is not None
-        everywhere = agreement.of_all_ranks((one.ns, one.decided), dist.group.WORLD)
+        everywhere = agreement.of_all_ranks((one.timed, one.decided), dist.group.WORLD)
         assert everywhere[0] == everywhere[1]
         for pending in late:
             pending.wait()

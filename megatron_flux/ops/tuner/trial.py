@@ -16,12 +16,14 @@ Contract
 Rounds
     1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
     2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each.
-    3. The least median wins; stock has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
+    3. The one with the least median wins, beside calls of as many rows (:mod:`~megatron_flux.ops.tuner.effects`); stock
+       has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import statistics
 import time
@@ -41,6 +43,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.device import shared_memory
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import MARGIN, Backends, runs
+from megatron_flux.ops.tuner.effects import Timed, effects_of
 
 logger = logging.getLogger("megatron_flux")
 
@@ -63,8 +66,10 @@ class Trial:
     def __init__(self, entries: Sequence[Entry], about: str) -> None:
         """``entries``: the candidates, stock first. The group is given with each call: its state holds trials."""
         self.entries, self.about = list(entries), about
-        self.ns: list[list[float]] = [[] for _ in entries]
-        """By candidate and turn: nanoseconds a row, the mean of all ranks."""
+        self.timed: list[Timed] = []
+        """Turns, by the mean of all ranks."""
+        self.effects: dict[int, list[float]] = {}
+        """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.compiled = [False] * len(entries)
         self.failed: set[int] = set()
         self.tried = {0}
@@ -110,11 +115,11 @@ class Trial:
 
     def runnable(self, call: OperatorCall) -> Entry:
         """Return the fastest candidate that ``call`` can run, of those that were timed; stock if there is none."""
-        order = sorted((i for i, ns in enumerate(self.ns) if ns), key=self._rank_of)
+        order = sorted(self.effects, key=self._rank_of)
         return next((self.entries[i] for i in order if runs(call, self.entries[i])), self.entries[0])
 
     def _rank_of(self, candidate: int) -> float:
-        return statistics.median(self.ns[candidate]) * (1.0 if candidate else MARGIN)
+        return statistics.median(self.effects[candidate]) + (0.0 if candidate else math.log(MARGIN))
 
     def _look(self, candidate: int) -> list[Turn]:
         turns = [Turn(candidate, timed=timed) for timed in (False, True, True)]
@@ -122,36 +127,43 @@ class Trial:
 
     def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
-        mine = [
-            None if ended is None else 1e6 * _between(begun, ended) / rows for _, rows, begun, ended in self._samples
-        ]
+        mine = [None if ended is None else _between(begun, ended) for *_, begun, ended in self._samples]
         states = [_state(futures, call) for futures in self.futures]
         about = f"trying candidates of {self.about}"
         answers = agreement.of_all_ranks((mine, states), processes, about)
         samples, self._samples = self._samples, []
-        for (candidate, *_), by_rank in zip(samples, zip(*(times for times, _ in answers), strict=True), strict=True):
+        by_sample = zip(*(times for times, _ in answers), strict=True)
+        for (candidate, rows, *_), by_rank in zip(samples, by_sample, strict=True):
             if None not in by_rank:
-                self.ns[candidate].append(statistics.fmean(by_rank))
+                self.timed.append(Timed(candidate, rows, max(statistics.fmean(by_rank), 1e-6)))
+        self.effects = effects_of(self.timed)
         for i in range(len(self.entries)):
             found = [states[i] for _, states in answers]
             why = next((state for state in found if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
                 self.leave_out(i, why, processes)
             self.compiled[i] = all(state is True for state in found)
-        known = [i for i, ns in enumerate(self.ns) if ns]
-        self.choice = min(known, key=self._rank_of, default=0)
-        turns = self._next_turns(known, processes)
+        self.choice = min(self.effects, key=self._rank_of, default=0)
+        turns = self._next_turns(processes)
         if turns is None:
-            ms = {self.entries[i].label: round(statistics.median(self.ns[i]) * call.m / 1e6, 4) for i in known}
-            self.decided = self.entries[self.choice].model_copy(update={"ms": ms})
+            self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
         else:
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * GAP], 0
 
-    def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
+    def _ms_of(self, m: int) -> dict[str, float]:
+        """Return about what calls of ``m`` rows take, by candidate."""
+        medians = {i: statistics.median(effects) for i, effects in self.effects.items()}
+        if not medians:
+            return {}
+        a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self.timed)
+        return {self.entries[i].label: round(m * a_row * math.exp(effect), 4) for i, effect in medians.items()}
+
+    def _next_turns(self, processes: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if self._final or len(self.entries) == 1:
             return None
-        if self._looks[0] == LOOKS and not self.ns[0]:
+        known = self.effects
+        if self._looks[0] == LOOKS and 0 not in known:
             return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
             if looks == LOOKS and i not in known and i not in self.failed:
@@ -163,17 +175,16 @@ class Trial:
             return [turn for i in new for turn in self._look(i)] + [Turn(0, timed=True)]
         if any(i not in known for i in left):
             return []
-        fastest = min(statistics.median(self.ns[i]) for i in left)
-        close = [i for i in left if min(self.ns[i]) <= LOSES * fastest]
+        fastest = min(statistics.median(known[i]) for i in left)
+        close = [i for i in left if min(known[i]) <= math.log(LOSES) + fastest]
         self.close = [self.entries[i] for i in close]
         if len(close) == 1:
             return None
         self._final = True
-        for i in close:
-            self.ns[i].clear()  # of beside other candidates' first calls
-        turns = [Turn(i, timed=True) for i in close for _ in range(SAMPLES)]
-        random.Random(len(turns)).shuffle(turns)  # noqa: S311 - the same order on all ranks
-        return turns
+        self.timed = [turn for turn in self.timed if turn.candidate not in close]  # those were beside first calls
+        order = random.Random(len(close))  # noqa: S311 - the same on all ranks
+        # One of each candidate at a time: the layers of a step have the same rows.
+        return [Turn(i, timed=True) for _ in range(SAMPLES) for i in order.sample(close, len(close))]
 
 
 class TrialPlan(Plan):

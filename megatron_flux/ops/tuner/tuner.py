@@ -62,7 +62,7 @@ class Tuner:
         return [item for decisions in by_group for item in decisions.entries.items()]
 
     def turns(self) -> int:
-        """Return the number of calls so far that were part of trials, of all groups: it grows as long as one goes on."""
+        """Return the number of calls that were part of trials, of all groups: it grows while one goes on."""
         by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
         return sum(trial.turns for decisions in by_group for trial in decisions.trials.values())
 

@@ -170,7 +170,7 @@ FAULTS: tuple[Fault, ...] = (
         "a rank takes times that another one lacks",
         f"{OPS}/tuner/trial.py",
         "            if None not in by_rank:\n",
-        "            if by_rank[processes.rank()] is not None:\n                by_rank = [one or 1.0 for one in by_rank]\n",
+        "            if by_rank[processes.rank()]:\n                by_rank = [one or 1.0 for one in by_rank]\n",
         (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
     ),
     _fault(

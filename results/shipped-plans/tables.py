@@ -46,10 +46,7 @@ RUNS = (
 KEY = re.compile(r"(\w+) m=(\d+) n=(\d+) k=(\d+) bfloat16 (\S+) tp=(\d) nvlink( stand-in)? \| NVIDIA H200 \|.*")
 SMS = 132
 LEAST = 0.01  # a loss that is called one
-CLOSE, FINALISTS = (
-    1.08,
-    6,
-)  # how much slower in bursts, and how many, the candidates were that these runs measured again
+CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, were measured again at the power limit
 
 Times = Mapping[str, float]
 

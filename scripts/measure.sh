@@ -28,11 +28,10 @@ GPUS=${MEGATRON_FLUX_GPUS:-$(python3 -c 'import torch; print(torch.cuda.device_c
 }
 
 # NVLink multicast off in every library, so that all sides use the same transport, and one hardware queue, as Megatron
-# asks; unless they are set already. The tuner measures all its candidates: its plans may ship with the package. Output
-# is in the log at once: a stage that is killed leaves all it has said.
+# asks; unless they are set already. Output is in the log at once: a stage that is killed leaves all it has said.
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE-0}" TORCH_SYMM_MEM_DISABLE_MULTICAST="${TORCH_SYMM_MEM_DISABLE_MULTICAST-1}" \
     UB_SKIPMC="${UB_SKIPMC-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-1}" \
-    MEGATRON_FLUX_TUNE="${MEGATRON_FLUX_TUNE-full}" PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1
 ranks="python3 -m torch.distributed.run --standalone --nproc-per-node"
 flux="python3 -m megatron_flux.cli"
 layer="$flux bench layer --tp $GPUS --rounds 7"
@@ -76,7 +75,9 @@ ASKED=("${@:-}") RAN=0
 stage checks 590 "$ranks $GPUS tests/gpu/checks.py --out @.jsonl"
 ((GPUS < 4)) || stage groups 300 "$ranks $GPUS tests/gpu/checks.py --out @.jsonl --split 2 --rounds 50"
 stage emulated_checks 150 "$ranks 2 tests/gpu/checks.py --emulate 8 --rounds 10 --out @.jsonl"
-stage tests 1500 "MEGATRON_FLUX_TUNE_SECONDS=${MEGATRON_FLUX_TUNE_SECONDS:-0} python3 -m pytest -v tests/gpu"
+stage tests 1500 "MEGATRON_FLUX_TUNE=${MEGATRON_FLUX_TUNE:-off} python3 -m pytest -v tests/gpu"
+# The later stages use its plans, which may ship with the package: of all candidates.
+stage tune 590 "$flux tune --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048"
 stage ops 590 "$flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048 --out @"
 stage decode_ops 300 "$flux bench ops --tp $GPUS --preset llama2-70b --directions decode --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
@@ -85,10 +86,10 @@ for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done
 stage fp8_checks 590 "$ranks $GPUS tests/gpu/checks_fp8.py --out @.jsonl"
-stage fp8_ops 590 "MEGATRON_FLUX_TUNE_SECONDS=15 $flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192
+stage fp8_ops 590 "$flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192
     --fp8 delayed,blockwise --seconds 500 --out @"
 for recipe in delayed current blockwise; do # fp8_layer_* use the plans of fp8_ops, if it ran before on this machine
-    stage fp8_layer_$recipe 590 "MEGATRON_FLUX_TUNE_SECONDS=15 $layer $narrow --fp8 $recipe
+    stage fp8_layer_$recipe 590 "$layer $narrow --fp8 $recipe
         --variants te,te_ub,flux_te,no_communication,unsynchronised --seconds 480 --out @"
     # Sums of two ranks have one order: with attention that repeats itself all is stock's to the bit.
     stage fp8_parity_$recipe 590 "NVTE_ALLOW_NONDETERMINISTIC_ALGO=${NVTE_ALLOW_NONDETERMINISTIC_ALGO-$((GPUS > 2))}

@@ -104,7 +104,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=2)
     for name, (gpu, cpu) in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(gpu), help=f"default: {gpu}, {cpu} with --cpu")
-    parser.add_argument("--tune-seconds", type=int, default=4, help="bound of tuning one call shape")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
     parser.add_argument("--more", type=shlex.split, default=[], help="more of Megatron-LM's arguments, quoted")
     parser.add_argument("--without", type=shlex.split, default=[], help="switches among all runs' that go, quoted")
@@ -202,7 +201,6 @@ def _run(options: argparse.Namespace, tree: Path, out: Path, implementation: str
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "MEGATRON_FLUX_TUNE_CACHE": str(out / "tuned.json"),
-        "MEGATRON_FLUX_TUNE_SECONDS": str(options.tune_seconds),
     }
     words = ["pretrain_gpt.py", *arguments(options), "--transformer-impl", implementation]
     if implementation == "local" and not options.cpu:

@@ -41,6 +41,7 @@ RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
+TRIAL = "tests/distributed/test_trial.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
 TWIN, FENCES = (
@@ -133,8 +134,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/tuner/tuner.py",
-        "agreement.first_rank(call.group, about, lambda: cache.find(keys, call.m, full=full))",
-        "cache.find(keys, call.m, full=full)",
+        "agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, call.m))",
+        "cache.find(key, call.m)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_file_holds_for_all",),
     ),
     _fault(
@@ -146,10 +147,66 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "each rank lists its own candidates",
-        f"{OPS}/tuner/measure.py",
-        "agreement.first_rank(call.group, about, lambda: list_plans(call, full))",
+        f"{OPS}/tuner/candidates.py",
+        "agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full))",
         "list_plans(call, full)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
+    ),
+    _fault(
+        "a rank's own setting counts for its trials",
+        f"{OPS}/tuner/tuner.py",
+        'agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)',
+        "tunes()",
+        (f"{TRIAL}::test_ranks_of_which_one_is_late_and_one_tries_nothing_agree",),
+    ),
+    _fault(
+        "each rank takes its own times",
+        f"{OPS}/tuner/trial.py",
+        "self.ns[candidate].append(statistics.fmean(by_rank))",
+        "self.ns[candidate].append(by_rank[processes.rank()])",
+        (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
+    ),
+    _fault(
+        "a rank takes times that another one lacks",
+        f"{OPS}/tuner/trial.py",
+        "            if None not in by_rank:\n",
+        "            if by_rank[processes.rank()]:\n                by_rank = [one or 1.0 for one in by_rank]\n",
+        (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
+    ),
+    _fault(
+        "a candidate runs before its kernel is compiled on all ranks",
+        f"{OPS}/tuner/trial.py",
+        "self.compiled[i] = all(state is True for state in found)",
+        "self.compiled[i] = any(state is True for state in found)",
+        (f"{TRIAL}::test_until_kernels_are_compiled_on_all_ranks_calls_run_stock",),
+    ),
+    _fault(
+        "a candidate that fails on some ranks is dropped",
+        f"{OPS}/tuner/trial.py",
+        "    if len(failed) < processes.size():\n",
+        "    if False:\n",
+        ("tests/distributed/test_tuner.py::test_a_candidate_that_fails_on_one_rank_is_an_error_on_all",),
+    ),
+    _fault(
+        "a call that was broken off is taken for a candidate's fault",
+        f"{OPS}/tuner/trial.py",
+        "            slab.check()  # an earlier call that was broken off is not this candidate's fault\n",
+        "            pass\n",
+        (f"{TRIAL}::test_a_call_that_was_broken_off_before_is_no_candidates_fault",),
+    ),
+    _fault(
+        "a trial keeps a workspace that was replaced",
+        f"{OPS}/tuner/trial.py",
+        "                plan.leave(slab)\n",
+        "                pass\n",
+        (f"{TRIAL}::test_what_a_trial_has_bound_is_freed_with_the_workspace",),
+    ),
+    _fault(
+        "a capture takes what the file has",
+        f"{OPS}/tuner/tuner.py",
+        "entry = self._met(call) if in_capture else self._looked_up(call)",
+        "entry = self._looked_up(call)",
+        ("tests/unit/ops/test_tuner.py::test_capture_tries_nothing_reads_nothing_and_remembers_nothing",),
     ),
     _fault(
         "all_agree asks nobody",
@@ -159,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
     ),
     _fault(
-        "fastest rank in the tuner's bursts",
+        "fastest rank in bursts",
         f"{OPS}/timing.py",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
@@ -671,13 +728,11 @@ FAULTS: tuple[Fault, ...] = (
         (f"{PLANS}::test_a_call_broken_off_poisons_its_slab",),
     ),
     _fault(
-        "a decode step between stock and a plan runs the plan",
+        "a decode step runs the plan of rows far away",
         f"{OPS}/tuner/tuner.py",
-        "_by_distance(stock or near, m)",
-        "_by_distance(near, m)",
-        (
-            "tests/unit/ops/test_tuner.py::test_a_decode_step_whose_rows_change_runs_the_nearest_plan_and_stock_beside_stock",
-        ),
+        "if _bucket(m) == _bucket(call.m) and runs(call, known[m]):",
+        "if runs(call, known[m]):",
+        ("tests/unit/ops/test_tuner.py::test_decode_steps_of_other_rows_run_the_nearest_plan",),
     ),
     _fault(
         "a rank frees workspaces that its peers keep",

@@ -237,8 +237,10 @@ def capture(step: Callable[[], _T], generators: Sequence[torch.Generator] = ()) 
 def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> None:
     """Make steps until the tuner has decided about all their calls. Collective. Raises FluxError: it takes too long."""
     tuned: Any = get_backend("tuned")
-    began = time.monotonic()
-    while any(agreement.of_all_ranks(tuned.tuner.undecided(), ranks)):
+    began, before = time.monotonic(), -1
+    # Not until all trials are over: one of a variant that failed goes on for ever.
+    while any(agreement.of_all_ranks(tuned.tuner.turns() != before, ranks)):
+        before = tuned.tuner.turns()
         for _ in range(5):
             step()
         if max(agreement.of_all_ranks(time.monotonic() - began, ranks)) > MOST_TUNING_S:

@@ -112,7 +112,7 @@ def show_plans(
             f"{machine}: {len(rows)} call(s)",
             (*(["<call"] if calls else []), *head),
             rows,
-            "milliseconds: the slowest rank's median when it was tuned; gain: reference / plan",
+            "milliseconds: median when it was tuned; gain: reference / plan",
             file=file,
         )
 

@@ -8,25 +8,27 @@ Contract
     * A child sends the compiled kernel back, over a pipe; :func:`megatron_flux.kernels.launch.load` takes it from
       there. Not from Triton's cache on disk: a kernel's key there depends on the order in which a process has hashed
       its kernels, and on what torch's inductor has set in the environment meanwhile (Triton 3.6).
-    * A child ends with its parent, and when it has had nothing to do for a minute.
-    * A child that ends on its own is an error of that one kernel; the next gets a new child.
+    * A child ends with its parent, and when it has had nothing to do for a minute. A parent waits for no child to end.
+    * A kernel that a new child ends at is an error of that one kernel; the next gets a new child.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
 import math
 import os
 import pickle
+import queue
 import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +87,7 @@ def compile_ahead(
         if key not in ahead:
             job = job_of(kernel, arguments, constants, capability)
             if job not in _done:
-                _done[job] = _threads().submit(_by_child, job)
+                _done[job] = _threads().submit(job)
             ahead[key] = _done[job]
         return ahead[key]
 
@@ -113,52 +115,110 @@ def _stand_in(argument: Any, *, alike: bool = False) -> Any:
 
 _lock = threading.Lock()
 _done: dict[bytes, Future[Compiled]] = {}
-_own = threading.local()
-_children: list[subprocess.Popen[bytes]] = []
+_children: set[subprocess.Popen[bytes]] = set()
+_starting = threading.Lock()
+_stopped = False
 
 
 def end_children() -> None:
     """End all children; a later job starts new ones."""
-    for child in _children:
-        child.kill()
-        child.wait()
-    _children.clear()
+    with _starting:
+        children = list(_children)
+    for child in children:
+        _end(child)
+
+
+@atexit.register
+def _stop() -> None:
+    global _stopped
+    with _starting:
+        _stopped = True
+    end_children()
+
+
+class _Threads:
+    """Threads with a child each. They hold up no end of the process, as those of an executor would."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._made = most, 0
+        self._jobs: queue.SimpleQueue[tuple[Future[Compiled], bytes]] = queue.SimpleQueue()
+
+    def submit(self, job: bytes) -> Future[Compiled]:
+        """Have the job done. Under the lock."""
+        future: Future[Compiled] = Future()
+        self._jobs.put((future, job))
+        if self._made < self._most:
+            self._made += 1
+            threading.Thread(target=self._work, name="megatron_flux compiles", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        child: subprocess.Popen[bytes] | None = None
+        while True:
+            future, job = self._jobs.get()
+            try:
+                child, answer = _by_child(child, job)
+                future.set_result(answer)
+            except Exception as error:
+                future.set_exception(error)
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def _threads() -> _Threads:
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     children = len(os.sched_getaffinity(0)) // ranks // 2
-    return ThreadPoolExecutor(max(1, min(MOST_CHILDREN, children)), thread_name_prefix="megatron_flux compiles")
+    return _Threads(max(1, min(MOST_CHILDREN, children)))
 
 
-def _by_child(job: bytes) -> Compiled:
-    child: subprocess.Popen[bytes] | None = getattr(_own, "child", None)
-    if child is None or child.poll() is not None:
-        child = _own.child = _start()
-    assert child.stdin is not None  # noqa: S101
-    assert child.stdout is not None  # noqa: S101
-    try:
-        pickle.dump(job, child.stdin)
-        child.stdin.flush()
-        answer = pickle.load(child.stdout)  # noqa: S301 - of this program's own child
-    except (OSError, EOFError) as error:
-        child.kill()
-        raise FluxError(f"the process that compiles has ended ({child.wait()})") from error
+def _by_child(child: subprocess.Popen[bytes] | None, job: bytes) -> tuple[subprocess.Popen[bytes], Compiled]:
+    """Have ``child`` compile, or a new one where it has ended; return which, and what it has compiled."""
+    answer: Compiled | str | None = None
+    if child is not None:
+        with contextlib.suppress(*_LOST):  # it has ended meanwhile, with nothing to do
+            answer = _ask(child, job)
+        if answer is None:
+            _end(child)
+    if child is None or answer is None:
+        child = _start()
+        try:
+            answer = _ask(child, job)
+        except _LOST as error:
+            raise FluxError(f"the process that compiles has ended ({_end(child)})") from error
     if isinstance(answer, str):
         raise FluxError(answer)
-    compiled: Compiled = answer
-    return compiled
+    return child, answer
+
+
+_LOST = (OSError, EOFError, pickle.UnpicklingError)
+
+
+def _ask(child: subprocess.Popen[bytes], job: bytes) -> Compiled | str:
+    assert child.stdin is not None  # noqa: S101
+    assert child.stdout is not None  # noqa: S101
+    pickle.dump(job, child.stdin)
+    child.stdin.flush()
+    answer: Compiled | str = pickle.load(child.stdout)  # noqa: S301 - of this program's own child
+    return answer
 
 
 def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     program = [sys.executable, "-c", _START.format(path=sys.path)]
-    child = subprocess.Popen(  # noqa: S603 - this interpreter
-        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-    _children.append(child)
+    with _starting:
+        if _stopped:
+            raise FluxError("the program ends")
+        child = subprocess.Popen(  # noqa: S603 - this interpreter
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        _children.add(child)
     return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """End ``child``; return its exit code."""
+    _children.discard(child)
+    child.kill()
+    return child.wait()
 
 
 class _Gpu:

@@ -94,13 +94,15 @@ class _Map:
         """``about``: dtype, shape, strides, box and swizzle."""
         self._about = about
         self.by_address: dict[int, tuple[int, Any]] = {}
+        self._before = self.by_address
+        """Those of before that a launch may be about to take."""
 
     def at(self, address: int) -> tuple[int, Any]:
         """Return the host address of the map for ``address``, and what holds its memory. Under the lock."""
         entry = self.by_address.get(address)
         if entry is None:
             if len(self.by_address) >= _MOST_MAPS:
-                self.by_address.clear()
+                self._before, self.by_address = self.by_address, {}
             made = driver.tensor_map(address, *self._about)
             entry = self.by_address[address] = (ctypes.addressof(made), made)
         return entry

@@ -9,7 +9,7 @@ Two ways lead here, with the same four functions:
 Both at once are harmless: each function works once, in its first call. Importing this imports nothing of
 Megatron.
 
-Reading order: ``hooks``, then what they call: ``start`` (arguments, checks, patch, tuner), ``training_log`` (metrics).
+Reading order: ``hooks``, then what they call: ``start`` (arguments, checks, patch), ``training_log`` (metrics).
 """
 
 from megatron_flux.megatron_lm.start import MegatronArgumentsError, add_arguments, install, validate

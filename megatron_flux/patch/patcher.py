@@ -209,11 +209,10 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 
 
 def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
-    """Tune the calls of a patched model's linears now instead of in its first step.
+    """Tune the calls of a patched model's linears now instead of in its first steps, on calls that are made up.
 
-    The stages of a pipeline then do so at the same time, each in its own tensor-parallel group; in the first step they
-    would one after another, as micro-batches reach them, while the others wait in NCCL. Calls of other shapes are tuned
-    when they come. A collective call of every tensor-parallel group; random states stay as they are. Under
+    The stages of a pipeline do so at the same time, each in its own tensor-parallel group. Calls of other shapes are
+    tuned as they come. A collective call of every tensor-parallel group; random states stay as they are. Under
     ``torch.no_grad()`` forward alone is tuned.
 
     ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of

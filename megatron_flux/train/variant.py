@@ -59,8 +59,8 @@ class Variant:
     def __enter__(self) -> Variant:
         begin = self.trainer.iteration  # a checkpoint may have been loaded
         if self.name == "flux":
-            # What the tuner measures is measured here, on all stages at once, and not in the first step; what it
-            # allocates and keeps counts for flux.
+            # What the tuner tries is tried here, on all stages at once, so that steps compare with stock's from the
+            # first on; what it allocates and keeps counts for flux.
             with self.patched(), self.trainer.active():
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.shipped_plans import GAIN, Entry, Shape, entry_of, suggested
-from megatron_flux.ops.tuner.measure import finalists, ranked
+from megatron_flux.ops.tuner.candidates import MARGIN
 from results.tables import between_marks, percent, table
 
 HERE = Path(__file__).parent
@@ -46,6 +46,7 @@ RUNS = (
 KEY = re.compile(r"(\w+) m=(\d+) n=(\d+) k=(\d+) bfloat16 (\S+) tp=(\d) nvlink( stand-in)? \| NVIDIA H200 \|.*")
 SMS = 132
 LEAST = 0.01  # a loss that is called one
+CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, were measured again at the power limit
 
 Times = Mapping[str, float]
 
@@ -88,7 +89,7 @@ def shipped(found: Iterable[Tuned]) -> list[dict[str, Any]]:
     made: dict[Shape, dict[str, Any]] = {}
     for call in found:
         times = call.sustained or call.bursts
-        fused = [name for name in ranked(dict(times)) if plan_of(name) is not None]
+        fused = [name for name in ranked(times) if plan_of(name) is not None]
         if fused and call.shape not in made:
             both = times if "reference" in times else call.bursts
             plan, usual = asdict(plan_of(fused[0])), asdict(KernelConfig())  # type: ignore[arg-type]
@@ -107,6 +108,17 @@ def written(entries: Iterable[Mapping[str, Any]]) -> str:
     return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in entries) + "\n]\n"
 
 
+def ranked(ms: Times) -> list[str]:
+    """The candidates, best first, as the tuner of these runs had it."""
+    return sorted(ms, key=lambda name: ms[name] * (MARGIN if name == "reference" else 1.0))
+
+
+def finalists(ms: Times) -> list[str]:
+    """Those that it measured at the power limit, from milliseconds in bursts."""
+    best, *others = ranked(ms)
+    return [best, *(name for name in others if ms[name] <= CLOSE * ms[best])][:FINALISTS]
+
+
 def replayed(call: Tuned, plans: Iterable[KernelConfig]) -> tuple[float, float] | None:
     """How much longer the tuner's choice of ``reference`` and ``plans`` takes than its choice of all candidates, and
     how much less than reference, as shares; None if the run measured none of these plans.
@@ -116,7 +128,7 @@ def replayed(call: Tuned, plans: Iterable[KernelConfig]) -> tuple[float, float] 
         return None
     bursts = {name: ms for name, ms in call.bursts.items() if name in names or name == "reference"}
     sustained = {name: call.sustained[name] for name in finalists(bursts) if name in call.sustained}
-    mine, best = ranked(sustained or bursts)[0], ranked(dict(call.sustained or call.bursts))[0]
+    mine, best = ranked(sustained or bursts)[0], ranked(call.sustained or call.bursts)[0]
     times = call.sustained if {mine, best} <= call.sustained.keys() else call.bursts
     stock = times if "reference" in times else call.bursts
     return times[mine] / times[best] - 1, 1 - stock[mine] / stock["reference"]

@@ -63,11 +63,6 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
             links.want(links.Wanted())
 
 
-def undecided() -> int:
-    """Trials that go on."""
-    return registry._tuned.tuner.undecided()
-
-
 @on_ranks("world2")
 def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
     """One process, one tuner and one file for all: whatever was decided for one wire serves no other."""
@@ -78,10 +73,10 @@ def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
         def results(keep: bool | None = False, **given: str) -> tuple[list[torch.Tensor], Counter[str]]:
             for _ in range(100):
                 ran.clear()
-                going_on = undecided()
+                turns = registry._tuned.tuner.turns()
                 with flux(FluxConfig(strict=True, link="host", keep_gathered=keep, **given)):
                     loss, gradients = loss_and_gradients(model)
-                if not going_on and not undecided():
+                if registry._tuned.tuner.turns() == turns:
                     break
             return [loss, *gradients.values()], ran.copy()
 

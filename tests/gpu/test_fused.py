@@ -95,8 +95,8 @@ def run_checks(program: str, size: int, *arguments: str, **variables: str) -> di
     return {line["check"]: line["said"] for line in lines}
 
 
-MEASURES = {"MEGATRON_FLUX_TUNE_SECONDS": "10"}
-"""For checks that measure, whatever all tests are told."""
+TUNES = {"MEGATRON_FLUX_TUNE": "on"}
+"""For checks of the tuner, whatever all tests are told."""
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.gpu.test_fused import GPUS, MEASURES, TIMEOUT_S, run_checks, start
+from tests.gpu.test_fused import GPUS, TIMEOUT_S, TUNES, run_checks, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
 
@@ -39,7 +39,7 @@ os._exit(0)
 @pytest.mark.parametrize("way", ["host", "p2p"])
 def test_checks(way: str, queues: str) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60", **MEASURES}
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "MEGATRON_FLUX_TIMEOUT_S": "60", **TUNES}
     run_checks("checks_host.py", size, "--way", way, **variables)
 
 

@@ -22,7 +22,7 @@ from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_dynamic_engine import generated, spread_logits
 from tests.distributed.test_inference_layers import Pair, bookkeeping, check_workspaces
-from tests.gpu.test_fused import MEASURES, run_checks
+from tests.gpu.test_fused import TUNES, run_checks
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -116,7 +116,7 @@ def test_greedy_tokens_of_the_dynamic_engine(sequence_parallel: bool, backend: s
     with megatron(tp=dist.get_world_size()), mock.patch.dict(os.environ), flash_attention(), shims:
         for name in [name for name in os.environ if name.startswith("NVTE_")]:
             del os.environ[name]
-        os.environ["MEGATRON_FLUX_TUNE_SECONDS"] = "3"  # whatever all tests are told: what is not measured is counted
+        os.environ["MEGATRON_FLUX_TUNE"] = "on"  # whatever all tests are told: what is not decided is counted
         if graphs:
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
@@ -147,5 +147,5 @@ def test_greedy_tokens_of_the_dynamic_engine(sequence_parallel: bool, backend: s
 
 def test_all_checks_of_gemm_all_reduce() -> None:
     """Prepared calls among them."""
-    said = run_checks("checks_all_reduce.py", 2, "--seconds", "400", MEGATRON_FLUX_TIMEOUT_S="20", **MEASURES)
+    said = run_checks("checks_all_reduce.py", 2, "--seconds", "400", MEGATRON_FLUX_TIMEOUT_S="20", **TUNES)
     assert said.keys() >= {"graphs", "streams", "prepared", "tuned"}

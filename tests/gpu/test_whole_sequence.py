@@ -43,9 +43,9 @@ def logits_of(model: torch.nn.Module, hidden: torch.Tensor, mask: torch.Tensor) 
 
 def rank_forward(backend: str, tokens: int, cache: Path, te: bool = False, graph: bool = True) -> dict[str, int]:
     """Stock's logits, flux's eagerly and flux's replayed with other tokens; the calls of the forward, captured if
-    ``graph``. ``cache``: where the tuner keeps what it measures.
+    ``graph``. ``cache``: where the tuner keeps what it decides.
     """
-    variables = {"MEGATRON_FLUX_TUNE_CACHE": str(cache / "tuned.json"), "MEGATRON_FLUX_TUNE_SECONDS": "10"}
+    variables = {"MEGATRON_FLUX_TUNE_CACHE": str(cache / "tuned.json"), "MEGATRON_FLUX_TUNE": "on"}
     options: dict[str, Any] = {"sequence_parallel": False, "params_dtype": torch.bfloat16, "bf16": True}
     options |= {"hidden_size": 256, "ffn_hidden_size": 512}
     with (te_megatron if te else megatron)(dist.get_world_size()), mock.patch.dict(os.environ, variables):

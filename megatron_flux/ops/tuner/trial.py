@@ -78,6 +78,8 @@ class Trial:
         self.decided: Entry | None = None
         self.close = list(entries)
         """Those that may be the fastest of another m, too."""
+        self.turns = 0
+        """Calls so far."""
         self.choice = 0
         """The fastest so far; stock before anything is known."""
         self._final = False
@@ -93,6 +95,7 @@ class Trial:
         if self.decided is not None:
             return None
         self._at += 1
+        self.turns += 1
         return self._round[self._at - 1]
 
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:

@@ -61,10 +61,10 @@ class Tuner:
         by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
         return [item for decisions in by_group for item in decisions.entries.items()]
 
-    def undecided(self) -> int:
-        """Return the number of trials that go on, of all groups."""
+    def turns(self) -> int:
+        """Return the number of calls that were part of trials, of all groups: it grows while one goes on."""
         by_group = [state.tuned[self] for state in all_states() if self in state.tuned]
-        return sum(trial.decided is None for decisions in by_group for trial in decisions.trials.values())
+        return sum(trial.turns for decisions in by_group for trial in decisions.trials.values())
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""

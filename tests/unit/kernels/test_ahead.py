@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -91,10 +96,46 @@ def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         constants = {**given.constants, "BAND": number}
         return ahead.compile_ahead(given.kernel, given.arguments, constants, 0, 90).result(timeout=120)
 
-    monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ThreadPoolExecutor(1)))
+    monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ahead._Threads(1)))
     monkeypatch.setattr(ahead, "_START", "import os; os._exit(3)")
     with pytest.raises(FluxError, match=r"the process that compiles has ended \(\d\)"):
         compiled(5)
     monkeypatch.setattr(ahead, "_START", start)
     assert compiled(6).warps > 4
-    ahead._threads().shutdown()
+    (child,) = ahead._children
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert compiled(7).warps > 4, "one that has ended with nothing to do costs none"
+    assert len(ahead._children) == 1
+
+
+def test_a_program_ends_while_children_compile() -> None:
+    code = """
+from megatron_flux.kernels import ahead
+ahead._START = "import time; time.sleep(600)"
+for number in range(9):
+    ahead._threads().submit(b"%d" % number)
+while not ahead._children:
+    pass
+print(*(child.pid for child in ahead._children))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""
+    assert not any(psutil.pid_exists(int(child)) for child in ended.stdout.split())
+
+
+def test_maps_of_one_launch_stay_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA copies them when the kernel is launched, after all have been looked up."""
+    from megatron_flux.kernels import launch as launches
+
+    class Made(ctypes.c_char * 128):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(launches, "_MOST_MAPS", 3)
+    monkeypatch.setattr(launches.driver, "tensor_map", lambda address, *about: Made())
+    maps = launches._Map("dtype", (8, 8))
+    for address in range(20):
+        first = weakref.ref(maps.at(address)[1])
+        maps.at(100 + address)
+        assert first() is not None
+    assert len(maps.by_address) <= 3

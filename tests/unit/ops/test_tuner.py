@@ -213,6 +213,30 @@ def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: py
     assert len(tuner.tuner.decisions(GROUP).entries) <= MOST_ENTRIES
 
 
+def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:
+    """After m = 1, 2, 4, ... were tuned no step of other rows is new, with entries of their own in graphs."""
+    own, one, two = AllReduceConfig(own_gemm=True), AllReduceConfig(), AllReduceConfig(shots=2)
+    plans = {1: own, 2: own, 4: own, 8: own, 16: own, 32: one, 64: one, 128: two, 256: None, 512: None}
+
+    def step(m: int) -> OperatorCall:
+        return OperatorCall("gemm_all_reduce", torch.zeros(m, 4), torch.zeros(64, 4), GROUP)
+
+    for m, plan in plans.items():
+        entry = Entry(backend="reference" if plan is None else "fused", plan=plan, ms={"a": 1.0})
+        cache.store(cache.cache_path(), key_of(step(m), captured=False), entry)
+    for m in range(1, 700):
+        step(m).run(tuner)
+        below = 1 << min(m.bit_length() - 1, 9)
+        near = [plans[at] for at in (below, min(2 * below, 512))]
+        assert tuner.log[-1] in [("reference" if plan is None else "fused", plan) for plan in near], m
+    for m, ran in {20: ("fused", own), 24: ("fused", one), 300: STOCK, 1000: STOCK}.items():
+        step(m).run(tuner)
+        assert tuner.log[-1] == ran
+    assert tuner.plan(step(1000)).degraded, "too far away"
+    with captured_calls():
+        assert tuner.plan(step(20)).degraded, "eager calls are bound by the host"
+
+
 # Trials
 
 

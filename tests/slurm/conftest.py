@@ -61,7 +61,7 @@ def user_of(cluster: daemons.Cluster, folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            cluster.cancel_all()  # a collecting job may be about to begin, and take a node of the next test's
+            cluster.cancel_all()
 
 
 # What a shell has that runs in an array task, a step and a requeued job of somebody's at once. `other` is a partition.

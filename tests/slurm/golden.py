@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from megatron_flux.cli.slurm import JobOptions, scripts
+from megatron_flux.cli.slurm import JobOptions, script
 from megatron_flux.slurm.job import Mode
 
 FOLDER = Path(__file__).parents[2] / "slurm"
@@ -20,9 +20,8 @@ def expected() -> dict[Path, str]:
     found = {}
     for link, job in FITS:
         for mode in get_args(Mode):
-            _, script, collector = scripts(JobOptions(profile=LINKS[link], job=job, mode=mode))
-            found[FOLDER / link / f"{job}-{mode}.sbatch"] = script
-        found[FOLDER / link / "collect.sbatch"] = collector
+            _, text = script(JobOptions(profile=LINKS[link], job=job, mode=mode))
+            found[FOLDER / link / f"{job}-{mode}.sbatch"] = text
     return found
 
 

@@ -224,9 +224,6 @@ def test_folders_of_any_name(name: str, stubs: tuple[Path, Path], tmp_path: Path
     words = (stubs[1] / "srun").read_bytes().decode().split("\0")
     assert f"--out={where}/runs/work-compare-7/rep-0/run" in words
     assert (where / "runs" / "work-compare-7" / "rep-0" / "logs" / "0").is_dir()
-    collector = render.collect_script(validated(Profile, "profile", CLUSTER), "a test")
-    run(collector, stubs, where, name, MEGATRON_FLUX_RUNS=str(where / "other"))
-    assert (stubs[1] / "srun").read_bytes().decode().split("\0")[-2] == name
 
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD"])

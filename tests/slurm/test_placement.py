@@ -25,7 +25,7 @@ from tests.slurm.golden import FOLDER, JOBS
 STAND_IN = r"""#!/usr/bin/env bash
 work=$SLURM_SUBMIT_DIR/seen
 mkdir -p "$work"
-what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight\.ranks$|preflight\.node$|^tune$|^train$|^compare$|^collect$')
+what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight\.ranks$|preflight\.node$|^tune$|^train$|^compare$')
 {
     printf '%s ' "$SLURM_NODEID" "$SLURMD_NODENAME" "${CUDA_VISIBLE_DEVICES-}" "$CUDA_DEVICE_MAX_CONNECTIONS"
     printf '%s ' "$@"
@@ -62,7 +62,7 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
     for file in sorted(FOLDER.glob("*/*.sbatch")):
         said = queue.slurm("sbatch", "--test-only", str(file))
         assert re.search(r"to start at .* using \d+ processors on nodes? ", said), said
-        assert ("on nodes n[00-15]" in said) is (file.name != "collect.sbatch")
+        assert "on nodes n[00-15]" in said
 
 
 @pytest.mark.usefixtures("inside_another_job")
@@ -110,28 +110,23 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
 
 
 @pytest.mark.usefixtures("inside_another_job")
-def test_repetitions_and_what_comes_after_them(
-    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repetitions(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in SUBMITS_ELSEWHERE.items():
         monkeypatch.setenv(variable, value)
     said = slurm("submit", "--profile", "nvlink-h100", "--set", "repetitions=2", "--set", "seed=7")
-    first, second = re.findall(r"job (\d+)", said)[:2]
-    root = Path(re.search(r"folder: (.*)", said)[1])
-    assert at_the_cluster.job(second)["Dependency"].startswith("afterok:")
-    assert at_the_cluster.job(second)["Partition"] == "gpus"
-    at_the_cluster.wait_for_job(second)
-    assert root == Path("runs").absolute() / f"gpt3-175b-compare-{first}"
-    assert {file.name for file in root.glob("*.sbatch")} == {"job.sbatch", "collect.sbatch"}
+    job, root = re.search(r"job (\d+)", said)[1], Path(re.search(r"folder: (.*)", said)[1])
+    assert at_the_cluster.job(f"{job}_1")["Partition"] == "gpus"
+    for task in range(2):
+        at_the_cluster.wait_for_job(f"{job}_{task}")
+    assert root == Path("runs").absolute() / f"gpt3-175b-compare-{job}"
+    assert (root / "job.sbatch").is_file()
     for repetition in range(2):
         launchers = notes(stand_in, "compare", repetition)
         assert len(launchers) == NODES
         assert f"--seed={7 + repetition}" in launchers[0]
         assert f"--out={root}/rep-{repetition}/run" in launchers[0]
-    (collector,) = notes(stand_in, "collect")
-    assert collector[-6:] == ["-m", "megatron_flux.cli", "slurm", "collect", "--", str(root)]
     shown = slurm("status", root)
-    assert f"gpt3-175b-compare job {first}: COMPLETED" in shown
+    assert f"gpt3-175b-compare job {job}: COMPLETED" in shown
     assert "rep-1: ended: all steps done, nothing recorded, 1 start(s), COMPLETED" in shown
 
 
@@ -194,8 +189,8 @@ def test_what_keeps_srun_from_starting_is_said(
 def test_dry_run_submits_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
     before = at_the_cluster.jobs()
     said = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--dry-run", "--partition", "gpus")
-    assert said.count("#!/usr/bin/env bash") == 2
+    assert said.count("#!/usr/bin/env bash") == 1
     assert "#SBATCH --partition=gpus" in said
-    assert "--dependency=afterok:JOB" in said
+    assert said.endswith(" job.sbatch\n")
     assert at_the_cluster.jobs() == before
     assert not (tmp_path / "runs").exists()

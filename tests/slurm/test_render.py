@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron_flux.errors import UserError
-from megatron_flux.slurm import job, queue, render, trial
+from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile, seconds
 from megatron_flux.slurm.submit import save_on_signal
@@ -30,7 +30,7 @@ def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gp
 def test_committed_scripts_are_what_render_writes() -> None:
     """If this fails after a wanted change: python -m tests.slurm.golden, and look at the difference."""
     expected = golden.expected()
-    assert len(expected) == 18
+    assert len(expected) == 15
     assert {path for path in SCRIPTS if path.parent != golden.FOLDER} == set(expected)
     for file, text in expected.items():
         assert file.read_text() == text, file
@@ -54,9 +54,8 @@ def variants(tmp_path: Path) -> list[Path]:
     files = []
     for name, overrides in more.items():
         site = Profile.load("nvlink-h100", overrides)
-        for kind, text in (("job", rendered(site)), ("collect", render.collect_script(site, "a test"))):
-            files.append(tmp_path / f"{kind}-{name}.sbatch")
-            files[-1].write_text(text)
+        files.append(tmp_path / f"{name}.sbatch")
+        files[-1].write_text(rendered(site))
     files.append(tmp_path / "local.sbatch")
     files[-1].write_text(rendered("local", name="tiny"))
     return files
@@ -150,15 +149,6 @@ def test_memory_is_checked_for_both_variants() -> None:
         job.resolve(Job.load("gpt3-175b"), small, "compare")
     job.resolve(Job.load("gpt3-175b"), small, "flux")
     job.resolve(Job.load("gpt3-175b", {"nodes": 32}), small, "flux")
-
-
-@pytest.mark.parametrize(("per_node", "layout"), [(8, (8, 2)), (4, (4, 2)), (6, (2, 2)), (1, (2, 1)), (3, (2, 1))])
-def test_a_trial_fits_any_node(per_node: int, layout: tuple[int, int]) -> None:
-    site = Profile.load("nvlink-h100", {"processes_per_node": per_node})
-    own = trial.job(site)
-    assert (own["tp"], own["pp"]) == layout
-    run = job.resolve(Job.load(own.pop("job"), own), site, "compare").run
-    assert (run.world_size, run.shape.num_layers, run.steps) == (2 * per_node, 2, 10)
 
 
 def test_submitting_says_what_a_save_on_the_signal_needs() -> None:

@@ -140,8 +140,7 @@ def test_a_failure_that_no_node_causes_is_not_retried_again(
     with monkeypatch.context() as patched:
         patched.chdir(elsewhere)  # where a job was submitted, it goes on
         said = slurm(*words)
-    again, collecting = re.findall(r"job (\d+)", said)
-    assert f"job {again}: rep-0 goes on from step 3; job {collecting} collects it" in said
+    again = re.search(r"job (\d+): rep-0 goes on from step 3\n", said)[1]
     at_the_cluster.wait_for_job(again)
     found = at_the_cluster.job(again)
     assert (found["TimeLimit"], found["ExcNodeList"]) == ("00:05:00", "n00")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.options import validated
-from megatron_flux.slurm import job, queue, render, submit
+from megatron_flux.slurm import job, queue, submit
 from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.golden import FOLDER
@@ -63,10 +63,6 @@ def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path)
     found = steps(stubs[1])
     assert len(found) >= 3
     assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
-    collector = render.collect_script(profile(**more), "a test")
-    assert "--mail-type" not in collector
-    execute(collector, stubs, tmp_path, "folder")
-    assert steps(stubs[1])[-1][:4] == ["--nodes=1", "--ntasks=1", "--mpi=pmix", "--network=a b"]
 
 
 def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -80,9 +76,6 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
         assert "--container-name=megatron-flux-7" in words
         assert "--container-env=SITE_VARIABLE" in words, "the image's own value would win"
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
-    collector = render.collect_script(profile(container=container), "a test")
-    execute(collector, stubs, tmp_path, "folder")
-    assert not [word for word in steps(stubs[1])[-1] if word.startswith("--container-name")]
 
 
 def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:

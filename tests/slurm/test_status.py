@@ -55,24 +55,6 @@ def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x"]
 
 
-def test_logs_that_are_not_there_name_those_that_are(repetition: status.Repetition) -> None:
-    root = repetition.logs.parents[2]
-    with pytest.raises(
-        UserError, match=r"no line of rank 0 in .*; `megatron-flux slurm status .*` says what has begun"
-    ):
-        status.logs(root, rank=0)
-    (repetition.logs / "train-0-n-00.log").write_text("[rank 0] one\nsrun: two\n[rank 3] three\n")
-    (repetition.logs / "train-1-n-01.log").write_text("")
-    assert status.logs(root, rank=3) == ["three"]
-    assert status.logs(root, node="n-00")[1] == "srun: two"
-    with pytest.raises(UserError, match=r"no line of rank 2 in .*; ranks that wrote there: 0, 3$"):
-        status.logs(root, rank=2)
-    with pytest.raises(UserError, match=r"no line of node n-9 in .*; use one of the nodes n-00, n-01$"):
-        status.logs(root, node="n-9")
-    with pytest.raises(UserError, match=r"no line of node n-01 in .* says what has begun$"):
-        status.logs(root, node="n-01")
-
-
 def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:
     assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
     (tmp_path / "tiny-flux-7.log").write_text("one\ntwo\n\n")

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every job script does beside its own head, environment and command. A script sources this file and then calls
-# `run_job`, the last thing it does: it trains on all nodes of the job and ends the script. `run_collect` collects.
+# `run_job`, the last thing it does: it trains on all nodes of the job and ends the script.
 #
 # The script sets, before it sources this file,
 #   version             of this file that it is for: 1
@@ -91,15 +91,6 @@ _place() {
         fail "container_runtime=$container_runtime; give pyxis or apptainer, or leave it out"
     fi
     default MEGATRON_FLUX_CACHE "$runs/cache"
-}
-
-# run_collect FOLDER...: collect jobs that have ended.
-run_collect() {
-    set -uo pipefail
-    _place
-    (($#)) || fail "give the folders to collect: sbatch THIS_SCRIPT runs/NAME-JOB"
-    srun --nodes=1 --ntasks=1 ${srun_options[@]+"${srun_options[@]}"} ${outside[@]+"${outside[@]}"} \
-        ${inside[@]+"${inside[@]}"} "$python" -m megatron_flux.cli slurm collect -- "$@"
 }
 
 # The saved steps, as this start finds them. Recorded steps would not do: those after a checkpoint are lost.

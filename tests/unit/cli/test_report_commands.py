@@ -25,7 +25,6 @@ def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_p
         full_run(root / f"rep-{index}" / "run")
         (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
     (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
-    (root / "collected.json").write_text("{}")
     cli("report", root)
     found = re.findall('<h2 class="chapter">(.*)</h2>', (root / "report.html").read_text())
     assert found == [f"gpt3-175b-compare-4711/rep-{index}" for index in (0, 1, 10)]

@@ -45,7 +45,7 @@ class _Calls(LinkOptions):
     tokens: list[PositiveInt] | None = option(
         None, "Rows m of the whole group. Default: 1024 to 16384 by powers of two; decode 1 to 512."
     )
-    linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = option(list(LINEARS), "Linears of a layer.")
+    linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = _in_file(list(LINEARS), "Linears of a layer.")
     directions: list[Literal["forward", "dgrad", "decode"]] = option(
         ["forward", "dgrad"], "forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs."
     )
@@ -73,7 +73,7 @@ class _Calls(LinkOptions):
                         for recipe in ([None] if decode else _recipes(self.fp8))
                     ]
         if not cases:
-            raise UserError("--directions decode calls proj and fc2 alone; give one of them as --linears")
+            raise UserError("--directions decode calls proj and fc2 alone; set linears to one of them")
         return cases
 
 
@@ -130,8 +130,8 @@ class LayerOptions(LoraOptions):
     num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
     context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
-    frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
-    delay_wgrad: bool = option(
+    frozen: bool = _in_file(False, "Give no parameter of the layers a gradient; --lora does so too.")
+    delay_wgrad: bool = _in_file(
         False, "Compute weight gradients behind backward (Megatron's delay_wgrad_compute), in layers of experts."
     )
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
@@ -275,7 +275,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                     "CUDA graphs and --lora"
                 )
         if workload.delay_wgrad and (experts is None or workload.frozen):
-            raise UserError(f"{workload.label}: --delay-wgrad is for layers of experts whose weights are trained")
+            raise UserError(f"{workload.label}: delay_wgrad is for layers of experts whose weights are trained")
         check_divides(workload.label, workload.shape, tp, **more)
     burst = options.burst or (30 if mode == "decode" else 3)
     decided = {"workloads": workloads, "variants": variants, "tp": tp, "cuda_graphs": graphs, "burst": burst}

@@ -25,11 +25,7 @@ class ReportOptions(Options):
 class WatchOptions(Options):
     """Options of ``watch``."""
 
-    run: Path = argument(..., "The run folder; it may be about to be made.")
-    once: bool = option(False, "Print the table once and end.")
-    wait: float | None = option(
-        None, "Seconds to wait for the run to appear. Default: no limit in a terminal, else 60.", ge=0
-    )
+    run: Path = argument(..., "The run folder; a terminal waits until it is there.")
 
 
 def report(options: ReportOptions) -> None:
@@ -43,4 +39,4 @@ def report(options: ReportOptions) -> None:
 
 def watch(options: WatchOptions) -> None:
     """Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."""
-    watching.watch(options.run, once=options.once, wait=options.wait)
+    watching.watch(options.run)

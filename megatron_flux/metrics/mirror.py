@@ -18,8 +18,7 @@ logger = logging.getLogger("megatron_flux")
 BASELINE_EXPOSED = "baseline/exposed_communication_ms"
 """The baseline's ms per iteration, by operator: a curve in flux's run beside ``flux/exposed_communication_ms``."""
 
-RANKS = "flux/ranks"
-NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "schema", RANKS}
+NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "flux/ranks", "schema"}
 
 
 class Mirror:
@@ -68,12 +67,9 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def curves(record: Mapping[str, Any], *, per_rank: bool = False) -> dict[str, Any]:
+def curves(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known values of a record that make a curve, by name; objects have one for each key."""
     values: dict[str, Any] = {}
-    if per_rank:
-        for name, of_ranks in (record.get(RANKS) or {}).items():
-            values |= {f"flux/rank/{rank}/{name}": value for rank, value in enumerate(of_ranks)}
     for name, value in {**record, BASELINE_EXPOSED: baseline_exposed_ms(record)}.items():
         if name not in NO_CURVES:
             is_object = isinstance(value, Mapping)

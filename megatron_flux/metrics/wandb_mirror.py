@@ -59,19 +59,16 @@ class WandbMirror(Mirror):
         dir: str | os.PathLike[str],
         *,
         resuming: bool = False,
-        per_rank: bool = False,
         **run: Any,
     ) -> None:
         """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
         online if it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets wandb's
-        ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there. ``per_rank``: a curve for
-        each rank of ``flux/ranks``.
+        ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there.
         """
         self.id: str | None = None
         """The run's id; None while there is no run."""
-        self._per_rank = per_rank
         self._written = 0
         self._sizes = {"batch-size": config.get("global_batch_size"), "world-size": config.get("world_size")}
         if mode != "disabled":
@@ -139,7 +136,7 @@ class WandbMirror(Mirror):
         if about:
             self._open.config.update(encodable(without_secrets(about)), allow_val_change=True)
         if record["iteration"] > self._written:
-            values = curves(record, per_rank=self._per_rank) | known({**_of_megatron(record), **self._sizes})
+            values = curves(record) | known({**_of_megatron(record), **self._sizes})
             self._open.log(values, step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:

@@ -22,7 +22,6 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.settings import Wire
-from megatron_flux.train import tokenizer
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions
@@ -43,8 +42,6 @@ class Text(BaseModel):
     sha256: str = ""
     """Result of :func:`megatron_flux.train.data.fingerprint`."""
     split: str = "1,0,0"
-    tokenizer: str = ""
-    """Result of :func:`megatron_flux.train.tokenizer.fingerprint`, or ``bytes``; empty where that is not known."""
 
 
 class RunConfig(RunOptions):
@@ -88,12 +85,6 @@ class RunConfig(RunOptions):
     def split(self) -> str:
         """Shares of the documents for training, validation and test, in megatron-core's form."""
         return "1,0,0" if self.eval_interval is None else "97,3,0"
-
-    @property
-    def text_tokenizer(self) -> tuple[tokenizer.Kind, Path] | None:
-        """The text's tokenizer; None for bytes."""
-        kind, model = self.tokenizer_type, self.tokenizer_model
-        return None if kind is None or model is None else (kind, model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,7 +140,7 @@ def resolve(
         raise UserError(f"--lora {options.lora} must be a multiple of tp {tp}, which divides it; give another rank")
     if options.strict and flux and tp == 1:
         raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
-    shape = _with_vocabulary(_shape(options, preset.shape), options)
+    shape = _shape(options, preset.shape)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size
     if options.fp8 is not None:
@@ -305,27 +296,12 @@ def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelS
     return ModelShape(**{**preset.model_dump(), **overrides})
 
 
-def _with_vocabulary(shape: ModelShape, options: TrainOptions | CompareOptions) -> ModelShape:
-    """Return ``shape`` with the tokenizer's vocabulary, or a larger one that was given."""
-    kind, model = options.tokenizer_type, options.tokenizer_model
-    if kind is None and model is None:
-        return shape
-    if kind is None or model is None:
-        given, other = ("type", "model") if model is None else ("model", "type")
-        raise UserError(f"--tokenizer-{given} without --tokenizer-{other}; give both, or neither to read bytes")
-    size = tokenizer.load(kind, model).vocab_size
-    if options.vocab_size is not None and options.vocab_size < size:
-        fewer = f"--vocab-size {options.vocab_size} is fewer than the {size} tokens of --tokenizer-model {model}"
-        raise UserError(f"{fewer}; leave it out, or give {size} or more")
-    return shape.model_copy(update={"vocab_size": options.vocab_size or size})
-
-
 def _check_shape(shape: ModelShape, tp: int, options: TrainOptions | CompareOptions) -> None:
     rules = [
         ("hidden size", shape.hidden_size, "attention heads", shape.num_attention_heads, "--hidden-size"),
         ("attention heads", shape.num_attention_heads, "tp", tp, "--num-attention-heads or --tp"),
-        ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "--num-query-groups"),
-        ("query groups", shape.num_query_groups, "tp", tp, "--num-query-groups or --tp"),
+        ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "num_query_groups"),
+        ("query groups", shape.num_query_groups, "tp", tp, "num_query_groups or --tp"),
         ("MLP hidden size", shape.ffn_hidden_size, "tp", tp, "--ffn-hidden-size or --tp"),
         ("layers", shape.num_layers, "pp", options.pp, "--num-layers or --pp"),
     ]

@@ -104,7 +104,7 @@ def _wandb_names(config: RunConfig) -> WandbNames:
             names = load_wandb_names(config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
-    if (given := config.wandb_group or os.environ.get("WANDB_RUN_GROUP")) is None:
+    if (given := os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")
 

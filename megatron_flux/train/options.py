@@ -73,10 +73,10 @@ class ModelOptions(Options):
     num_layers: int | None = option(None, "Layers, instead of the preset's.", ge=1)
     hidden_size: int | None = option(None, "Hidden size, instead of the preset's.", ge=1)
     num_attention_heads: int | None = option(None, "Attention heads, instead of the preset's.", ge=1)
-    num_query_groups: int | None = option(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
+    num_query_groups: int | None = _in_file(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
     ffn_hidden_size: int | None = option(None, "MLP hidden size, instead of the preset's.", ge=1)
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=2)
-    vocab_size: int | None = option(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
+    vocab_size: int | None = _in_file(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
     activation: Literal["gelu", "swiglu"] | None = _in_file(None, "MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = _in_file(None, "Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = option(
@@ -164,12 +164,6 @@ class DataOptions(Options):
         "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library.",
         long="data-path",
     )
-    tokenizer_type: Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"] | None = option(
-        None, "Kind of --tokenizer-model. Default: text is read as bytes."
-    )
-    tokenizer_model: Path | None = option(
-        None, "Tokenizer file, or a Hugging Face model's folder; its vocabulary becomes the model's."
-    )
     data_cache: Path | None = _in_file(
         None,
         "Folder of tokenized text. Default: the user's cache folder, or MEGATRON_FLUX_CACHE.",
@@ -203,9 +197,7 @@ class MetricsOptions(Options):
     wandb_project: str | None = _in_file(
         None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux."
     )
-    wandb_group: str | None = _in_file(None, "wandb group. Default: WANDB_RUN_GROUP, else one for this job or run.")
     wandb_tags: list[str] = _in_file([], "wandb tags, beside the preset. Default: WANDB_TAGS.")
-    wandb_ranks: bool = _in_file(False, "Also send every rank's figures to wandb.")
 
 
 class EvalOptions(Options):
@@ -232,7 +224,7 @@ class SaveOptions(Options):
     save_interval: int | None = option(None, "Steps between checkpoints; 0: only when stopped, not at the end.", ge=0)
     save_keep: int | None = _in_file(None, "Newest checkpoints to keep. Default: all.", ge=1)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
-    ckpt_step: int | None = option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
+    ckpt_step: int | None = _in_file(None, "Resume from this iteration in --load, not from the latest.", ge=1)
     other_data: bool = _in_file(False, "Allow other text than the checkpoint was trained on.")
 
 

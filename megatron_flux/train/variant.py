@@ -165,7 +165,6 @@ class Variant:
             description.megatron_arguments(config) | config.model_dump(mode="json") | description.run_info(config),
             self.folder,
             resuming=self.trainer.iteration > 0,
-            per_rank=config.wandb_ranks,
             project=config.wandb_project,
             group=names.group,
             job_type=self.name,

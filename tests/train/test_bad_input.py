@@ -100,7 +100,7 @@ def test_index_that_lies(
     parts = np.int32(lengths), np.int64(pointers), np.int64(ends)
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(ends))  # 8: uint16
     (tmp_path / "tokens.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    line = refused("train", "--data", tmp_path / "tokens", "--vocab-size", "1000", data=False)
+    line = refused("train", "--data", tmp_path / "tokens", "--set", "vocab_size=1000", data=False)
     assert f"tokens.idx is damaged: {said}" in line
 
 

@@ -25,7 +25,7 @@ SECRETS = {
     "SOME_VARIABLE": "value-of-a-variable",
 }
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "night-run", "SLURM_RESTART_COUNT": "1"}
-COMMON = ["--wandb", "offline", "--set", "wandb_group=the-group", "--set", "wandb_tags=night", "--set=wandb_ranks=true"]
+COMMON = ["--wandb", "offline", "--set", "wandb_tags=night"]
 COMMON += ["--set", "sample_interval=2", "--save-interval", "3", "--set", "log_interval=1"]
 
 

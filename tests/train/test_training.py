@@ -17,7 +17,7 @@ from tests.train.conftest import SMALL, Run, losses, records, summary
 
 pytestmark = pytest.mark.slow
 
-LLAMA = ["--set=normalization=RMSNorm", "--set=activation=swiglu", "--num-query-groups", "2"]
+LLAMA = ["--set=normalization=RMSNorm", "--set=activation=swiglu"]
 FUSION, DROPOUT = "--set=gradient_accumulation_fusion=true", "--set=dropout=0.1"
 
 
@@ -81,11 +81,12 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     "words",
     [
         ["--tp", "2", "--pp", "2", "--set=distributed_optimizer=false", "--set=lr_warmup_steps=2", "--eval-interval=2"],
-        [*LLAMA, "--num-query-groups", "4", "--recompute", "full", DROPOUT, FUSION],
+        [*LLAMA, "--set=num_query_groups=4", "--recompute", "full", DROPOUT, FUSION],
         [
             "--tp",
             "2",
             *LLAMA,
+            "--set=num_query_groups=2",
             "--set=overlap_grad_reduce=true",
             "--recompute=selective",
             "--set=precision=bf16",
@@ -131,7 +132,7 @@ def test_validation_is_beside_training(command: Run, tmp_path: Path) -> None:
     assert losses(once / "flux") == losses(often / "flux"), "evaluating changed training"
     assert list(validations(once / "flux")) == [3, 4]
     assert validations(once / "flux")[4] == many[4], "not the same batches"
-    said = command("train", *words, "--load", saved, "--ckpt-step", "2", "--out", resumed).stderr
+    said = command("train", *words, "--load", saved, "--set=ckpt_step=2", "--out", resumed).stderr
     assert f"resumed: flux from step 2 of 4, out of {saved}" in said
     assert validations(resumed / "flux") == validations(once / "flux")
 
@@ -166,7 +167,7 @@ def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
     saved, stock, patched = (tmp_path / name for name in ("saved", "stock", "patched"))
     saving = ["--save", saved, "--save-interval", "3", "--set=block_steps=3"]
     command("compare", *common, *saving, "--out", tmp_path / "whole")
-    resume = ["train", *common, "--ckpt-step", "3"]
+    resume = ["train", *common, "--set=ckpt_step=3"]
     command(*resume, "--no-flux", "--load", saved / "flux", "--out", stock)
     under_torchrun(warm_python, environment, *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched)
     for resumed, name in ((stock, "baseline"), (patched, "flux")):
@@ -181,7 +182,7 @@ def test_rates_of_a_resumed_run_are_those_it_is_given_else_the_checkpoints(comma
     saved, again, other = tmp_path / "checkpoints", tmp_path / "again", tmp_path / "other"
     first = [*SMALL, "--lr=2e-4", "--set=lr_warmup_steps=1", "--set=lr_decay_steps=9", "--set=weight_decay=0.1"]
     command("train", *first, "--steps", "2", "--save", saved, "--out", tmp_path / "first")
-    resume = ["train", *SMALL, "--steps", "4", "--load", saved, "--vocab-size", "258"]
+    resume = ["train", *SMALL, "--steps", "4", "--load", saved, "--set=vocab_size=258"]
     command(*resume, "--out", again)
     rates = "lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay"
     config = json.loads((again / "config.json").read_text())["config"]
@@ -196,12 +197,12 @@ def test_rates_of_a_resumed_run_are_those_it_is_given_else_the_checkpoints(comma
 
 def test_resume_on_another_layout(command: Run, tmp_path: Path) -> None:
     """Vocabulary 512 is padded alike for both tp, so that the models are the same."""
-    common = ["--seq-length", "64", "--vocab-size", "512", "--global-batch-size", "8", "--steps", "6"]
+    common = ["--seq-length", "64", "--set=vocab_size=512", "--global-batch-size", "8", "--steps", "6"]
     saved, whole, out = tmp_path / "checkpoints", tmp_path / "whole", tmp_path / "resumed"
     command("train", *common, "--save", saved, "--save-interval", "4", "--out", whole)
     assert sorted(p.name for p in saved.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
     layout = ["--nproc", "4", "--tp", "2", "--pp", "2"]
-    done = command("train", *common, *layout, "--load", saved, "--ckpt-step", "4", "--out", out)
+    done = command("train", *common, *layout, "--load", saved, "--set=ckpt_step=4", "--out", out)
     assert "start anew from the seed" in done.stderr
     assert losses(out / "flux") == pytest.approx(losses(whole / "flux")[4:], rel=1e-5)
 

@@ -76,9 +76,9 @@ def test_without_gpus(run: Run) -> None:
         (["--tokens", "1k"], ["--tokens 1k", "valid integer"]),
         (["--tokens", "1024,0"], ["--tokens 0", "greater than 0"]),
         (["--tokens", "1025"], ["1025 tokens", "8 GPUs"]),
-        (["--linears", "qkv,mlp"], ["--linears mlp", "'qkv', 'proj', 'fc1' or 'fc2'"]),
+        (["--set", "linears=qkv,mlp"], ["--set linears mlp", "'qkv', 'proj', 'fc1' or 'fc2'"]),
         (["--directions", "back"], ["--directions back", "'forward', 'dgrad' or 'decode'"]),
-        (["--directions", "decode", "--linears", "qkv"], ["proj and fc2 alone"]),
+        (["--directions", "decode", "--set", "linears=qkv"], ["proj and fc2 alone"]),
         (["--fp8", "mxfp8"], ["--fp8 mxfp8", "'delayed', 'current' or 'blockwise'"]),
         (["--tp", "1"], ["--tp 1", "greater than or equal to 2"]),
         (["--tp", "16"], ["llama2-70b: 8 key/value heads", "16 GPUs"]),
@@ -91,7 +91,7 @@ def test_calls_that_do_not_exist(run: Run, command: list[str], arguments: list[s
 
 
 def test_calls_of_a_dry_run(run: Run) -> None:
-    few = ("bench", "ops", *FEW, "--tp", "4", "--linears", "qkv,fc2", "--out", "somewhere")
+    few = ("bench", "ops", *FEW, "--tp", "4", "--set", "linears=qkv,fc2", "--out", "somewhere")
     found = dry(run, *few)
     assert found["config"]["tp"] == 4
     assert [[c["op"], c["layer"], c["m"], c["n"], c["k"]] for c in found["calls"]] == [
@@ -263,7 +263,7 @@ def test_layers_of_experts() -> None:
         ({"mode": "decode", "lora": 8}, "has no gradients"),
         ({"preset": ["mixtral-8x7b"], "fp8": ["current"]}, "experts are measured in trainings in bf16"),
         ({"preset": ["mixtral-8x7b"], "mode": "prefill"}, "mixtral-8x7b-4096x2-prefill: experts are measured in"),
-        ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: --delay-wgrad is for layers of experts"),
+        ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: delay_wgrad is for layers of experts"),
         ({"preset": ["mixtral-8x7b"], "delay_wgrad": True, "frozen": True}, "whose weights are trained"),
         ({"lora": 12}, r"12 columns of A \(--lora\) cannot be divided among 8"),
     ],

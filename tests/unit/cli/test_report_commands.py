@@ -45,6 +45,6 @@ def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
         (["report", tmp_path / "file"], "file is no folder; name a run folder"),
         (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
-        (["watch", tmp_path / "no", "--wait", "0"], "no is missing; name the run folder of a training job"),
+        (["watch", tmp_path / "no"], "no is missing; name the run folder of a training job"),
     ):
         assert said in cli(*words, code=2)

@@ -108,7 +108,7 @@ def test_no_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, said in (("missing", "is missing"), ("empty", "has no run in it"), ("file", "is not a folder")):
         with pytest.raises(UserError, match=said):
-            watch(tmp_path / name, wait=0)
+            watch(tmp_path / name)
 
 
 def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:

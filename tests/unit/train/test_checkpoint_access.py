@@ -138,7 +138,11 @@ def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> Non
 
 def test_a_damaged_newest_is_named_and_the_one_before_it_offered(saved: Path, tmp_path: Path) -> None:
     resumed = run_config(tmp_path, load=saved)
-    for iteration, instead in ((6, "--ckpt-step 4 resumes"), (4, "--ckpt-step 2 resumes"), (2, "no whole one before")):
+    for iteration, instead in (
+        (6, "--set ckpt_step=4 resumes"),
+        (4, "--set ckpt_step=2 resumes"),
+        (2, "no whole one before"),
+    ):
         cut(checkpoint_folder.checkpoint_of(saved, iteration))
         said = f"iter_0000006 is damaged: __0_0.distcp has 50 bytes, 100 were saved; .*{instead}"
         with pytest.raises(UserError, match=said):
@@ -151,7 +155,7 @@ def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
             checkpoint(tmp_path / "saved" / name, iteration)
     cut(tmp_path / "saved" / "flux" / "iter_0000006")
     shutil.rmtree(tmp_path / "saved" / "baseline" / "iter_0000004")
-    with pytest.raises(UserError, match=r"flux/iter_0000006 is damaged.*--ckpt-step 2"):
+    with pytest.raises(UserError, match=r"flux/iter_0000006 is damaged.*--set ckpt_step=2"):
         checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
     checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
 
@@ -161,7 +165,7 @@ def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
     [
         (checkpoint_folder.DESCRIPTION, "iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not"),
         ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step 4"),
-        ("", r"has no iter_0000006; it has iteration\(s\) 2, 4: .*--ckpt-step"),
+        ("", r"has no iter_0000006; it has iteration\(s\) 2, 4: .*--set ckpt_step=N"),
     ],
 )
 def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path, missing: str, said: str) -> None:
@@ -176,11 +180,11 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     assert checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=4))["iteration"] == 4
     with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
-    for option, name in (({"ckpt_step": 5}, "--ckpt-step"), ({"other_data": True}, "other_data")):
+    for option, name in (({"ckpt_step": 5}, "ckpt_step"), ({"other_data": True}, "other_data")):
         with pytest.raises(UserError, match=f"{name} without --load"):
             checkpoint_access.check_resume(run_config(tmp_path, **option))
     (saved / checkpoint_folder.TRACKER).unlink()
-    with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --ckpt-step"):
+    with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --set ckpt_step=N"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))
 
 
@@ -238,14 +242,14 @@ def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path:
     ("then", "said"),
     [
         ({}, None),
-        ({"name": "/old/place", "tokenizer": ""}, None),
+        ({"name": "/old/place", "sha256": ""}, None),
         ({"sha256": "b"}, r"\(name /text, sha256 b\) than this run's \(name /text, sha256 a\)"),
         ({"split": "97,3,0"}, r"\(name /text, split 97,3,0\) than this run's \(name /text, split 1,0,0\)"),
-        ({"name": "/old", "length": 4, "tokenizer": "c"}, r"\(name /old, length 4, tokenizer c\) than this run's"),
+        ({"name": "/old", "length": 4}, r"\(name /old, length 4\) than this run's"),
     ],
 )
 def test_other_data_must_be_asked_for(tmp_path: Path, then: dict[str, Any], said: str | None) -> None:
-    text = config.Text(name="/text", length=5, sha256="a", tokenizer="bytes")
+    text = config.Text(name="/text", length=5, sha256="a")
     checkpoint(tmp_path / "saved", 2, data=text.model_dump() | then)
     run = run_config(tmp_path, load=tmp_path / "saved").model_copy(update={"text": text})
     saved = checkpoint_access.check_resume(run)

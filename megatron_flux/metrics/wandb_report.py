@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError, one_line, require
-from megatron_flux.metrics.mirror import BASELINE_EXPOSED
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.schema import COUNTED
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import VARIANTS
-from megatron_flux.metrics.wandb_mirror import ID_FILE, PROJECT
+from megatron_flux.metrics.wandb_mirror import BASELINE_EXPOSED, ID_FILE, PROJECT
 
 logger = logging.getLogger("megatron_flux")
 

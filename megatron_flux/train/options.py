@@ -190,7 +190,6 @@ class MetricsOptions(Options):
     sample_interval: int = _in_file(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
     profile_steps: str | None = option(None, "Steps to trace with torch.profiler, as 5-7 (from the start of training).")
     nvtx: bool = _in_file(False, "Name operators for nsys; with profile_steps nsys captures, not torch.profiler.")
-    tensorboard_dir: Path | None = option(None, "Mirror the metrics to TensorBoard, below this folder.")
     wandb: Literal["disabled", "offline", "online", "auto"] = option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )

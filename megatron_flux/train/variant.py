@@ -20,7 +20,6 @@ from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
@@ -53,7 +52,7 @@ class Variant:
         """What the first record alone says; empty once it is written."""
         self._metrics_ms: float | None = None
         self._exits = ExitStack()
-        self._writers: list[JsonlRecorder | WandbMirror | TensorBoardMirror] = []
+        self._writers: list[JsonlRecorder | WandbMirror] = []
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Variant:
@@ -71,11 +70,9 @@ class Variant:
         if self.config.nvtx:
             self._exits.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
-            board = self.config.tensorboard_dir
             recorder = self._exits.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
             self._mirror = self._exits.enter_context(self._open_mirror())
             self._writers = [recorder, self._mirror]
-            self._writers.append(self._exits.enter_context(TensorBoardMirror(board and board / self.name, begin)))
             self._first = {"flux/run": (about := self._records.about(hosts, self._mirror.id))}
             if about["peak_tflops"] is None:
                 logger.info(about["peak_source"])
@@ -162,7 +159,7 @@ class Variant:
         names = description.load_wandb_names(config)
         return WandbMirror(
             config.wandb,
-            description.megatron_arguments(config) | config.model_dump(mode="json") | description.run_info(config),
+            config.model_dump(mode="json") | description.run_info(config),
             self.folder,
             resuming=self.trainer.iteration > 0,
             project=config.wandb_project,

@@ -106,7 +106,7 @@ def test_index_that_lies(
 
 @pytest.mark.parametrize(
     ("package", "option"),
-    [("wandb", "--wandb=online"), ("wandb", "--wandb=auto"), ("tensorboard", "--tensorboard-dir=t")],
+    [("wandb", "--wandb=online"), ("wandb", "--wandb=auto")],
 )
 def test_a_package_that_is_missing(
     package: str, option: str, refused: Refused, monkeypatch: pytest.MonkeyPatch

@@ -65,17 +65,3 @@ def test_wandbs_own_group_stays_as_it_is_and_its_runs_differ(tmp_path: Path, mon
         assert re.fullmatch(f"sweep-{ALONE}", first.run)
         assert names(tmp_path / "a" / "x", load=tmp_path) == first
     assert names(tmp_path / "a" / "x", load=tmp_path).run == first.run
-
-
-def test_megatron_lm_has_these_arguments(tmp_path: Path) -> None:
-    """Written by hand for llama2-7b; the names are those of its argument parser."""
-    options = TrainOptions(preset="llama2-7b", tp=2, steps=9)
-    run = config.resolve(options, world_size=4, device="cpu", out=tmp_path)
-    assert description.megatron_arguments(run) == {
-        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "data_parallel_size": 2},
-        **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
-        **{"num_query_groups": 32, "seq_length": 4096, "max_position_embeddings": 4096, "normalization": "RMSNorm"},
-        **{"position_embedding_type": "rope", "swiglu": True, "train_iters": 9, "bf16": False},
-        **{"lr_decay_style": "constant", "lr_decay_iters": None, "lr_warmup_iters": 0},
-        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_distributed_optimizer": True},
-    }

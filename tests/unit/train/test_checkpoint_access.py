@@ -164,7 +164,7 @@ def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
     ("missing", "said"),
     [
         (checkpoint_folder.DESCRIPTION, "iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not"),
-        ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step 4"),
+        ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step=4"),
         ("", r"has no iter_0000006; it has iteration\(s\) 2, 4: .*--set ckpt_step=N"),
     ],
 )

@@ -53,11 +53,6 @@ _ALWAYS: Fields = {
     "flux/allocated_peak_bytes": (Count | None, "byte", "of torch's allocator, this variant, that rank; null on CPUs"),
     "flux/workspace_bytes": (Count | None, "byte", "symmetric memory of that rank's operators"),
     "flux/kept_bytes": (Count | None, "byte", "peak of gathered inputs that its column-parallel layers kept for wgrad"),
-    "lm loss validation": (
-        Number | None,
-        "nat/token",
-        "held-out documents, every `eval_interval` steps and at the end",
-    ),
     "flux/host_memory_bytes": (Count | None, "byte", "on CPUs: resident memory of the largest process after the step"),
     "flux/sampled": (bool | None, "", "this step has the sampled fields"),
     "flux/choices": (Object | None, "", "the tuner's plans by call, ms by candidate; at the start, when one was added"),

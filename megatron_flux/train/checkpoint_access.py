@@ -122,7 +122,7 @@ def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
     cause = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
     if config.other_data:
         return cause
-    raise UserError(f"{cause}; give the data and --eval-interval it had, or --set other_data=true to go on")
+    raise UserError(f"{cause}; give the data it had, or --set other_data=true to go on")
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:

@@ -41,7 +41,6 @@ class Text(BaseModel):
     """Tokens."""
     sha256: str = ""
     """Result of :func:`megatron_flux.train.data.fingerprint`."""
-    split: str = "1,0,0"
 
 
 class RunConfig(RunOptions):
@@ -80,11 +79,6 @@ class RunConfig(RunOptions):
     def micro_batches(self) -> int:
         """Micro-batches per step on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
-
-    @property
-    def split(self) -> str:
-        """Shares of the documents for training, validation and test, in megatron-core's form."""
-        return "1,0,0" if self.eval_interval is None else "97,3,0"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,8 +148,6 @@ def resolve(
         raise UserError(f"min_lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr_decay_steps {decay} must be more than lr_warmup_steps {options.lr_warmup_steps}")
-    if options.eval_iters is not None and options.eval_interval is None:
-        raise UserError(f"eval_iters {options.eval_iters} without --eval-interval: nothing would be evaluated; add it")
     if options.nvtx and device != "cuda":
         raise UserError(f"nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: value for name, value in options if name in RunConfig.model_fields}
@@ -268,8 +260,6 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str) -> N
     given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
-    if options.eval_interval is not None:
-        raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(options, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other side never would be.
         raise UserError(

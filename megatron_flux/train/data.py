@@ -49,13 +49,6 @@ class Corpus(NamedTuple):
     is_bytes: bool
 
 
-class Datasets(NamedTuple):
-    """megatron-core's datasets of a run; ``validation`` is None without ``--eval-interval``."""
-
-    train: Any
-    validation: Any
-
-
 def find_sources(data: list[Path]) -> list[Path] | Path:
     """Return the text files that ``data`` names, sorted, or the prefix of a pair. Raises UserError."""
     pairs = [prefix for path in data if (prefix := _pair_prefix(path)) is not None]
@@ -88,7 +81,7 @@ def prepare(config: RunConfig) -> Corpus:
 
 def text_of(config: RunConfig, corpus: Corpus) -> Text:
     """Return what identifies the text of a run."""
-    return Text(name=name_of(config.data), length=corpus.tokens, sha256=fingerprint(corpus), split=config.split)
+    return Text(name=name_of(config.data), length=corpus.tokens, sha256=fingerprint(corpus))
 
 
 def fingerprint(corpus: Corpus) -> str:
@@ -267,9 +260,9 @@ def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str
         raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set vocab_size")
 
 
-def build_datasets(config: RunConfig, corpus: Corpus) -> Datasets:
-    """Return an epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. Collective."""
-    return _datasets(config, corpus, _indices(config, corpus))
+def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
+    """Return an epoch of the corpus as megatron-core's GPTDataset, shuffled by the seed. Collective."""
+    return _dataset(config, corpus, _indices(config, corpus))
 
 
 def _indices(config: RunConfig, corpus: Corpus) -> Path:
@@ -279,12 +272,12 @@ def _indices(config: RunConfig, corpus: Corpus) -> Path:
     for all that follow, and one that begins would cut those that another has mapped.
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
-    order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
+    order = config.seed, config.shape.seq_length, config.shape.vocab_size, installed_megatron_core()
     name = f"indices-{hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()[:16]}"
-    return _cached(cache_folder(config.data_cache), name, lambda folder: _datasets(config, corpus, folder))
+    return _cached(cache_folder(config.data_cache), name, lambda folder: _dataset(config, corpus, folder))
 
 
-def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
+def _dataset(config: RunConfig, corpus: Corpus, indices: Path) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -295,7 +288,7 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
         random_seed=config.seed,
         sequence_length=config.shape.seq_length,
         blend=([str(corpus.prefix)], None),
-        split=config.split,
+        split="1,0,0",  # all of it for training
         path_to_cache=str(indices),
         tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers={}),
         reset_position_ids=False,
@@ -308,14 +301,13 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
     try:
         # megatron-core allows pickles in its index files, which can run any code.
         with mock.patch.object(np, "load", lambda *given, **more: load(*given, **{**more, "allow_pickle": False})):
-            parts = builder.build()
+            dataset, *_ = builder.build()
     except (ValueError, EOFError) as error:  # NumPy's, of a file that is no array
         raise UserError(f"{indices} is damaged: {one_line(error)}; remove it") from None
-    for name, part in zip(("training", "validation"), parts, strict=False):
-        if part is not None and len(part) == 0:
-            few = f"{name_of(config.data)} has no sequence of {config.shape.seq_length} + 1 tokens for {name}"
-            raise UserError(f"{few}; give more text or a smaller --seq-length")
-    return Datasets(*parts[:2])
+    if len(dataset) == 0:
+        few = f"{name_of(config.data)} has no sequence of {config.shape.seq_length} + 1 tokens"
+        raise UserError(f"{few}; give more text or a smaller --seq-length")
+    return dataset
 
 
 class MicroBatches:

@@ -199,19 +199,6 @@ class MetricsOptions(Options):
     wandb_tags: list[str] = _in_file([], "wandb tags, beside the preset. Default: WANDB_TAGS.")
 
 
-class EvalOptions(Options):
-    """Validation."""
-
-    group: ClassVar[str] = "Validation"
-
-    eval_interval: int | None = option(
-        None,
-        "Steps between validation losses, on 3 % of the documents, which training leaves out. Default: none.",
-        ge=1,
-    )
-    eval_iters: int | None = _in_file(None, "Global batches per validation. Default: 10.", ge=1)
-
-
 class SaveOptions(Options):
     """Checkpoints."""
 
@@ -235,7 +222,6 @@ class AdapterOptions(LoraOptions):
 
 class RunOptions(
     SaveOptions,
-    EvalOptions,
     MetricsOptions,
     FolderOptions,
     FluxOptions,

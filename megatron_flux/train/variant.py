@@ -25,7 +25,6 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered
 from megatron_flux.train.record import Records
 from megatron_flux.train.trainer import Trainer, require_finite
@@ -36,10 +35,10 @@ logger = logging.getLogger("megatron_flux")
 class Variant:
     """Trains in blocks of steps and, inside the context, records every step. Rank 0 writes, all ranks take part."""
 
-    def __init__(self, name: str, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
+    def __init__(self, name: str, config: RunConfig, dataset: Any, device: torch.device) -> None:
         """Build the trainer of ``name``, ``baseline`` or ``flux``. A collective call."""
         self.name, self.config = name, config
-        self.trainer = Trainer(config, datasets, device)
+        self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
         self._device = device
         for choice in config.layer_backend:
@@ -114,19 +113,11 @@ class Variant:
                     **self._measurements.values(),
                 }
                 result = gathered(local, values, self._device)
-                if self._evaluates(iteration):
-                    paused = time.perf_counter()
-                    result = result._replace(validation=self.trainer.evaluate())
-                    began += time.perf_counter() - paused  # no part of what recording takes
                 if self._writers:
                     self._write(self._records.step(result, before, after, block))
                 self._metrics_ms = 1e3 * (time.perf_counter() - began)
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
-
-    def _evaluates(self, iteration: int) -> bool:
-        every = self.config.eval_interval
-        return every is not None and (iteration % every == 0 or iteration == self.config.steps)
 
     def conclude(self, values: Mapping[str, Any]) -> None:
         """Show what a comparison found in this variant's wandb run; does nothing on other ranks."""

@@ -207,7 +207,6 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
     from megatron_flux.run.folder import make
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
-    from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
@@ -217,7 +216,7 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
         if dist.get_rank() == 0:
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        with Variant(name, config, Datasets(Zeros(32), None), torch.device("cpu")) as variant:
+        with Variant(name, config, Zeros(32), torch.device("cpu")) as variant:
             before = len(tuned.measured)
             next(variant.steps(1))
         return before, len(tuned.measured)

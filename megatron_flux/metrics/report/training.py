@@ -13,7 +13,7 @@ from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import VALIDATION, Record, median, sampled
+from megatron_flux.metrics.summary import Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
@@ -70,7 +70,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table(found)),
         Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
-        Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token", VALIDATION)),
+        Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),

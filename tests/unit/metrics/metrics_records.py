@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 _VALUES = {"integer": 0, "number": 0.0, "boolean": False, "string": "", "array": [], "object": {}}
 FIELDS = schema.StepRecord.model_json_schema()["properties"]
-RARE = {"flux/run", "flux/choices", "lm loss validation", "flux/host_memory_bytes", "profiled"}
+RARE = {"flux/run", "flux/choices", "flux/host_memory_bytes", "profiled"}
 
 
 @cache
@@ -54,7 +54,6 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
     run |= {"tp": ranks, "dp": 1, "environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     values = example(schema.StepRecord) | record(iteration, flux=flux)
     return values | {
-        "lm loss validation": 5.1 - 0.1 * iteration,
         "flux/host_memory_bytes": 2**29,
         "flux/sampled": True,
         "flux/operator_time_ms": sums("time_ms"),

@@ -244,7 +244,6 @@ def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path:
         ({}, None),
         ({"name": "/old/place", "sha256": ""}, None),
         ({"sha256": "b"}, r"\(name /text, sha256 b\) than this run's \(name /text, sha256 a\)"),
-        ({"split": "97,3,0"}, r"\(name /text, split 97,3,0\) than this run's \(name /text, split 1,0,0\)"),
         ({"name": "/old", "length": 4}, r"\(name /old, length 4\) than this run's"),
     ],
 )

@@ -61,7 +61,6 @@ def resolve(
         ("cuda", {"wire": "fp8", "backend": "chunked"}, "--wire fp8 is for the backends auto and tuned, on GPUs"),
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
-        ("cuda", {**GRAPHS, "eval_interval": 5}, "cuda_graph_impl local with --eval-interval"),
         ("cuda", {**GRAPHS, "lora": 4}, "cuda_graph_impl local with --lora"),
         ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         ("cuda", {**FP8, "transformer_impl": "local"}, "needs TransformerEngine's layers; give --transformer-impl"),

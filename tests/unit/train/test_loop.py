@@ -55,7 +55,7 @@ def train(names: str, looks: int, **config: int) -> tuple[bool, dict[str, int], 
     def steps(name: str) -> Any:
         def some(count: int, *, block: int) -> Iterator[tuple[int, StepResult]]:
             for _ in range(count):
-                yield iterations[name] + 1, mock.MagicMock(seconds=1.0, loss=1.0, grad_norm=1.0, validation=None)
+                yield iterations[name] + 1, mock.MagicMock(seconds=1.0, loss=1.0, grad_norm=1.0)
 
         return some
 

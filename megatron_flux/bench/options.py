@@ -96,7 +96,6 @@ class TuneOptions(_Calls, GradWireOptions):
 
     seconds: float = option(30.0, "Begin no further candidate of a call after this long.", gt=0)
     force: bool = option(False, "Measure again what has a plan already.")
-    show: bool = option(False, "Print the stored plans and end; needs no GPU.")
     cache: Path | None = _in_file(
         None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder."
     )

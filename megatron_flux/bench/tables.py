@@ -92,25 +92,20 @@ _KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setti
 """The part of a key before the first bar; see :func:`megatron_flux.ops.tuner.keys.describe`."""
 
 
-def show_plans(
-    plans: Mapping[str, Row], file: IO[str] | None = None, calls: Sequence[tuple[str, str]] | None = None
-) -> None:
-    """Print ``plans`` of the tuner's cache, by key, in a table for each GPU and versions.
-
-    ``calls`` are rows: a model's name for a call and its key. Without it every key is a row, sorted by shape.
+def show_plans(plans: Mapping[str, Row], calls: Sequence[tuple[str, str]], file: IO[str] | None = None) -> None:
+    """Print ``plans`` of the tuner's cache, by key; ``calls`` are the rows: a model's name for a call and its key.
 
     Raises:
         UserError: a plan that is not the tuner's.
     """
     by_machine: dict[str, list[list[str | Text]]] = {}
-    for name, key in calls or [("", key) for key in sorted(plans, key=_order)]:
+    for name, key in calls:
         machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
-        by_machine.setdefault(machine, []).append([*([name] if calls else []), *_plan_cells(key, plans[key])])
-    head = ("<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned")
+        by_machine.setdefault(machine, []).append([name, *_plan_cells(key, plans[key])])
     for machine, rows in by_machine.items():
         print_table(
             f"{machine}: {len(rows)} call(s)",
-            (*(["<call"] if calls else []), *head),
+            ("<call", "<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned"),
             rows,
             "milliseconds: the slowest rank's median when it was tuned; gain: reference / plan",
             file=file,
@@ -135,11 +130,6 @@ def _plan_cells(key: str, plan: Row) -> list[str | Text]:
         number(before / after if before and after else None, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]
-
-
-def _order(key: str) -> tuple[Any, ...]:
-    call = _KEY.match(key)
-    return (1, key) if call is None else (0, call["op"], call["setting"], *(int(call[size]) for size in "mnk"))
 
 
 LAYER_HEAD = ("<variant", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")

@@ -132,5 +132,5 @@ def work(text: str) -> None:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         names = [(f"{case.model} {case.layer} {_how(case)}", key) for case, key, _ in done]
-        tables.show_plans({key: plan.to_json() for _, key, plan in done}, calls=names)
+        tables.show_plans({key: plan.to_json() for _, key, plan in done}, names)
         logger.info("plans: %s", wanted.cache)

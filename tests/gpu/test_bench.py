@@ -91,7 +91,6 @@ def test_tune_fills_a_cache(tmp_path: Path) -> None:
     again = json.loads(cache.read_text())
     assert set(again) == set(stored)
     assert again != stored
-    assert run(other, "tune", "--show", "--set", f"cache={cache}").stdout.count("all_gather_gemm") == 1
 
 
 def layers(out: Path, *words: str) -> dict[str, Any]:

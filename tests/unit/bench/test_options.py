@@ -63,7 +63,7 @@ def dry(run: Run, *words: str) -> dict[str, Any]:
 
 def test_without_gpus(run: Run) -> None:
     assert "needs at least two GPUs of one host, torch sees no GPU; --dry-run" in refused(run, "bench", "ops")
-    assert "--show prints stored plans, --dry-run" in refused(run, "tune")
+    assert "torch sees no GPU; --dry-run" in refused(run, "tune")
     assert "no CUDA device is visible here" in refused(run, "bench", "layer")
 
 
@@ -125,24 +125,9 @@ def test_tuning_has_its_link_and_wires(run: Run, monkeypatch: pytest.MonkeyPatch
     assert found("--link", "host") == ["host", "exact", "fp8"]
 
 
-def test_show_prints_stored_plans(run: Run, tmp_path: Path) -> None:
-    plan = {"backend": "reference", "plan": None, "ms": {"reference": 1.0}}
-    stored = tmp_path / "cache" / "tuned.json"
-    assert run("tune", "--show") == f"nothing has been tuned yet: no plans in {stored}\n"
-    stored.parent.mkdir()
-    stored.write_text(json.dumps({"all_gather_gemm m=8 n=6 k=4 float32 | cpu": plan}))
-    lines = run("tune", "--show").splitlines()
-    assert lines[0] == "cpu: 1 call(s)"
-    assert lines[-1] == f"plans: {stored}"
-    assert "absent.json does not exist" in refused(run, "tune", "--show", "--set", "cache=absent.json")
-    for option in ("--force", "--dry-run"):
-        assert "--show only prints" in refused(run, "tune", "--show", option)
-
-
 def test_caches_that_cannot_be_used(run: Run, gpus: Callable[[int], list[Any]]) -> None:
     Path("broken.json").write_text("{")
-    for how in ("--show", "--dry-run"):
-        assert "broken.json cannot be read" in refused(run, "tune", how, "--set", "cache=broken.json")
+    assert "broken.json cannot be read" in refused(run, "tune", "--dry-run", "--set", "cache=broken.json")
     gpus(2)
     assert "the folder of cache" in refused(run, "tune", "--set", "cache=broken.json/below/tuned.json")
 

@@ -68,28 +68,27 @@ def key(m: int = 8) -> str:
     return f"all_gather_gemm m={m} n=6 k=4 float32 [k,n] tp=2 p2p | cpu | flux 0.2.0"
 
 
-def test_plans_by_key_and_by_call() -> None:
+def test_plans_by_call() -> None:
     plans = {
         "my favourite": answer("reference", reference=1.0),
         key(16): answer("reference", reference=2.0),
         # The fastest time is not always the plan: it may have won by less than the margin.
         key(8): answer("reference", reference=2.0, fused=1.99),
     }
-    lines = printed(tables.show_plans, plans)
-    assert [row.split()[5] for row in lines if "all_gather_gemm" in row] == ["8", "16"]
-    assert line(lines, "1.990") == (
-        "all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.990 2.000 1.00x reference"
+    calls = [("model fc1 forward", key(16)), ("model fc2 dgrad", key(8)), ("own", "my favourite")]
+    lines = printed(tables.show_plans, plans, calls)
+    assert line(lines, "fc2") == (
+        "model fc2 dgrad all_gather_gemm float32 [k,n] tp=2 p2p 8 x 6 x 4 2.000 1.990 2.000 1.00x reference"
     )
-    assert line(lines, "favourite").startswith("my favourite - -")
-    calls = [("model fc1 forward", key(16)), ("model fc2 dgrad", key(8))]
-    named = [row for row in printed(tables.show_plans, plans, calls=calls) if "model" in row]
+    assert line(lines, "favourite").startswith("own my favourite - -")
+    named = [row for row in lines if "model" in row]
     assert [row.split()[1:3] for row in named] == [["fc1", "forward"], ["fc2", "dgrad"]]
 
 
 @pytest.mark.parametrize("broken", [{}, {"backend": "fused", "plan": None, "ms": 5}, {"ms": {}}])
 def test_plans_that_are_none_are_refused(broken: Any) -> None:
     with pytest.raises(UserError, match=r"has no usable plan for 'all_gather_gemm m=8.*delete that entry"):
-        printed(tables.show_plans, {key(): broken})
+        printed(tables.show_plans, {key(): broken}, [("a call", key())])
 
 
 def test_layers_and_what_was_skipped() -> None:

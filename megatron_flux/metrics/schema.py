@@ -158,16 +158,15 @@ class ProcessRecord(BaseModel):
 
 
 class Breakdown(BaseModel):
-    """Time of profiled steps by category: ``breakdown.json`` beside the records."""
+    """Time of profiled steps on the GPU, by category: ``breakdown.json`` beside the records."""
 
     version: int = Field(alias="schema", description=f"version of this table: {SCHEMA_VERSION}")
     steps: tuple[int, int] = Field(description="first and last profiled step")
     rank: int = Field(description="rank of the trace")
-    source: Literal["gpu", "cpu"] = Field(description="`gpu`: its timeline; `cpu`: torch's operators on the host")
     span_ms: float = Field(description="length of a step; the parts add up to it")
     parts: dict[str, float] = Field(description=f"ms per step, disjoint: {', '.join(BREAKDOWN_PARTS)}")
     communication_hidden_ms: float = Field(description="communication beside other work, per step; not in the sum")
-    launches: float = Field(description="kernels, copies and fills (CPU: operators) per step")
+    launches: float = Field(description="kernels, copies and fills per step")
 
 
 def names(model: type[BaseModel]) -> set[str]:

@@ -242,7 +242,6 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
         for operator in dict.fromkeys(operator for sample in samples for operator in sample):
             middle = median(sample.get(operator) for sample in samples)
             found[f"{variant}_exposed_communication_ms/{operator}"] = middle
-        breakdown = files.read(f"{variant}/breakdown.json")
-        traced = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
+        traced = files.read(f"{variant}/breakdown.json").get("parts", {})
         found[f"{variant}_exposed_communication_traced_ms"] = traced.get("communication_exposed")
     return {f"compare/{name}": value for name, value in found.items()}

@@ -9,7 +9,7 @@
 Files, in ``folder``::
 
     trace/rank00000.json.gz      Chrome trace of a rank, with ranges of every operator call, of steps and optimizer
-    breakdown.json               where rank 0's time went (:mod:`telemetry.breakdown`)
+    breakdown.json               where the time of rank 0's GPU went (:mod:`telemetry.breakdown`)
 
 The profiler starts in the step before the first one. Host and GPU are both recorded, since ranges are the host's; that
 slows the host, and small models show gaps that they do not have otherwise.
@@ -110,8 +110,9 @@ class StepProfiler:
         trace["flux"] = {"rank": self._rank, "host": socket.gethostname(), "steps": [self.first, self.last]}
         write_trace(path, trace)
         if self._rank == 0:
-            found = of_steps(trace, (self.first, self.last), self._rank)
-            strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
+            if self._device.type == "cuda":
+                found = of_steps(trace, (self.first, self.last), self._rank)
+                strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
             logger.info("trace of iterations %d to %d: %s", self.first, self.last, path.parent)
 
 

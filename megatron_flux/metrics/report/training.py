@@ -115,14 +115,14 @@ def _breakdown(run: Run) -> list[Part] | str:
     found = run.breakdowns
     figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
     if figure is None:
-        return "no step was traced; --profile-steps traces some."
+        return "no step was traced on a GPU; --profile-steps traces some."
     about, columns = [], []
     for variant, one in found.items():
         parts, (first, last) = one["parts"], one["steps"]
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
-        about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}, timeline of the {one['source']}.")
+        about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}.")
     missing = [variant for variant, records in run.variants.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
     names = [name for name, _ in figures.TIME_PARTS.values()]

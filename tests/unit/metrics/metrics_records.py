@@ -87,7 +87,7 @@ def breakdown(*, flux: bool = False) -> dict[str, Any]:
     parts = dict.fromkeys(schema.BREAKDOWN_PARTS, 0.0)
     parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
     parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
-    found = {"steps": [5, 7], "source": "gpu", "span_ms": sum(parts.values()), "parts": parts}
+    found = {"steps": [5, 7], "span_ms": sum(parts.values()), "parts": parts}
     return example(schema.Breakdown) | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
 
 

@@ -52,7 +52,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 with open("pyproject.toml", "rb") as file:
     extras = tomllib.load(file)["project"]["optional-dependencies"]
-names = {Requirement(line).name.lower() for name in ("run", "wandb", "report", "quant")
+names = {Requirement(line).name.lower() for name in ("run", "wandb", "quant")
     for line in extras[name]}
 modules = {module for module, found in metadata.packages_distributions().items() if names & {n.lower() for n in found}}
 assert {"plotly", "yaml", "rich"} <= modules, modules

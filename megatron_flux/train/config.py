@@ -88,10 +88,8 @@ class RunConfig(RunOptions):
     @property
     def flux_config(self) -> FluxConfig:
         """Options of flux layers."""
-        # The directions' backends are options with other names.
-        other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
-        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
-        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
+        names = {f.name for f in fields(FluxConfig)} & RunConfig.model_fields.keys() - {"fp8"}  # that is a recipe here
+        return FluxConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def adapters(self) -> dict[str, Any] | None:
@@ -205,7 +203,7 @@ def _check_backends(options: TrainOptions | CompareOptions, device: str, precisi
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
             raise UserError(f"layer_backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
-    for name in [options.backend, *_named_backends(options)]:
+    for name in _named_backends(options):
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
@@ -220,18 +218,17 @@ def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)
-    for wire, option, backend in zip(wires, ("--wire", "grad_wire"), ("--backend", "dgrad_backend"), strict=True):
+    for wire, option in zip(wires, ("--wire", "grad_wire"), strict=True):
         if wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
             given = f"{option} {wire} is for the backends auto and tuned, on GPUs"
-            raise UserError(f"{given}; leave it out, and to send nothing else use {backend} chunked_{wire}")
+            raise UserError(f"{given}; leave it out, and to send nothing else use --backend chunked_{wire}")
     return wires
 
 
 def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
-    """List the backends of forward, dgrad and wgrad, and those of layers by name but for stock."""
-    directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
+    """List the backend of all layers, and those of layers by name but for stock."""
     layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
-    return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
+    return [options.backend, *(name for name in layers if name != STOCK)]
 
 
 def _check_transformer_engine(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
@@ -270,8 +267,7 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str) -> N
         raise UserError(f"{given} with --lora: captured layers with adapters have not been tried; leave one out")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    backends = {options.backend, *_named_backends(options)}
-    if options.flux and (reason := cuda_graphs.why_not(backends, options.link or settings.link())):
+    if options.flux and (reason := cuda_graphs.why_not({*_named_backends(options)}, options.link or settings.link())):
         raise UserError(f"{given} with {reason}")
 
 

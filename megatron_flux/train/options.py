@@ -48,9 +48,6 @@ class FluxOptions(GradWireOptions):
     """Options of flux layers."""
 
     backend: str = option("auto", "Operator backend of flux layers: auto, or one by name.")
-    forward_backend: str | None = _in_file(None, "Operator backend of forward, if another.")
-    dgrad_backend: str | None = _in_file(None, "Operator backend of dgrad, if another.")
-    wgrad_backend: str | None = _in_file(None, "Backend of the gather for wgrad, if another.")
     layer_backend: list[str] = _in_file(
         [], "NAMES=BACKEND for some layers: '*.mlp.*=reference', 'output_layer=stock'. Repeatable."
     )

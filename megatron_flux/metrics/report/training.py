@@ -36,7 +36,6 @@ TERMS = {
     "exposed communication": "time that communication adds because nothing hides it",
     "E, overlap efficiency": "the share of the communication that is hidden",
     "own time": "a rank's step without flux's operators and gradient reduction, in which it waits for others",
-    "straggler": "a rank that is slowest in most samples, by enough to hold up all others",
     "workspace": "symmetric memory, which the GPUs of a group read and write directly",
     "tp, pp, dp": "GPUs that share every layer; stages that share the layers; copies that share the batch",
 }
@@ -49,7 +48,6 @@ def chapter(run: Run, id_: str) -> Chapter:
 
     def rank_parts() -> list[Part] | str:
         known = ranks.of_variants(variants)
-        found.extend(ranks.findings(known))
         return [ranks.part(known)] if known else "no step sampled its ranks."
 
     def gpu_parts() -> list[Part] | str:

@@ -17,7 +17,7 @@ from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all, with_pairs
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
-from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
+from tests.unit.metrics.metrics_records import Record, interleaved, write_run
 from tests.unit.metrics.report_runs import SHAPE, cluster_variants, full_run, full_variants, one_variant
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
@@ -164,30 +164,13 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
 # Ranks.
 
 
-def test_the_straggler_among_many_ranks() -> None:
-    cluster = cluster_variants()
-    shown = ranks.part(ranks.of_variants(cluster))
-    straggler = "Rank 77 on gpu-node-009.cluster.example: slowest in 16 of 24 sampled steps of flux, "
-    assert straggler in shown.caption
-    assert "(4.9 % of its own time) behind the fastest that it compares with: a straggler." in shown.caption
+def test_the_slowest_among_many_ranks() -> None:
+    shown = ranks.part(ranks.of_variants(cluster_variants()))
+    slowest = "Rank 77 on gpu-node-009.cluster.example: slowest in 16 of 24 sampled steps of flux, "
+    assert slowest in shown.caption
+    assert "(4.9 % of its own time) behind the fastest that it compares with." in shown.caption
     assert shown.caption.endswith("Listed are the 16 slowest of 128.")
     assert len(shown.table.rows) == 32
-    assert [row[0] for row in shown.table.rows if "straggler" in row[0]] == [
-        "flux, rank 77 on gpu-node-009.cluster.example, straggler"
-    ]
-    early = {"baseline": [], "flux": cluster["flux"][: len(cluster["flux"]) // 3]}
-    assert ": no straggler." in ranks.part(ranks.of_variants(early)).caption
-
-
-@pytest.mark.parametrize(("times", "spread", "found"), [(8, 10.0, []), (12, 10.0, ["straggler"]), (12, 1.5, [])])
-def test_one_of_two_ranks_is_slower_by_chance_or_by_little(times: int, spread: float, found: list[str]) -> None:
-    records = []
-    for n in range(1, 13):
-        slow = {"flux/slowest_rank": int(n <= times), "flux/rank_spread_ms": spread}
-        timings = {"step_ms": [100.0, 100.0], "operators_ms": [15.0, 15.0]}
-        records.append(sampled_record(n, flux=True, **{"flux/ranks": timings}, **slow))
-    known = ranks.of_variants({"baseline": [], "flux": records})
-    assert [name for name, _ in ranks.findings(known)] == found
 
 
 # Several runs.

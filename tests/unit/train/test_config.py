@@ -62,7 +62,7 @@ def resolve(
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
         ("cuda", {**GRAPHS, "lora": 4}, "cuda_graph_impl local with --lora"),
-        ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
+        ("cuda", {**GRAPHS, "backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         ("cuda", {**FP8, "transformer_impl": "local"}, "needs TransformerEngine's layers; give --transformer-impl"),
         ("cuda", {**FP8, "precision": "fp32"}, "needs bf16, this run is fp32"),
         ("cuda", {**FP8, "fp8": "blockwise", "seq_length": 2112}, "tokens of a micro-batch 2112 must be a multiple of"),
@@ -107,11 +107,11 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
 
 
 def test_options_reach_the_layers() -> None:
-    chosen = {"backend": "reference", "dgrad_backend": "auto", "forward_backend": "auto", "wgrad_backend": "reference"}
-    given = {"backend": "reference", "dgrad": "auto", "forward": "auto", "wgrad": "reference"}
     exact = {"wire": "exact", "grad_wire": "exact"}
     for more in ({"gather_ahead": True, "strict": False}, {"gather_ahead": False, "strict": True}):
-        assert resolve("cpu", **chosen, **more).flux_config == FluxConfig(**given, **exact, **more)
+        assert resolve("cpu", backend="reference", **more).flux_config == FluxConfig(
+            backend="reference", **exact, **more
+        )
     linked = resolve(link="host", wire="fp8", backend="tuned").flux_config
     assert linked == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
 

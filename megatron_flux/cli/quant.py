@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ class FoldOptions(Options):
     out: Path = argument(..., "Folder to make.")
     tp: int | None = option(None, "Refuse what so many ranks could not share.", long="tensor-model-parallel-size", ge=1)
     check: bool = option(False, "Compare every MLP with the unfolded one, dequantised in fp32.")
-    json_: bool = option(False, "Print as JSON what was done with every MLP.")
     dry_run: bool = option(False, "Check everything, write nothing.")
 
 
@@ -39,7 +37,7 @@ def fold(options: FoldOptions) -> None:
         return
     with _ended_by_signals(), Console(stderr=True).status("reading") as status:
         done = module.run(found, options.out, tp=options.tp, check=options.check, progress=status.update)
-    print(json.dumps(done, indent=1) if options.json_ else _summary(done, options.out))
+    print(_summary(done, options.out))
 
 
 def _summary(done: dict[str, Any], out: Path) -> str:

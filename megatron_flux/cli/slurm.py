@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from pathlib import Path
@@ -61,12 +60,6 @@ class SubmitOptions(_Runs, JobOptions):
 
     dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
     dry_run: bool = option(False, "Print the script and the command, submit nothing.")
-
-
-class CheckOptions(JobOptions):
-    """Options of ``slurm check``."""
-
-    json_: bool = option(False, "Print JSON.")
 
 
 class StatusOptions(_Runs):
@@ -138,11 +131,10 @@ def resume(options: ResumeOptions) -> None:
     _say_where(what.root)
 
 
-def check(options: CheckOptions) -> None:
+def check(options: JobOptions) -> None:
     """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
     rank.quiet_megatron()
-    found = layout.check(resolved(options))
-    print(json.dumps(found, indent=2) if options.json_ else "\n".join(layout.lines(found)))
+    print("\n".join(layout.lines(layout.check(resolved(options)))))
 
 
 def _say_where(root: Path) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from megatron_flux.errors import InterruptedRunError, require
+from megatron_flux.errors import require
 from megatron_flux.options import Options, argument, option
 
 
@@ -35,7 +32,9 @@ def fold(options: FoldOptions) -> None:
         module.examine(found, options.out, options.tp)
         print(f"{len(found.mlps)} MLP(s) of {found.bits} bits can be folded")
         return
-    with _ended_by_signals(), Console(stderr=True).status("reading") as status:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they end it as Ctrl-C does: what was half made is removed
+        signal.signal(number, signal.default_int_handler)
+    with Console(stderr=True).status("reading") as status:
         done = module.run(found, options.out, tp=options.tp, check=options.check, progress=status.update)
     print(_summary(done, options.out))
 
@@ -56,18 +55,3 @@ def _summary(done: dict[str, Any], out: Path) -> str:
             f"{len(done['others'])} linear(s) outside of MLPs keep their activation order ({done['others'][0]}, ...)"
         )
     return "; ".join(parts)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: what was half made is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; nothing was written", number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -19,7 +19,7 @@ from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
-from tests.slurm.golden import FOLDER, JOBS
+from tests.slurm.golden import FOLDER
 
 # Records its words; a training "ends" as MF_ENDS says.
 STAND_IN = r"""#!/usr/bin/env bash
@@ -68,7 +68,7 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
 @pytest.mark.usefixtures("inside_another_job")
 def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path) -> None:
     """And a script that sbatch alone submits is not taken for a task of the array that it was submitted in."""
-    link, name = "nvlink", JOBS[0]
+    link, name = "nvlink", "gpt3-175b"
     job = at_the_cluster.client("sbatch", "--parsable", FOLDER / link / f"{name}-flux.sbatch").stdout.strip()
     at_the_cluster.wait_for_job(job)
     launchers = notes(stand_in, "train")

@@ -30,7 +30,7 @@ def rendered(cluster: str | Profile, mode: job.Mode = "compare", name: str = "gp
 def test_committed_scripts_are_what_render_writes() -> None:
     """If this fails after a wanted change: python -m tests.slurm.golden, and look at the difference."""
     expected = golden.expected()
-    assert len(expected) == 15
+    assert len(expected) == 9
     assert {path for path in SCRIPTS if path.parent != golden.FOLDER} == set(expected)
     for file, text in expected.items():
         assert file.read_text() == text, file

@@ -319,16 +319,9 @@ _retry() {
 
 # _failed STEP: its ranks have; _retry without the node of the first, or end.
 _failed() {
-    local order cause node log hosts
+    local order cause node log
     _has_started "$1"
     read -r order _ cause < <(_failures)
-    # Where all that is known is that ranks waited, the flight recorder may know for whom.
-    if [[ $order == 3 && $TORCH_FR_DUMP_TEMP_FILE == "$logs"/* && -n $(_dumps) ]]; then
-        mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        _on_nodes 1 verdict --wait=0 "$python" -m megatron_flux.slurm.hang "$TORCH_FR_DUMP_TEMP_FILE" "$processes" "${hosts[@]}"
-        [[ -s $MEGATRON_FLUX_FAILURES/verdict ]] || MEGATRON_FLUX_FAILURES=$logs/failures/$1
-        read -r order _ cause < <(_failures)
-    fi
     node=$(_blamed)
     log=${node%%,*}
     tail -n 20 "$logs/$1"-*-"${log:-$first}".log

@@ -129,8 +129,8 @@ class LayerOptions(LoraOptions):
     num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
     context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
-    frozen: bool = _in_file(False, "Give no parameter of the layers a gradient; --lora does so too.")
-    delay_wgrad: bool = _in_file(
+    frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
+    delay_wgrad: bool = option(
         False, "Compute weight gradients behind backward (Megatron's delay_wgrad_compute), in layers of experts."
     )
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
@@ -274,7 +274,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                     "CUDA graphs and --lora"
                 )
         if workload.delay_wgrad and (experts is None or workload.frozen):
-            raise UserError(f"{workload.label}: delay_wgrad is for layers of experts whose weights are trained")
+            raise UserError(f"{workload.label}: --delay-wgrad is for layers of experts whose weights are trained")
         check_divides(workload.label, workload.shape, tp, **more)
     burst = options.burst or (30 if mode == "decode" else 3)
     decided = {"workloads": workloads, "variants": variants, "tp": tp, "cuda_graphs": graphs, "burst": burst}

@@ -286,8 +286,8 @@ def _check_shape(shape: ModelShape, tp: int, options: TrainOptions | CompareOpti
     rules = [
         ("hidden size", shape.hidden_size, "attention heads", shape.num_attention_heads, "--hidden-size"),
         ("attention heads", shape.num_attention_heads, "tp", tp, "--num-attention-heads or --tp"),
-        ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "num_query_groups"),
-        ("query groups", shape.num_query_groups, "tp", tp, "num_query_groups or --tp"),
+        ("attention heads", shape.num_attention_heads, "query groups", shape.num_query_groups, "--num-query-groups"),
+        ("query groups", shape.num_query_groups, "tp", tp, "--num-query-groups or --tp"),
         ("MLP hidden size", shape.ffn_hidden_size, "tp", tp, "--ffn-hidden-size or --tp"),
         ("layers", shape.num_layers, "pp", options.pp, "--num-layers or --pp"),
     ]

@@ -71,7 +71,7 @@ def check(recipe: Recipe, shape: ModelShape, tp: int, tokens: int, shards: int) 
     rules = (
         ("hidden size", shape.hidden_size, 1, multiple, "--hidden-size"),
         ("MLP hidden size", shape.ffn_hidden_size, tp, multiple, "--ffn-hidden-size"),
-        ("query, key and value size", shape.qkv_size, tp, multiple, "--hidden-size or num_query_groups"),
+        ("query, key and value size", shape.qkv_size, tp, multiple, "--hidden-size or --num-query-groups"),
         ("attention's output", shape.hidden_size, tp, multiple, "--hidden-size"),
         ("tokens of a micro-batch", tokens, shards, 8, "--seq-length"),
         ("tokens of a micro-batch", tokens, 1, multiple if recipe == "blockwise" else 8, "--seq-length"),

@@ -70,7 +70,7 @@ class ModelOptions(Options):
     num_layers: int | None = option(None, "Layers, instead of the preset's.", ge=1)
     hidden_size: int | None = option(None, "Hidden size, instead of the preset's.", ge=1)
     num_attention_heads: int | None = option(None, "Attention heads, instead of the preset's.", ge=1)
-    num_query_groups: int | None = _in_file(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
+    num_query_groups: int | None = option(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
     ffn_hidden_size: int | None = option(None, "MLP hidden size, instead of the preset's.", ge=1)
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=2)
     vocab_size: int | None = _in_file(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)

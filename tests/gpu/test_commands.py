@@ -56,7 +56,7 @@ CLOSE = 1e-2
     [
         pytest.param([], id="layernorm-gelu-bias"),
         pytest.param(
-            ["--set", "normalization=RMSNorm", "--set", "activation=swiglu", "--set", "num_query_groups=2"],
+            ["--set", "normalization=RMSNorm", "--set", "activation=swiglu", "--num-query-groups", "2"],
             id="rmsnorm-swiglu-gqa",
         ),
     ],

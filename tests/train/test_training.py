@@ -81,12 +81,12 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
     "words",
     [
         ["--tp", "2", "--pp", "2", "--set=distributed_optimizer=false", "--set=lr_warmup_steps=2"],
-        [*LLAMA, "--set=num_query_groups=4", "--recompute", "full", DROPOUT, FUSION],
+        [*LLAMA, "--num-query-groups", "4", "--recompute", "full", DROPOUT, FUSION],
         [
             "--tp",
             "2",
             *LLAMA,
-            "--set=num_query_groups=2",
+            "--num-query-groups=2",
             "--set=overlap_grad_reduce=true",
             "--recompute=selective",
             "--set=precision=bf16",

@@ -248,7 +248,7 @@ def test_layers_of_experts() -> None:
         ({"mode": "decode", "lora": 8}, "has no gradients"),
         ({"preset": ["mixtral-8x7b"], "fp8": ["current"]}, "experts are measured in trainings in bf16"),
         ({"preset": ["mixtral-8x7b"], "mode": "prefill"}, "mixtral-8x7b-4096x2-prefill: experts are measured in"),
-        ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: delay_wgrad is for layers of experts"),
+        ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: --delay-wgrad is for layers of experts"),
         ({"preset": ["mixtral-8x7b"], "delay_wgrad": True, "frozen": True}, "whose weights are trained"),
         ({"lora": 12}, r"12 columns of A \(--lora\) cannot be divided among 8"),
     ],

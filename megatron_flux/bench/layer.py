@@ -57,7 +57,7 @@ from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown, environment
-from megatron_flux.telemetry.profiler import exported, write_trace
+from megatron_flux.telemetry.profiler import saved
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -370,7 +370,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
             activities=[ProfilerActivity.CUDA],
             # The first step under a profiler pays for its start.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            on_trace_ready=lambda done: traces.append(exported(done, path)),
+            on_trace_ready=lambda done: traces.append(saved(done, path)),
         )
     with profiler or nullcontext():
         for _ in range(2):
@@ -378,10 +378,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
             torch.cuda.synchronize()
             if profiler is not None:
                 profiler.step()
-    if path is None:
-        return None
-    write_trace(path, traces[0])
-    return traces[0]
+    return traces[0] if traces else None
 
 
 def baseline_of(names: dict[str, Any]) -> str:

@@ -9,12 +9,12 @@ from typing import IO, Any
 
 from rich.text import Text
 
+from megatron_flux.bench.cases import Workload
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number, print_table
 from megatron_flux.ops.tuner import cache
-from megatron_flux.train.options import LORA_TARGETS
 
 Row = Mapping[str, Any]
 
@@ -176,16 +176,6 @@ def show_layers(summary: Row, file: IO[str] | None = None) -> None:
 
 
 def workload_title(row: Row) -> str:
-    """Return the title of a workload."""
-    mode, context = row.get("mode", "training"), row.get("context_length")
-    how = "" if mode == "training" else f", {mode}"
-    how += f" behind {context} tokens" if context else ""
-    how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
-    lora, targets = row.get("lora"), row.get("lora_targets") or LORA_TARGETS
-    how += ", frozen" if row.get("frozen") and not lora else ""
-    how += f", LoRA of rank {lora}" if lora else ""
-    how += ", delayed wgrad" if row.get("delay_wgrad") else ""
-    how += "" if tuple(targets) == LORA_TARGETS else f" on {', '.join(targets)}"
-    return (
-        f"{row['model']}, {row['seq']} x {row['micro_batch']}{fp8_title(row.get('fp8'))}{how}, {row['layers']} layers"
-    )
+    """Return the name that the workload has in logs and file names, and its number of layers."""
+    workload = Workload.model_validate({name: row[name] for name in Workload.model_fields if name in row})
+    return f"{workload.label}, {workload.layers} layers"

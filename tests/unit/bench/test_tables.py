@@ -102,10 +102,10 @@ def test_layers_and_what_was_skipped() -> None:
     said = "\n".join(
         printed(tables.show_layers, {**SUMMARY, "rows": [LAYER, flux, bound, other, lora], "skipped": skipped})
     )
-    for part in ("gpt3-175b, 2048 x 4, 4 layers", "20.000 (19.000-21.000)", "1.177x [1.170-1.180]", "flux_te (graph)",
+    for part in ("gpt3-175b-2048x4, 4 layers", "20.000 (19.000-21.000)", "1.177x [1.170-1.180]", "flux_te (graph)",
                  "NO", "no_communication, a bound", "te_ub skipped: <it> [did] not start", "1450",
                  "flux_te: 4 calls ran stock: row: [fp8]",
-                 "gpt3-175b, 2048 x 4, LoRA of rank 16 on linear_qkv, 4 layers", "y alone",
-                 "FP8 current, decode behind 2048 tokens, no sequence parallelism"):  # fmt: skip
+                 "gpt3-175b-2048x4-lora16-linear_qkv, 4 layers", "y alone",
+                 "gpt3-175b-2048x4-decode-context-2048-current-no-sp, 4 layers"):  # fmt: skip
         assert part in said
     printed(tables.show_layers, {**SUMMARY, "rows": [], "skipped": []})

@@ -45,7 +45,7 @@ def run(
     as ``wanted`` says from then on, with full lists of candidates.
 
     Raises:
-        UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
+        UserError: the group cannot run the fused backend (with the reason).
         OperatorError: a plan could not be stored, because the file cannot be read or written.
     """
     dtype = ops.DTYPES[wanted.dtype]

@@ -76,13 +76,8 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     """Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."""
     rank.quiet_megatron()
     checked_versions()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus and not dry_run:
-        raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
-    run = layer_run(options, launcher.world_size(options.tp, gpus=gpus, otherwise=8, option="--tp"))
-    blocks = {workload: len(blocks_of(run.variants, workload)) for workload in run.workloads}
-
-    memory = {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads}
     if not dry_run:
-        rank.set_environment()
+        _ready_for_gpus("bench layer", "--dry-run checks the options on any machine")
+    run = layer_run(options, _tp(options.tp))
+    memory = {w.label: round(w.memory_gb(run.tp, len(blocks_of(run.variants, w))), 1) for w in run.workloads}
     start.benchmark(layers, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)

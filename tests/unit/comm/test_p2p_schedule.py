@@ -192,11 +192,6 @@ def test_few_cross_at_once(islands: Islands) -> None:
     assert max(across) <= max(crossings(p2p_schedule.exchange(2 * size, None), (islands[0], islands[1])))
 
 
-def test_what_a_rank_does() -> None:
-    rounds = of_rank(p2p_schedule.gather(4, ((0, 1), (2, 3))), 0)
-    assert rounds == [(2, 0, 2, 2), (1, 0, 1, 1), (1, 2, 1, 3)]
-
-
 def test_where_a_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "devices" / "pci0000:3a" / "0000:3a:01.0" / BUS
     there.mkdir(parents=True)

@@ -18,7 +18,7 @@ from megatron_flux.metrics.report.run import Run, load_all, with_pairs
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
 from megatron_flux.metrics.schema import FUSED_WAITS
 from tests.unit.metrics.metrics_records import Record, interleaved, write_run
-from tests.unit.metrics.report_runs import SHAPE, cluster_variants, full_run, full_variants, one_variant
+from tests.unit.metrics.report_runs import SHAPE, cluster_variants, full_run, one_variant
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
@@ -133,17 +133,6 @@ def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
     assert FUSED_WAITS in part.caption
 
 
-def test_overlap_efficiencies(full: dict[str, Part], tmp_path: Path) -> None:
-    assert [row[-2:] for row in full["e-overlap"].table.rows] == [("0.4", "80 %"), ("0.5", "50 %")]
-    variants = full_variants()
-    for item in variants["flux"]:
-        for call in item.get("flux/calls", [])[:1]:
-            call |= {"exposed_ms": None, "e_overlap": None, "withheld": "the clocks were others"}
-    part = parts(load(full_run(tmp_path / "run", variants)))["e-overlap"]
-    assert "5 of 10 sampled calls: the clocks were others" in part.caption
-    assert [row[-2:] for row in part.table.rows] == [("\u2014", "\u2014"), ("0.5", "50 %")]
-
-
 def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     variants = plain_variants()
     for item in variants["baseline"] + variants["flux"]:
@@ -212,20 +201,3 @@ def test_sides_of_other_steps_are_not_compared(tmp_path: Path) -> None:
 
 
 # Damage.
-
-
-def test_damaged_files_are_said_in_the_report(run: Path) -> None:
-    (run / "config.json").write_text("{")
-    (run / "flux" / "breakdown.json").write_text('{"parts": 3}')
-    lines = (run / "flux" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    lines[4] = lines[4][:50] + "\n"
-    (run / "flux" / "metrics.jsonl").write_text("".join(lines)[:-20])
-    assert load(run).summary["versions"] == {"torch": "2.13.0"}, "the stored summary knows them"
-    (run / "summary.json").write_text('{"schema_version"')
-    text = page(run)
-    for name in ("config", "summary"):
-        assert f"{name}.json is not JSON" in text
-    assert "the data is damaged: AttributeError" in text
-    assert "flux/metrics.jsonl: line 5 is damaged and skipped" in text
-    assert "flux/metrics.jsonl: line 18 is cut off" in text
-    assert re.search("18 iterations and flux 16; .* the 16 that both have", text)

@@ -124,11 +124,6 @@ def test_wandbs_own_variables(tmp_path: Path, given: str | None) -> None:
     assert json.loads((tmp_path / "wandb.json").read_text())["project"] == (given or "theirs")
 
 
-def test_wandbs_own_mode_can_be_disabled(tmp_path: Path) -> None:
-    mirrored(tmp_path, os.environ | {"WANDB_MODE": "disabled"}, mode="auto")
-    assert not list(tmp_path.rglob("*.wandb"))
-
-
 def mirrored(folder: Path, environment: dict[str, str], *, mode: str = "offline", **run: Any) -> None:
     """Three records mirrored by a process with this environment."""
     code = f"""

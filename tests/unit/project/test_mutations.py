@@ -22,11 +22,6 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-def test_names_are_unique() -> None:
-    names = [fault.name for fault in FAULTS]
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_applies_and_has_tests(fault: mutations_faults.Fault, tmp_path: Path) -> None:
     assert mutations_faults.broken(ROOT, fault) is None

@@ -100,19 +100,6 @@ def test_every_recipe_has_its_rows(
             check_flux(row)
 
 
-def test_without_sequence_parallelism_and_gradients(te_world2: WorkerPool, tmp_path: Path) -> None:
-    how = {"seq": 128, "micro_batch": 2, "layers": 1, "sequence_parallel": False, "frozen": True}
-    workloads = (Workload(model="swiglu", fp8="current", **how),)
-    changes = {"workloads": workloads, "backend": "auto", "rounds": 6}
-    rows = te_world2.run(run_with, tmp_path, "swiglu", (), ("te", "flux_te", "no_communication"), changes)[0]["rows"]
-    _, flux, bound = rows
-    assert flux["agreement"]["ok"], flux
-    assert flux["flux_layers"] == 4
-    low, high = flux["speedup_vs_te_ci95"]
-    assert low <= flux["speedup_vs_te"] <= high
-    assert bound["flux_calls_per_step"] == {"gemm_all_reduce/no_communication": 4}
-
-
 def check_flux(row: dict[str, Any]) -> None:
     agreement, blocks = row["agreement"], row["fp8"] == "blockwise"
     assert agreement["ok"], row

@@ -9,7 +9,6 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Ranks, Variant
 from megatron_flux.bench.options import VARIANTS, LayerRun
 from megatron_flux.comm import links
-from megatron_flux.errors import UserError
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.train.presets import PRESETS, Preset
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -177,61 +175,6 @@ def rank_cache() -> None:
 
 def test_a_decode_step_is_that_of_megatron_core_s_cache(world: WorkerPool) -> None:
     world.run(rank_cache)
-
-
-def rank_unused_cache(out: Path) -> list[str]:
-    from megatron_flux.bench import layer
-
-    stock = layer.static_context
-
-    def others(*given: Any) -> Any:
-        context = stock(*given)
-        context.key_value_memory_dict[7] = context.key_value_memory_dict.pop(1)
-        return context
-
-    with (
-        mock.patch.object(layer, "static_context", others),
-        mock.patch("torch.cuda.current_device", return_value="cpu"),  # where megatron-core makes a cache of its own
-    ):
-        summary = run(2, out, workloads=(DECODE.model_copy(update={"layers": 1}),), variants=("local",))
-    assert summary["rows"] == []
-    return [one["reason"] for one in summary["skipped"]]
-
-
-def test_a_cache_that_no_layer_uses_is_no_measurement(world2: WorkerPool, tmp_path: Path) -> None:
-    said = "rank 0: FluxError: its layers do not write to the cache of keys and values that was filled for them"
-    assert world2.run(rank_unused_cache, tmp_path) == [[said]] * 2
-
-
-def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
-    eight_bit = "flux_local:backend=chunked_fp8"
-    variants = ("local", "flux_local", eight_bit, "unsynchronised", "no_communication")
-    changes = {"variants": variants, "link": "host", "backend": "chunked"}
-    summary = world2.run(run_with, 2, tmp_path, changes)[0]
-    assert (summary["link"], summary["config"]["link"]) == ("host", "host")
-    assert {s["arm"]: s["reason"] for s in summary["skipped"]} == {
-        "unsynchronised": "it needs peer access between GPUs; the link is host"
-    }
-    ran = {"flux_local": "chunked", eight_bit: "chunked_fp8", "no_communication": "no_communication"}
-    for row in summary["rows"]:
-        assert (row["link"], row["wire"]) == ("host", "fp8" if row["arm"] == eight_bit else "exact")
-        if (backend := ran.get(row["arm"])) is not None:
-            assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}
-    flux = [row["agreement"] for row in summary["rows"] if row["arm"].startswith("flux")]
-    for exact, coarse in zip(flux[::2], flux[1::2], strict=True):
-        assert max(exact[name] for name in ("y", "dx", "wgrad")) < 1e-5 < coarse["y"]
-        assert exact["ok"]
-        assert coarse["ok"]
-
-
-def graphs_between_hosts(out: Path) -> str:
-    with pytest.raises(UserError) as error:
-        run(2, out, link="none", cuda_graphs=True)
-    return str(error.value)
-
-
-def test_no_graphs_between_hosts(world2: WorkerPool, tmp_path: Path) -> None:
-    assert "cannot capture what goes over the link none" in world2.run(graphs_between_hosts, tmp_path)[1]
 
 
 def rank_unsynchronised() -> None:

@@ -6,7 +6,6 @@ the tuner's measurement. Keys, files, cache and agreement of the ranks are real.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -213,19 +212,6 @@ def test_fp8_calls(world2: WorkerPool, case: Case, fp8: Any) -> None:
     world2.run(compare_fp8, replace(case, fp8=fp8))
 
 
-def test_rows_of_fp8(world2: WorkerPool, tmp_path: Path) -> None:
-    cases = [replace(case, fp8=fp8) for case in FP8_CASES for fp8 in ("delayed", "blockwise")]
-    summary, _ = world2.run(bench, tmp_path, cases)[0]
-    assert all(set(row) >= ROW_KEYS and row["e_overlap"] == 0.6 for row in summary["rows"])
-    keys = list(json.loads((tmp_path / "tuned.json").read_text()))
-    for words in ("e4m3fn x e4m3fn by tensor, to bfloat16", "e5m2 x e4m3fn by tensor, split, to bfloat16",
-                  "e4m3fn x e4m3fn by blocks, to bfloat16"):  # fmt: skip
-        assert any(words in key for key in keys), words
-    text = io.StringIO()
-    tables.show_ops(summary, text)
-    assert "forward, FP8 blockwise" in text.getvalue()
-
-
 def test_bytes_of_a_gather() -> None:
     gather, scatter = FP8_CASES[:2]
     assert gather.bytes_received(2) == 128 * 384 * 2
@@ -233,27 +219,6 @@ def test_bytes_of_a_gather() -> None:
     assert replace(gather, fp8="blockwise").bytes_received(2) == 128 * (384 + 3 * 4)
     assert replace(scatter, fp8="blockwise").bytes_received(2) == scatter.bytes_received(2) == 128 * 256 * 2
     assert DECODE.bytes_received(4) == 3 * 3 * 4 * 2
-
-
-def bench_over_host(folder: Path, cases: list[Case]) -> dict[str, Any]:
-    return bench(folder, cases, "host", wire="fp8", link="host")[0]
-
-
-def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
-    cases = [*CASES, *(replace(case, fp8="blockwise") for case in FP8_CASES[:2])]
-    summary = world2.run(bench_over_host, tmp_path, cases)[0]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "fp8", 40.0)
-    for row in summary["rows"]:
-        found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
-        own = {"chunked_fp8"} if row["fp8"] is None else set()
-        assert found == {"gemm", "nccl", "serial", "chunked", "tuned"} | own
-        assert (row["link"], row["wire"]) == ("host", "fp8" if row["fp8"] is None else "exact")
-        assert row["tuned_choice"].startswith("chunked_fp8" if row["fp8"] is None else "chunked")
-        assert row["shared_bytes"] > 1 << 20
-    text = io.StringIO()
-    tables.show_ops(summary, text)
-    assert " E chunked fp8 " in text.getvalue()
 
 
 def fill(

@@ -284,21 +284,3 @@ def test_an_exception_inside_a_capture_ends_with_it() -> None:
                 right(call_of(backend, operator), late=True)
             with captured_calls():
                 right(call_of(backend, operator))
-
-
-@on_ranks("world2")
-def test_a_broken_workspace_outlives_unpatch() -> None:
-    """Stock layers have nothing to do with it, and patching anew does not forget it."""
-    import megatron_flux
-
-    with fresh(HALVES, 20) as backend:
-        right(call_of(backend, "gemm_reduce_scatter"))
-        with megatron_flux.patched():
-            run, _ = call_of(backend, "gemm_reduce_scatter")
-            with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
-                run()
-        x = torch.ones(4)
-        dist.all_reduce(x)
-        assert x.eq(2).all()
-        with megatron_flux.patched():
-            assert "gemm_reduce_scatter" in refusal(run)

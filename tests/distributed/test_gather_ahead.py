@@ -255,23 +255,6 @@ def test_some_layers_run_stock(names: str) -> None:
             require_close(name, gradients[name], gradient)
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-@on_ranks("world")
-def test_whole_model(recompute: str | None) -> None:
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    options = {"recompute_granularity": recompute, **full} if recompute else {}
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("llama", **options)
-        with flux(IN_TURN):
-            loss, plain = loss_and_gradients(model)
-        with flux(AHEAD) as seen:
-            other, gradients = loss_and_gradients(model)
-        assert torch.equal(loss, other)
-        assert plain.keys() == gradients.keys()
-        require_equal(list(gradients.values()), list(plain.values()))
-        assert seen.calls["all_gather/reference"] == 2 * 2 + 1  # each column layer's once: none in vain
-
-
 @pytest.mark.parametrize(
     ("overlap", "recompute", "outside"), [(False, False, True), (True, False, False), (True, True, False)]
 )

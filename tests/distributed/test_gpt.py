@@ -136,29 +136,6 @@ def test_a_model_that_asks_for_cuda_graphs_switches_the_mode(world2: WorkerPool)
     assert world2.run(rank_graphs) == [([False, False, False, True, True, False], expected)] * 2
 
 
-def rank_dropout() -> None:
-    """Dropout draws the same numbers patched and stock: the operators use no random state."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("gpt3", hidden_dropout=0.1, attention_dropout=0.1)
-
-        def seeded(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            model_parallel_cuda_manual_seed(seed)
-            torch.manual_seed(seed)
-            return loss_and_gradients(model)
-
-        stock = seeded(3)
-        with flux(STRICT):
-            ours = seeded(3)
-        require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        assert not torch.equal(seeded(4)[0], stock[0])
-
-
-def test_dropout(world2: WorkerPool) -> None:
-    world2.run(rank_dropout)
-
-
 def rank_choices() -> dict[str, Any]:
     """Layers and directions on other backends, one layer on stock: the same numbers, and who ran says so."""
 
@@ -244,65 +221,6 @@ def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int |
 
 
 # Checkpoints and identity.
-
-
-def rank_checkpoint_contents(family: str) -> int:
-    """Classes, attributes, state_dict and sharded_state_dict of a model built stock or patched."""
-    from megatron.core import parallel_state
-
-    with megatron(tp=dist.get_world_size()):
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-
-        def contents(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-            return model.state_dict(), model.sharded_state_dict(metadata=metadata)
-
-        def build() -> Any:
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(123)
-            torch.manual_seed(1234)
-            return gpt_model(family)
-
-        model = build()
-        plain, sharded = contents(model)
-        with flux(STRICT):
-            loss_and_gradients(model)  # built before patch(), of classes imported before patch()
-            patched_contents = contents(model)
-            built_patched = build()
-        assert [type(m) for m in built_patched.modules()] == [type(m) for m in model.modules()]
-        attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-        for (name, one), (_, other) in zip(model.named_parameters(), built_patched.named_parameters(), strict=True):
-            assert [getattr(one, a, None) for a in attributes] == [getattr(other, a, None) for a in attributes], name
-        for other_plain, other_sharded in (patched_contents, contents(built_patched), contents(model)):
-            assert list(other_plain) == list(plain)
-            for key, value in plain.items():
-                assert type(other_plain[key]) is type(value), key
-                assert value is None or torch.equal(_tensor(other_plain[key]), _tensor(value)), key
-            assert list(other_sharded) == list(sharded)
-            for key, value in sharded.items():
-                _require_same_shard(key, other_sharded[key], value)
-        return sum(isinstance(v, torch.Tensor) for v in plain.values())
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    return torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
-
-
-def _require_same_shard(key: str, other: Any, value: Any) -> None:
-    assert type(other) is type(value), key
-    for name in ("key", "global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype"):
-        assert getattr(other, name, None) == getattr(value, name, None), (key, name)
-    assert hasattr(value, "data"), key
-    if isinstance(value.data, torch.Tensor):
-        assert torch.equal(other.data, value.data), key
-
-
-@pytest.mark.parametrize(("family", "tensors"), [("gpt3", 4 + 12 * LAYERS + 1), ("llama", 3 + 6 * LAYERS)])
-def test_checkpoint_contents(world: WorkerPool, family: str, tensors: int) -> None:
-    skip_what_megatron_refuses(world, family)
-    assert world.run(rank_checkpoint_contents, family) == [tensors] * world.size
 
 
 def rank_active_layers_of_dead_models() -> tuple[int, int]:

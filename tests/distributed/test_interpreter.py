@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.distributed.pool import on_ranks
-from tests.distributed.twins import NEEDS_TRITON, integers, twin
+from tests.distributed.twins import NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
 
@@ -36,26 +36,6 @@ def test_narrow_floats_and_dtypes() -> None:
         for one in (dtype, tl.block_type(dtype, [4, 2])):
             assert interpreter._get_np_dtype(one) == interpreter._get_np_dtype.__wrapped__(one)
     assert compared == 24
-
-
-@on_ranks("world2")
-def test_the_language_is_patched_once_a_launch() -> None:
-    """A launch whose kernel calls others patches each module once, and leaves nothing of the interpreter behind."""
-    from unittest import mock
-
-    import torch.distributed as dist
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    from megatron_flux.ops.call import OperatorCall
-
-    backend, x, w = twin(), integers(32, 32, torch.float16), integers(32, 32, torch.float16)
-    assert not interpreter.interpreter_builder.options.debug, "overflows are looked for, and must be"
-    with mock.patch.object(interpreter, "_patch_builtin", wraps=interpreter._patch_builtin) as listed:
-        OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(backend)
-    for member in (tl.load, tl.tensor.to, tl.tensor.__add__, tl.math.exp):
-        assert tl.core.is_builtin(member)
-    assert 0 < listed.call_count <= 8  # of the modules and classes that a launch patches
 
 
 @on_ranks("world2")

@@ -174,30 +174,6 @@ def test_exceptions_leak_nothing() -> None:
 
 
 @on_ranks("world2")
-def test_one_forward_one_backward() -> None:
-    """Like a pipeline's steady state, with room for one input fewer than are in flight."""
-
-    def results(block: Block) -> list[torch.Tensor]:
-        inputs = [normals(ROWS, BATCH, HIDDEN, seed=20 + i).requires_grad_() for i in range(6)]
-        flying = [block.forward(x) for x in inputs[:3]]
-        for x in (*inputs[3:], None, None, None):
-            flying.pop(0).square().sum().backward()
-            if x is not None:
-                flying.append(block.forward(x))
-        return [*(x.grad for x in inputs), *(weight.grad for weight in block.weights)]
-
-    plain = results(Block("chunked", False))
-    before = keep.report()
-    keep.reset_peak()
-    require_equal(results(Block("chunked", None, 2 * gathered_bytes())), plain)
-    now = keep.report()
-    assert (now["total"] - before["total"], now["no_room"] - before["no_room"]) == (4, 2)
-    assert now["peak_bytes"] == 2 * gathered_bytes()
-    keep.reset_peak()
-    assert keep.report()["peak_bytes"] == held()[1] == 0
-
-
-@on_ranks("world2")
 def test_two_backwards() -> None:
     """A second backward through a retained graph gathers; one for the input alone gives the memory back too."""
     block = Block()

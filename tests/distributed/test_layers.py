@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from tests.distributed.data import TOLERANCE, integers, normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 
 S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
 """The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
@@ -305,48 +305,6 @@ def test_main_grad_is_the_forwards(kind: str) -> None:
 # Recompute, order of forwards and backwards, shared weights.
 
 
-def rank_recompute(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """A column and a row layer with a nonlinearity between them, kept and recomputed."""
-    from megatron.core import tensor_parallel
-
-    column_case, row_case = (Case(kind, exact=False, options=options) for kind in ("column", "row"))
-    with megatron(tp=dist.get_world_size()):
-        a, b = whole(column_case), whole(row_case)
-        column, row = build(column_case, a), build(row_case, b)
-        parameters = [*column.parameters(), *row.parameters()]
-        project = normals(column.weight.shape[0], row.weight.shape[1], seed=9)
-
-        def block(x: torch.Tensor) -> torch.Tensor:
-            return row(torch.tanh(column(x)[0] * 0.1) @ project)[0]
-
-        def results(recompute: bool) -> list[torch.Tensor]:
-            x = a.x.clone().requires_grad_()
-            for parameter in parameters:
-                parameter.grad = None
-            y = tensor_parallel.checkpoint(block, False, x) if recompute else block(x)
-            y.backward(b.dy)
-            return [y.detach(), x.grad, *(p.grad for p in parameters)]
-
-        stock = results(recompute=True)
-        with flux(STRICT) as kept:
-            once = results(recompute=False)
-        with flux(STRICT) as again:
-            twice = results(recompute=True)
-        for i, (s, o, t) in enumerate(zip(stock, once, twice, strict=True)):
-            require_close(f"recomputed {i} against stock", t, s)
-            require_close(f"recomputed {i} against kept", t, o, 1e-6)
-        return kept.calls, again.calls
-
-
-def test_activation_recompute(world: WorkerPool) -> None:
-    operators = ("all_gather_gemm/reference", "gemm_reduce_scatter/reference", "all_gather/reference")
-    for kept, again in world.run(rank_recompute, {}):
-        assert kept == dict(zip(operators, (2, 2, 1), strict=True))
-        assert again == dict(zip(operators, (3, 3, 1), strict=True))
-    for kept, again in world.run(rank_recompute, WHOLE):
-        assert (kept, again) == ({"gemm_all_reduce/reference": 2}, {"gemm_all_reduce/reference": 3})
-
-
 @pytest.mark.parametrize(
     ("kind", "order", "where"), [("column", [2, 1, 0], {}), ("column", [1, 2, 0], WHOLE), ("row", [1, 2, 0], {})]
 )
@@ -420,26 +378,3 @@ def test_the_column_layer_keeps_its_shard_only(frozen: bool) -> None:
         with flux(STRICT), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             layer(w.x.clone().requires_grad_())
         assert sum(kept) == (0 if frozen else w.x.numel() * w.x.element_size())
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-@on_ranks("world2")
-def test_backward_of_a_flux_forward_is_flux(kind: str) -> None:
-    """Forward inside the block, backward after it: the graph remembers flux."""
-    from megatron_flux import ops
-
-    expected = {"column": {"gemm_reduce_scatter": 1, "all_gather": 1}, "row": {"all_gather_gemm": 1}}
-    case = Case(kind)
-    with megatron(tp=dist.get_world_size()):
-        w = whole(case)
-        layer = build(case, w)
-        stock = run(case, layer, w)
-        x = w.x.clone().requires_grad_()
-        layer.weight.grad = None
-        with flux(STRICT):
-            y, _ = layer(x)
-        ops.stats.reset()
-        y.backward(w.dy)
-        require_close("dx", x.grad, stock.dx, 0)
-        require_close("dw", layer.weight.grad, stock.dw, 0)
-        assert {operator: n for (operator, _), n in ops.stats.calls.items()} == expected[kind]

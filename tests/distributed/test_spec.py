@@ -19,7 +19,7 @@ import torch.distributed as dist
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, ops, report
 from megatron_flux.patch import patcher
-from tests.distributed import megatron_world, recipes, te_stand_in
+from tests.distributed import megatron_world, te_stand_in
 from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
@@ -183,19 +183,6 @@ def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
         ops.stats.reset()
         require_equal(loss_and_gradients(model), stock)
         assert {name.partition("/")[2] for name in report()["calls"]} == {"reference"}, "the configuration is not back"
-
-
-@on_ranks("world2")
-def test_the_variable_patches_what_no_spec_reaches() -> None:
-    """``MEGATRON_FLUX=1`` beside a spec: the output layer runs flux too, and rank 0 says so."""
-    with megatron(tp=dist.get_world_size()), process(), recipes.switched_on() as printed:
-        model = flux_model("gpt3")
-        loss_and_gradients(model)
-        torch.optim.SGD(model.parameters()).step()
-        assert ran(model) == FLUX | {"output_layer": "flux"}
-        assert report()["fallbacks"] == {}
-        said = printed.getvalue()
-        assert (" is on: " in said, " after the first optimizer step: " in said) == (dist.get_rank() == 0,) * 2
 
 
 @on_ranks("world2")

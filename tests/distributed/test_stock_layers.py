@@ -134,34 +134,3 @@ def test_sequence_parallelism_toggled(kind: str) -> None:
         with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
             require_close("y without gradients", layer(x)[0], stock[False][0], 0)
         assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
-
-
-@pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
-@on_ranks("world2")
-def test_an_unknown_keyword(value: Any) -> None:
-    """A later release, or a subclass, passes a keyword that flux does not know."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    class Later(ColumnParallelLinear):
-        def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return super()._forward_impl(*args, **kwargs, new_option=value)
-
-    with megatron(tp=dist.get_world_size()):
-        layer = make("column", model_config(), cls=Later)
-        x = integers(S, B, IN, seed=3)
-        with flux() as seen, pytest.raises(TypeError, match="new_option"):  # stock does not know it either
-            layer(x)
-        assert list(seen.fallbacks) == [f"column: unsupported keyword new_option={value!r}"]
-        assert seen.calls == {}
-
-
-# Last: another parallel layout, made once.
-@on_ranks("world2")
-def test_autocast_and_tp_1() -> None:
-    with megatron(tp=2):
-        layer = make("row", model_config())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            # Forward only: megatron-core's own backward under autocast works on CUDA alone.
-            stock_either_way("row", layer, width_of("row"), "autocast", backward=False)
-    with megatron(tp=1):
-        stock_either_way("column", make("column", model_config()), IN, "tp = 1")

@@ -52,26 +52,6 @@ def test_loss_and_gradients(te_world: WorkerPool, family: str) -> None:
     assert te_world.run(rank_model, family, {}) == [expected] * te_world.size
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_without_sequence_parallelism(te_world2: WorkerPool, family: str) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=False)).as_dict()
-    assert te_world2.run(rank_model, family, {"sequence_parallel": False}) == [expected] * 2
-
-
-def test_full_recompute(te_world2: WorkerPool) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, recomputed=LAYERS)).as_dict()
-    assert te_world2.run(rank_model, "gpt3", options) == [expected] * 2
-
-
-def test_selective_recompute(te_world2: WorkerPool) -> None:
-    options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    calls = expected_calls(LAYERS)
-    for name in ("all_gather_gemm/reference", "gemm_reduce_scatter/reference"):
-        calls[name] += LAYERS  # fc1 and fc2 once more
-    assert te_world2.run(rank_model, "llama", options) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
-
-
 @on_ranks("te_world2")
 def test_data_parallel_with_main_grad() -> None:
     """DDP's hooks see a gradient for every parameter, and main_grad holds the sum over the micro-batches."""
@@ -169,31 +149,6 @@ def test_delayed_wgrad_with_data_parallel(family: str, fused: bool, recomputed: 
         for name, expected in stock.items():
             assert expected.any(), name
             assert torch.equal(ours[name], expected), (name, (ours[name] - expected).abs().max())
-
-
-@on_ranks("te_world2")
-def test_spec_of_train() -> None:
-    """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
-    from megatron_flux.train.presets import PRESETS
-
-    layers = {
-        "linear_qkv": "TELayerNormColumnParallelLinear",
-        "linear_proj": "TERowParallelLinear",
-        "core_attention": "TEDotProductAttention",
-        "linear_fc1": "TELayerNormColumnParallelLinear",
-        "linear_fc2": "TERowParallelLinear",
-    }
-    with te_megatron(dist.get_world_size()):
-        from megatron.core.extensions import transformer_engine as extension
-
-        from megatron_flux.train.model import layer_spec
-
-        layer, norm = layer_spec("transformer_engine", PRESETS["tiny"].shape, "cpu")
-        assert norm is extension.TENorm
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
-        mlp = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]  # from 0.18 on
-        found = {name: getattr(attention, name, None) or getattr(mlp, name) for name in layers}
-        assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
 
 
 @on_ranks("te_world2")

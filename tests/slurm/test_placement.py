@@ -130,22 +130,6 @@ def test_repetitions(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monk
     assert "rep-1: ended: all steps done, nothing recorded, 1 start(s), COMPLETED" in shown
 
 
-def test_a_job_waits_for_another_and_folders_can_be_named(
-    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["submit", "--profile", "local", "--job", "tiny", "--mode", "flux"]
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/some/where")
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", "/some/plans.json")
-    first = re.search(r"job (\d+)", slurm(*words))[1]
-    second = re.search(r"job (\d+)", slurm(*words, "--dependency", f"afterok:{first}"))[1]
-    at_the_cluster.wait_for_job(second)
-    assert at_the_cluster.job(second)["StartTime"] >= at_the_cluster.job(first)["EndTime"]
-    (caches,) = stand_in.glob(f"caches-train-0-{second}")
-    assert caches.read_text().splitlines() == ["/some/where", "/some/plans.json"]
-    refused = slurm(*words, "--dependency", "after me; touch x", code=2)
-    assert all(part in refused for part in ("--dependency after me; touch x: ", "allowed are", "afterok:123"))
-
-
 def test_bad_nodes_are_left_out_if_they_are_few(
     at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,12 +36,6 @@ def test_committed_scripts_are_what_render_writes() -> None:
         assert file.read_text() == text, file
 
 
-def test_scripts_are_short_and_the_library_is_one_file() -> None:
-    assert all(len(file.read_text().splitlines()) <= 40 for file in SCRIPTS)
-    assert (golden.FOLDER / "lib").is_symlink(), "a checkout's is the package's"
-    assert (golden.FOLDER / "lib" / "job.sh").samefile(queue.LIBRARY[1])
-
-
 def variants(tmp_path: Path) -> list[Path]:
     """Scripts with everything that a profile may name."""
     more = {
@@ -208,20 +202,3 @@ def test_bad_input_is_one_line(words: list[str], said: list[str], cli: Callable[
     line = cli("slurm", "render", *words, code=2)
     for part in said:
         assert part in line
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name: x\ndescription: y\nlink: nvlink\ntime: '1'\nspeed: 3", "speed 3: extra inputs"),
-        ("name: x\ndescription: y\nlink: nvlink\ntime: '1'", "device cuda needs a gpu"),
-        ("name: x\ndescription: y\nlink: none\ntime: '1'\ndevice: cpu", "gpu_request: none"),
-    ],
-)
-def test_a_bad_profile_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError) as error:
-        Profile.load(str(file))
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)

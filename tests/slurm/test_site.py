@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.options import validated
-from megatron_flux.slurm import job, queue, submit
+from megatron_flux.slurm import queue
 from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.golden import FOLDER
@@ -137,27 +137,6 @@ def test_variables_that_nothing_would_expand_are_refused() -> None:
         with pytest.raises(UserError, match="is not expanded here, only in set-up lines; write the value in full"):
             profile(**changes)
     profile(setup=["export A=$HOME"])
-
-
-def test_paths_that_can_be_seen_to_be_missing_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pair.bin").touch()
-    (tmp_path / "there").mkdir()
-
-    def check(container: dict[str, Any] | None = None, data: str | None = None, venv: str | None = None) -> None:
-        cluster = profile(container=container, venv=venv)
-        settings = {"data": [data]} if data else {}
-        work = validated(job.Job, "job", WORK)
-        submit.check_paths(job.resolve(work, cluster, "flux", settings))
-
-    check(data=f"{tmp_path}/pair")
-    check(data="/scratch-of-nodes/data", venv=f"{tmp_path}/there")
-    check({"image": "registry#image", "mounts": [f"{tmp_path}/there:/x"]}, data=f"{tmp_path}/in-the-image")
-    for given in ({"data": f"{tmp_path}/gone"}, {"venv": f"{tmp_path}/gone"}):
-        with pytest.raises(UserError, match=f"{tmp_path}/gone is missing; give a path that is there"):
-            check(**given)
-    for container in ({"image": f"{tmp_path}/gone"}, {"image": "x", "mounts": [f"{tmp_path}/gone:/y"]}):
-        with pytest.raises(UserError, match=f"{tmp_path}/gone is missing"):
-            check(container)
 
 
 def test_the_library_is_found_or_named(stubs: tuple[Path, Path], tmp_path: Path) -> None:

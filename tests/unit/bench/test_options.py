@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_flux.bench import ops, tune
-from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
 from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
@@ -256,18 +255,3 @@ def test_layers_of_experts() -> None:
 def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         layer_run(LayerOptions(**options), 8)
-
-
-def test_memory_grows_with_what_is_held() -> None:
-    base = Workload(model="llama2-70b", seq=4096, micro_batch=2, layers=4)
-    decode = base.model_copy(update={"mode": "decode", "seq": 1, "context_length": 2048, "sequence_parallel": False})
-    one = base.memory_gb(8, 1)
-    assert base.model_copy(update={"frozen": True}).memory_gb(8, 1) < one < base.memory_gb(8, 2)
-    assert one < base.model_copy(update={"sequence_parallel": False}).memory_gb(8, 1)
-    assert decode.memory_gb(8, 1) < one
-    frozen = base.model_copy(update={"frozen": True})
-    assert frozen.memory_gb(8, 1) < frozen.model_copy(update={"lora": 16}).memory_gb(8, 1)
-    experts = base.model_copy(update={"model": "mixtral-8x7b"})
-    assert experts.memory_gb(8, 1) < experts.model_copy(update={"delay_wgrad": True}).memory_gb(8, 1)
-    longer = decode.model_copy(update={"context_length": 4096})
-    assert longer.memory_gb(8, 1) - decode.memory_gb(8, 1) == pytest.approx(4 * 2 * 2048 * 2 * 128 * 2 / 1e9)

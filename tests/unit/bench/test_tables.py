@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,12 +50,6 @@ def test_calls_in_a_table_and_a_line() -> None:
         assert part in said
     assert tables.efficiency({**ROW, "serial_ms": 1.0}, "fused") is None
     assert printed(tables.show_ops, {**SUMMARY, "rows": []})[0].endswith("0 call(s)")
-
-
-def test_what_was_emulated_is_named() -> None:
-    stored = Path(__file__).parents[3] / "results" / "stand-in-8-h200x2" / "m8192" / "summary.json"
-    lines = printed(tables.show_ops, json.loads(stored.read_text()))
-    assert lines[0] == "8 x NVIDIA H200 (2 standing in for 8), nvlink stand-in, tp = 8, 8 call(s)"
 
 
 def answer(backend: str, **ms: float) -> dict[str, Any]:

@@ -53,30 +53,6 @@ def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str
     assert parsed("--no-flux").flux is False
 
 
-def test_another_value_of_the_variable_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX", "flase")
-    with pytest.raises(SystemExit) as exit_:
-        parsed()
-    assert exit_.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: MEGATRON_FLUX='flase': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in line
-
-
-def test_options_of_a_flux_that_is_off_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    start._say_off.cache_clear()
-    for words in ([], ["--no-flux"]):
-        start.install(argparse.Namespace(**vars(parsed(*words)), rank=0))
-    for rank in (1, 0, 0):
-        words = ("--flux-backend", "fused", "--no-flux-gather-ahead")
-        start.install(argparse.Namespace(**vars(parsed(*words)), rank=rank))
-    assert capsys.readouterr().out == (
-        "> megatron-flux is off, and --flux-backend, --flux-gather-ahead without effect: "
-        "--flux or MEGATRON_FLUX=1 switches it on\n"
-    )
-
-
 # Checks.
 
 

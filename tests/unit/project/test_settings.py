@@ -68,9 +68,3 @@ def test_the_tuners_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_SECONDS", "0")
     assert settings.tune_seconds() == 0
     settings.check()
-
-
-def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S"):
-        monkeypatch.delenv(name, raising=False)
-    assert (settings.one_queue(), settings.timeout_s()) == (False, None)

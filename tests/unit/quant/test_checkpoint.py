@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_flux.errors import StorageError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.quant import checkpoint
 from megatron_flux.quant.fold import forward
 from tests.unit.quant.linears import mlp as random_mlp
@@ -220,26 +220,6 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path],
     change(folder)
     with pytest.raises(UserError, match=said):
         checkpoint.read(folder)
-
-
-def test_where_it_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checkpoint.read(write(tmp_path / "in", tensors(1)))
-    for out, said in (
-        (tmp_path / "in", "exists"),
-        (tmp_path / "in/out", "is inside"),
-        (tmp_path / "none/out", "is no folder"),
-    ):
-        with pytest.raises(UserError, match=said):
-            checkpoint.run(found, out)
-    (part := tmp_path / ".out.part").mkdir()
-    with pytest.raises(UserError, match=f"{part} exists: another fold is writing {tmp_path / 'out'}, or was killed"):
-        checkpoint.run(found, tmp_path / "out")
-    with pytest.raises(StorageError, match="File exists"), checkpoint._made_whole(tmp_path / "out"):
-        pass
-    part.rmdir()  # it is another one's, and has stayed
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
-    with pytest.raises(StorageError, match=r"e-05 GB are needed, 5e-09 GB are free; make room"):
-        checkpoint.run(found, tmp_path / "out")
 
 
 def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,4 @@
-"""megatron-core's parallel state in a pool worker, and models and layers small enough for it.
-
-The parallel state is kept from one test to the next while it is the same: megatron-core makes dozens of process groups
-for it, and does not end them, so that making it anew for every test would leave thousands of threads.
-"""
+"""megatron-core's parallel state in a pool worker, and models and layers small enough for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""First calls in which one rank alone fails: every rank gets an OperatorError in seconds, and the next call is right.
-
-On the CPU twin with real processes; allocations fail where those of a GPU would.
-"""
+"""First calls in which one rank alone fails: every rank gets an OperatorError in seconds."""
 
 from __future__ import annotations
 

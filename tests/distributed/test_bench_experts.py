@@ -23,9 +23,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ff
 SIZES |= {"num_moe_experts": 8, "moe_router_topk": 2}
 SMALL = {
     "experts": EXPERTS["qwen3-30b-a3b"].shape.model_copy(update=SIZES),
-    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(
-        update=SIZES | {"moe_shared_expert_intermediate_size": 96},
-    ),
+    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(update=SIZES | {"moe_shared_expert_intermediate_size": 96}),
 }
 WORKLOADS = tuple(
     Workload(model=model, seq=32, micro_batch=2, layers=2, delay_wgrad=delayed)
@@ -93,10 +91,7 @@ def rank_observed(out: Path) -> tuple[list[bool], list[dict[str, int]]]:
             if variant.name == "no_communication":
                 called.append({name: getattr(dist, name).call_count for name in names})
 
-    with (
-        mock.patch.object(layer.LayerBench, "_observe", observed),
-        mock.patch.object(variants, "look_inside", looked),
-    ):
+    with mock.patch.object(layer.LayerBench, "_observe", observed), mock.patch.object(variants, "look_inside", looked):
         run(out, WORKLOADS[2:], VARIANTS)
     same = [
         all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))

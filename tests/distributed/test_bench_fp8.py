@@ -1,6 +1,4 @@
-"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py): everything but
-the speed.
-"""
+"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py)."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
 
 
 def rank_cache() -> None:
-    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass. On the
-    random ones of the benchmark both agree; other ones give other results, and so does no cache.
-    """
+    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass."""
     from megatron_flux import patched
     from megatron_flux.bench import variants
     from megatron_flux.bench.layer import cache_of, static_context

@@ -1,8 +1,4 @@
-"""``bench ops`` and ``tune`` on two real ranks without GPUs.
-
-The variants really run, over gloo. What only GPUs have is replaced: the clock, the link's rate, the fused kernels, and
-the tuner's measurement. Keys, files, cache and agreement of the ranks are real.
-"""
+"""``bench ops`` and ``tune`` on two real ranks without GPUs."""
 
 from __future__ import annotations
 

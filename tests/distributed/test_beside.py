@@ -1,7 +1,4 @@
-"""Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks.
-
-NCCL cannot be had: groups of gloo are taken for groups of NCCL.
-"""
+"""Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The chunked backends on processes: through host memory and peers' memory, exact and 8-bit.
-
-Integers small enough that sums are exact in any order; results and workspaces begin as NaN; shapes are random.
-"""
+"""The chunked backends on processes: through host memory and peers' memory, exact and 8-bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers; and what was
-compiled of them before patch(), or before unpatch(), is compiled anew.
-"""
+"""torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Delayed wgrad of layers over TransformerEngine, patched against stock: its own ``backward_dw`` takes what flux has
-put into its store.
-
-Micro-batches run as in Megatron's combined 1F1B: all forwards, all backwards, then a ``backward_dw`` for each.
-Gradients of weights and biases are stock's to the bit: TransformerEngine's GEMM gets stock's operands. On fused kernels
-in Triton's interpreter what is gathered lies in memory of the group, which the next micro-batches write to.
-"""
+"""Delayed wgrad of layers over TransformerEngine, patched against stock."""
 
 from __future__ import annotations
 

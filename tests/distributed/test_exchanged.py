@@ -1,8 +1,4 @@
-"""Another library exchanges what stock calls and flux does not: its work is done, counted by its name, never dropped.
-
-Every place that the patch compares is exchanged in turn, and stock must have called it: a place that it does not call
-would only make layers slow.
-"""
+"""Another library exchanges what stock calls and flux does not: its work is done, counted by its name."""
 
 from __future__ import annotations
 

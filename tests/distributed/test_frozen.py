@@ -1,8 +1,4 @@
-"""Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs.
-
-No gather for wgrad, no gathered ``dy`` handed out, no input saved for backward or kept, ``main_grad`` untouched; also
-recomputed, without sequence parallelism, and with primary weights in FP8.
-"""
+"""Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs."""
 
 from __future__ import annotations
 

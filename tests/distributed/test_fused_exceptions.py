@@ -1,8 +1,4 @@
-"""Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused, never stale.
-
-The CPU twin with real processes. One rank comes late to the call that follows, so that whoever does not wait for it
-reads what an older call left behind.
-"""
+"""Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused."""
 
 from __future__ import annotations
 
@@ -183,9 +179,7 @@ def test_a_call_broken_off_is_the_last_on_its_workspace(operator: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks("world2")
 def test_peers_of_a_call_broken_off_read_nothing_stale(operator: str) -> None:
-    """Every result that a rank gets is right; sooner or later each is refused one. Of the other rank nothing has come
-    when who broke a call off makes the next one: it is told the cause, and waits for nothing.
-    """
+    """Every result that a rank gets is right; sooner or later each is refused one."""
     with fresh(HALVES, 1) as backend:
         for _ in range(2):
             right(call_of(backend, operator))

@@ -1,6 +1,4 @@
-"""The gather of a column-parallel layer's input ahead of its backward: the order of operators, equal gradients, and
-what overtakes it, holds it back or leaves it out.
-"""
+"""The gather of a column-parallel layer's input ahead of its backward: the order of operators, equal gradients."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Whole GPTModels of megatron-core, patched against stock: loss, every gradient, checkpoint contents, what ran flux.
-
-Covered: LayerNorm with GELU and bias, RMSNorm with SwiGLU and grouped queries (also fewer groups than ranks), the
-output layer with its own and with the embedding's weight, full and selective recompute, bf16, mixture of experts; the
-layers that stay stock, counted and strict; state_dict and sharded_state_dict; a model built before patch().
-"""
+"""Whole GPTModels of megatron-core, patched against stock: loss, every gradient, what ran flux."""
 
 from __future__ import annotations
 
@@ -44,9 +39,7 @@ STRICT = FluxConfig(strict=True)
 
 
 def expected_calls(layers: int, recomputed: int = 0, output: int = 1, sequence_parallel: bool = True) -> dict[str, int]:
-    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round. Without
-    sequence parallelism proj and fc2 are summed in forward, the others in backward.
-    """
+    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round."""
     if not sequence_parallel:
         return {"gemm_all_reduce/reference": 2 * layers + 2 * layers + output + 2 * recomputed}
     gathers_again = 2 * layers + output
@@ -205,8 +198,7 @@ def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("ep", "etp", "shared", "overlap"),
-    [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)],
+    ("ep", "etp", "shared", "overlap"), [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)]
 )
 def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None, overlap: bool) -> None:
     """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""

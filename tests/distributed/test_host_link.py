@@ -1,9 +1,4 @@
-"""The links through host memory and through peers' memory, on processes: everything arrives, whoever is late.
-
-Each case runs with two lanes that are threads or with one queue for everything, the strictest order that GPUs with
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` can fall back to. Slots are small, so that each is used many times in a call. Of four
-ranks, peers' memory is on two islands.
-"""
+"""The links through host memory and through peers' memory, on processes: everything arrives, whoever is late."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keeping the gathered input of column-parallel layers for wgrad: same numbers to the bit, fewer gathers, a budget.
-
-Which calls keep, and how much, without ranks: tests/unit/layers/test_keep.py.
-"""
+"""Keeping the gathered input of column-parallel layers for wgrad: same numbers to the bit, fewer gathers, a budget."""
 
 from __future__ import annotations
 

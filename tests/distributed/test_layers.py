@@ -1,9 +1,4 @@
-"""megatron-core's ColumnParallelLinear and RowParallelLinear, patched against stock and against float64.
-
-For tp 2 and 4, with sequence parallelism and ("whole") without: forward, dgrad, wgrad and bias gradient, exact on
-integers and within 1e-5 in fp32, over the layers' options; accumulation into main_grad; activation recompute; several
-forwards before a backward; a weight used twice. Layers that are switched between the two: test_stock_layers.py.
-"""
+"""megatron-core's ColumnParallelLinear and RowParallelLinear, patched against stock and against float64."""
 
 from __future__ import annotations
 

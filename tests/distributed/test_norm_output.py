@@ -1,10 +1,4 @@
-"""Layers that also return their norm's output, for adapters: against TP 1 in fp32, no further off than twice stock.
-
-Covered: gathered and local output, base weights frozen and trained, bias, LayerNorm and RMSNorm, two micro-batches in a
-pipeline's order, recompute, hooks on saved tensors, three recipes of FP8, with sequence parallelism and without,
-torch's collectives, chunks and fused kernels. TransformerEngine's own Python runs over a stand-in for its compiled
-part; that it drops a gradient is tested too.
-"""
+"""Layers that also return their norm's output, for adapters: against TP 1 in fp32, no further off than twice stock."""
 
 from __future__ import annotations
 
@@ -97,13 +91,7 @@ ON = {
 
 
 @pytest.mark.parametrize("lora", ON.values(), ids=ON)
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "chunked",
-        pytest.param("twin", marks=NEEDS_TRITON),
-    ],
-)
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("twin", marks=NEEDS_TRITON)])
 @on_ranks("te_world2")
 def test_other_backends(lora: Lora, backend: str) -> None:
     """Two forwards come before either backward: what the adapter has saved must not lie in memory of the group."""

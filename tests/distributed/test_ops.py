@@ -1,9 +1,4 @@
-"""The operators over gloo, against a single-process computation in float64.
-
-Covered: both operators and ``all_gather``; both weight forms; two and more dimensions of x; bias; the gathered x;
-fp32, bf16, fp16; world and sub-groups, two at a time; x not contiguous, or of no rows; async; traffic counted; a
-registered backend is really used.
-"""
+"""The operators over gloo, against a single-process computation in float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step. Without
-sequence parallelism losses and adapters' gradients are stock's to the bit, and caches stay bounded. With it, and in
-recomputed layers, gradients are right.
-"""
+"""LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step."""
 
 from __future__ import annotations
 

@@ -14,10 +14,7 @@ from megatron_flux.slurm.profile import Floors
 
 
 def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environment: str) -> list[tuple[int, str]]:
-    """Exit code and output of each node's rank; their reports of themselves are alike.
-
-    With ``device`` cuda the GPU of each number is a node, so that NCCL runs between them.
-    """
+    """Exit code and output of each node's rank; their reports of themselves are alike."""
     folder.mkdir()
     for node in range(nodes):
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}

@@ -1,7 +1,4 @@
-"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source.
-
-NeMo-RL needs Ray and CUDA, and is on no package index: three of its files are read.
-"""
+"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source."""
 
 from __future__ import annotations
 

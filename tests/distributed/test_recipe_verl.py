@@ -1,7 +1,4 @@
-"""examples/verl: what verl adds to a model of Megatron-Bridge, its backward of recomputed layers; and its plugins.
-
-verl itself cannot be imported without Ray: two of its files are loaded by their paths.
-"""
+"""examples/verl: what verl adds to a model of Megatron-Bridge, its backward of recomputed layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report, and
-what patch() does beside them.
-"""
+"""Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises.
-
-Also layers whose sequence parallelism is toggled, which are stock's in part, and trainings without it. All reasons are
-decided in tests/unit/patch/test_reasons.py.
-"""
+"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises."""
 
 from __future__ import annotations
 
@@ -110,10 +106,7 @@ def test_a_layer_runs_stock(name: str) -> None:
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_sequence_parallelism_toggled(kind: str) -> None:
-    """Megatron switches sequence parallelism of built layers off for inference, and on again.
-
-    A column layer's dgrad is then summed before it: what is left of the layer communicates nothing.
-    """
+    """Megatron switches sequence parallelism of built layers off for inference, and on again."""
     with megatron(tp=dist.get_world_size()):
         layer = make(kind, model_config())
         x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())

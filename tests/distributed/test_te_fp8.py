@@ -1,11 +1,4 @@
-"""megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock.
-
-Covered, for tp 2 and 4 and three recipes: what is multiplied and gathered, to the bit; forward, dx, gradients of
-weight, bias and norm; main_grad; amax histories, scales and the cached weight after several steps; primary weights in
-FP8; recipes that change between steps; recompute; no_grad; a row-parallel layer behind a column-parallel one, whose
-input is gathered ahead; checkpoints and extra state; reasons to run stock. TransformerEngine's own Python runs over a
-stand-in for its compiled part (te_stand_in_fp8.py). On GPUs: tests/gpu/test_te_fp8.py.
-"""
+"""megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock."""
 
 from __future__ import annotations
 
@@ -162,9 +155,7 @@ def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe:
     ],
 )
 def test_as_captured_in_a_cuda_graph(te_world2: WorkerPool, kind: str, recipe: str, how: str) -> None:
-    """Python's part of a graph's capture: the flag that skips the weight, amaxes, no reduction. Replays:
-    tests/gpu/test_megatron_graphs.py.
-    """
+    """Python's part of a graph's capture: the flag that skips the weight, amaxes, no reduction."""
     for calls in te_world2.run(rank_fp8_captured, kind, recipe, how == "primary", how != "cache off"):
         assert calls["all_gather_gemm/reference"] == calls["gemm_reduce_scatter/reference"] == 6
 

@@ -1,9 +1,4 @@
-"""Whole GPTModels of megatron-core's TransformerEngine layer spec in FP8 by its own configuration, patched against
-stock.
-
-Covered: loss, every gradient, amaxes and scales of both families in delayed and tensorwise scaling over several steps,
-first and last layer in bf16, full recompute. Blockwise scaling wants more rows than these models have: test_te_fp8.py.
-"""
+"""Whole GPTModels of megatron-core's TransformerEngine layer spec in FP8 by its own configuration."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python.
-
-Covered: both families' loss and every gradient, full recompute, megatron-core's DistributedDataParallel with wgrad
-fused into main_grad over three micro-batches, checkpoint contents against stock and against the local spec, the layers
-that ``--transformer-impl transformer_engine`` builds.
-"""
+"""Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python."""
 
 from __future__ import annotations
 
@@ -85,9 +80,7 @@ def test_data_parallel_with_main_grad() -> None:
 
 
 def delaying_config(**options: Any) -> Any:
-    """The configuration allows delayed wgrad only beside experts whose communication overlaps; layers read it as they
-    are built.
-    """
+    """The configuration allows delayed wgrad only beside experts whose communication overlaps."""
     config = model_config(**options)
     config.delay_wgrad_compute = True
     return config

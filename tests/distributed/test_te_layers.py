@@ -1,10 +1,4 @@
-"""megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks.
-
-Covered, for tp 2 and 4: forward, dx, the gradients of weight, bias and norm; LayerNorm and RMSNorm to the bit, with
-zero-centred gamma; bias added, before rounding, or returned; wgrad into main_grad over two micro-batches, the first of
-which replaces what is there; frozen parameters; bf16; recompute; a layer built before patch(); what is saved for
-backward; state dicts; reasons to run stock; unpatch(). Whole models: test_te_gpt.py. On GPUs: tests/gpu.
-"""
+"""megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks."""
 
 from __future__ import annotations
 

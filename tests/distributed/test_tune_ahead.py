@@ -1,7 +1,4 @@
-"""A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself.
-
-Real: megatron-core's models, ranks, the tuner's questions and answers. Replaced: the measurement, which is counted.
-"""
+"""A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A fine-tuning's calls are tuned before its first step: of layers that return their norm's output, and of adapters.
-
-As test_tune_ahead.py and test_tune_ahead_fp8.py: real models, ranks and questions; the measurement is counted.
-"""
+"""A fine-tuning's calls are tuned before its first step: of layers that return their norm's output, and of adapters."""
 
 from __future__ import annotations
 

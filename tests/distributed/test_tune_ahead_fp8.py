@@ -1,8 +1,4 @@
-"""Calls of FP8 operands are tuned before the first step as others are: as the layers will make them, by recipe.
-
-As test_tune_ahead.py: real models, ranks and questions; the measurement is counted. TransformerEngine's Python runs
-over a stand-in for its compiled part.
-"""
+"""Calls of FP8 operands are tuned before the first step as others are: as the layers will make them, by recipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree.
-
-Real: processes, files, the agreement of the ranks, the operators of stock. Replaced: the clock and the fused kernels.
-"""
+"""The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree."""
 
 from __future__ import annotations
 

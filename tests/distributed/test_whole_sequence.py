@@ -1,7 +1,4 @@
-"""Layers without sequence parallelism, in training and inference: what runs, in which order, and the same tokens.
-
-Their numbers against stock and float64 are in test_layers.py, test_te_layers.py and test_gpt.py.
-"""
+"""Layers without sequence parallelism, in training and inference: what runs, in which order, and the same tokens."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ def rank_order(frozen: bool) -> list[str]:
     wgrad = Precision.wgrad
     weight = torch.nn.Parameter(integers(6, 8, seed=1), requires_grad=not frozen)
     x = integers(4, 1, 8, seed=2).requires_grad_()
-    with (
-        mock.patch.dict(registry._backends, {"noting": Noting(notes)}),
-        mock.patch.object(Precision, "wgrad", noted),
-    ):
+    with mock.patch.dict(registry._backends, {"noting": Noting(notes)}), mock.patch.object(Precision, "wgrad", noted):
         y = column_parallel_linear(x, weight, None, dist.group.WORLD, sequence_parallel=False, backend="noting")
         assert notes == []
         y.sum().backward()

@@ -17,10 +17,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
-PLANS = {
-    "halves of tiles": KernelConfig(**TINY),
-    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
-}
+PLANS = {"halves of tiles": KernelConfig(**TINY), "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2)}
 
 
 def twin(config: KernelConfig | None = None) -> Any:

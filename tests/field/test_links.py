@@ -87,9 +87,7 @@ def crossed_groups() -> int:
 
 
 def test_two_groups_and_another_librarys_signal_pad(world4: WorkerPool) -> None:
-    """pytorch/pytorch#192581: a signal of one group ends another's wait; flux has flags of its own in every slab.
-
-    NVIDIA-NeMo/Megatron-Bridge#650: no multicast is asked for, and none is used."""
+    """pytorch/pytorch#192581: a signal of one group ends another's wait; flux has flags of its own in every slab."""
     assert world4.run(crossed_groups) == [2] * 4  # one group's gathers and the other's GEMMs
 
 

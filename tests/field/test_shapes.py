@@ -56,9 +56,7 @@ def both(
     tolerance: float = 0.0,
     **layout: int,
 ) -> dict[str, Any]:
-    """Steps stock and patched, equal to the bit or within ``tolerance`` of each tensor's largest number; what flux saw
-    of them, and ``layers``, what each of them ran.
-    """
+    """Steps stock and patched, equal to the bit or within ``tolerance`` of each tensor's largest number."""
     from megatron_flux import report
 
     with megatron(**layout):

@@ -1,7 +1,4 @@
-"""A script over Megatron-Bridge: its own ``initialize_megatron`` and model provider, on one CPU. Never calls patch().
-
-Bridge imports TransformerEngine, which a stand-in is for here, and ``datasets``, which nothing of this asks.
-"""
+"""A script over Megatron-Bridge: its own ``initialize_megatron`` and model provider, on one CPU."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ def test_inert_without_the_variable(run: Run, installed: Path) -> None:
     assert result.out.split() == ["megatron_flux_autoload"]
 
 
-@pytest.mark.parametrize(
-    ("value", "waits"),
-    [(None, 0), ("", 0), ("False", 0), ("1", 1), ("maybe", 1)],
-)
+@pytest.mark.parametrize(("value", "waits"), [(None, 0), ("", 0), ("False", 0), ("1", 1), ("maybe", 1)])
 def test_what_the_variable_switches(monkeypatch: pytest.MonkeyPatch, value: str | None, waits: int) -> None:
     registered: list[int] = []
     monkeypatch.setattr(hooks, "register", lambda: registered.append(1))

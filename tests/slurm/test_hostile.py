@@ -186,12 +186,7 @@ def test_each_value_in_each_field(value: str, stubs: tuple[Path, Path], tmp_path
             else:
                 work = replaced(work, path, value)
     if value.isprintable():
-        wanted = {
-            ("description",),
-            ("environment", "SITE_VARIABLE"),
-            ("training", "data", 0),
-            ("gpu", "name"),
-        }
+        wanted = {("description",), ("environment", "SITE_VARIABLE"), ("training", "data", 0), ("gpu", "name")}
         if value == "$IFS":  # nothing would expand it
             wanted -= {("environment", "SITE_VARIABLE"), ("training", "data", 0)}
         assert wanted <= set(accepted)

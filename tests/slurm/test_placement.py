@@ -1,8 +1,4 @@
-"""The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say.
-
-Where a node's ranks would be started, a stand-in for Python writes down what it was started with: 128 real ranks do not
-fit into a machine for tests.
-"""
+"""The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Jobs that failed go on: by themselves without the bad node, or when they are told to. On real daemons.
-
-Where a node's ranks would be started, a stand-in for Python plays them; ``test_training.py`` has real ones.
-"""
+"""Jobs that failed go on: by themselves without the bad node, or when they are told to."""
 
 from __future__ import annotations
 

@@ -93,10 +93,7 @@ def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:
     [
         (["1 9.0 rank 3 on n01 failed: StorageError: disk full (exit code 1)"], "not retried: no node is to blame"),
         (["1 9.0 rank 3 on n01 failed: FluxError: diverged (exit code 1)"], "not retried: no node is to blame"),
-        (
-            ["1 9.0 rank 3 on n01 failed: UserError: no text (exit code 2)"],
-            "not retried: what it was given is wrong",
-        ),
+        (["1 9.0 rank 3 on n01 failed: UserError: no text (exit code 2)"], "not retried: what it was given is wrong"),
         (["3 9.0 rank 0 on n01 failed: timed out (exit code 1)"], "without leaving out a node: rank 0 on n01"),
         (
             [

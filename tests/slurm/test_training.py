@@ -1,11 +1,4 @@
-"""Real training through the real script on two nodes: stopped and resumed, a node lost, a rank killed.
-
-What the jobs compute is the same training: on the CPU stock and flux add in the same order, so every loss curve must be
-equal to the last digit to the one of the job that was never interrupted, whatever happened to the others.
-
-Starts are dear and much of a job's life is waiting, so the jobs run beside each other, each on nodes of its own, and a
-test waits for its job's story. Their Python is warm (:mod:`tests.warm`), but not where a node is lost.
-"""
+"""Real training through the real script on two nodes: stopped and resumed, a node lost, a rank killed."""
 
 from __future__ import annotations
 
@@ -102,10 +95,7 @@ class Job:
         return self.root / "rep-0" / "checkpoints" / variant / "latest_checkpointed_iteration.txt"
 
     def rank_process(self, rank: int) -> psutil.Process:
-        """Find the process of the rank: its words name the job's folder, its environment the rank.
-
-        It is warm, so what it forks as it saves does not look like it.
-        """
+        """Find the process of the rank: its words name the job's folder, its environment the rank."""
         for process in psutil.process_iter():
             try:
                 mine = any(word.startswith(f"--out={self.root}/") for word in process.cmdline())

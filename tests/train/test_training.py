@@ -1,7 +1,4 @@
-"""Real training on gloo processes: compare, train, save and resume, started by the command and by torchrun.
-
-The loss curves must be equal to the last digit: on the CPU, stock and patched do the same sums in the same order.
-"""
+"""Real training on gloo processes: compare, train, save and resume, started by the command and by torchrun."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The schedule of the link through peers' memory: everything once, one stream each way, few crossings.
-
-What it enqueues is run in one process in every order that queues allow, as in test_host_schedule; a copy takes a while
-here, so that two at once into a GPU, or out of one, are seen.
-"""
+"""The schedule of the link through peers' memory: everything once, one stream each way, few crossings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The replaced methods: what is counted, what a config passes on to flux, and the mode that CUDA graphs need.
-
-The layers themselves: tests/distributed/test_layers.py and test_te_layers.py.
-"""
+"""The replaced methods: what is counted, what a config passes on to flux, and the mode that CUDA graphs need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once.
-
-Each reason is counted, and an error with ``strict``; nothing of flux runs then.
-"""
+"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ def test_names_choose_layers(model: torch.nn.Module) -> None:
     assert chosen(model) == {}
 
 
-WRAPPED = {
-    "Megatron-Bridge": ("{}", "to_wrap", "adapter"),
-    "peft": ("base_model.model.{}", "base_layer", "lora_A"),
-}
+WRAPPED = {"Megatron-Bridge": ("{}", "to_wrap", "adapter"), "peft": ("base_model.model.{}", "base_layer", "lora_A")}
 
 
 @pytest.mark.parametrize("framework", WRAPPED)

@@ -75,10 +75,7 @@ def test_inference_optimized_layers_run_stock_and_are_counted(
         assert megatron_flux.report()["fallbacks"][f"TE row: {said}"] == 1
         assert megatron_flux.report()["fallbacks"]["TE row: base of TE row"] == 1
     assert [dict(vars(getattr(optimized, name))) for name in names] == before
-    with (
-        megatron_flux.patched(FluxConfig(strict=True)),
-        pytest.raises(FallbackError, match="inference-optimized"),
-    ):
+    with megatron_flux.patched(FluxConfig(strict=True)), pytest.raises(FallbackError, match="inference-optimized"):
         layers[0](X)
     with megatron_flux.patched(FluxConfig(strict=True)):
         layers[0].__dict__[CHOICE] = "stock"

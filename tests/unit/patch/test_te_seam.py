@@ -1,7 +1,4 @@
-"""The seam to TransformerEngine, without it: releases, and what is asked of a module.
-
-TransformerEngine's modules are imitated by their names; its own Python is in tests/distributed/test_te_layers.py.
-"""
+"""The seam to TransformerEngine, without it: releases, and what is asked of a module."""
 
 from __future__ import annotations
 

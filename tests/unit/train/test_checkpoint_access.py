@@ -188,11 +188,7 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     [
         ({}, {"num_layers": 4}, "num_layers 2, this run has num_layers 4"),
         ({"precision": "bf16"}, {}, "precision bf16, this run has precision fp32"),
-        (
-            {},
-            {"distributed_optimizer": False},
-            "distributed_optimizer True, this run has",
-        ),
+        ({}, {"distributed_optimizer": False}, "distributed_optimizer True, this run has"),
         ({"adapters": {"rank": 4}}, {}, "adapters {'rank': 4}, this run has adapters None"),
         (
             {"adapters": {"rank": 4}},

@@ -41,11 +41,7 @@ def resolve(
         ("cpu", {"wire": "fp8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_fp8"),
         ("cpu", {"preset": "gpt5"}, "'gpt5'; use one of: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-8b"),
         ("cpu", {"world_size": 3, "tp": 2}, "3 process(es) cannot be split into tp 2 x pp 1; use --nproc (of a job"),
-        (
-            "cpu",
-            {"world_size": 3},
-            "change --num-attention-heads or --tp (a multiple of 3, or tp one of [1, 2])",
-        ),
+        ("cpu", {"world_size": 3}, "change --num-attention-heads or --tp (a multiple of 3, or tp one of [1, 2])"),
         ("cpu", {"num_query_groups": 1}, "query groups 1 must be divisible by tp 2"),
         ("cpu", {"seq_length": 129}, "sequence length 129 must be divisible by tp 2"),
         ("cpu", {"world_size": 3, "pp": 3}, "layers 2 must be divisible by pp 3"),

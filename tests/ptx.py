@@ -3,8 +3,6 @@
 A fence that is missing changes nothing that can be seen on most days. Whether it is on every path can be seen in PTX.
 """
 
-from __future__ import annotations
-
 import re
 
 LABEL = re.compile(r"^\s*(\$\w+):")

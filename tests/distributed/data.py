@@ -1,7 +1,5 @@
 """Inputs that every rank can make for every rank, and comparisons that say how far off they are."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """megatron-core's parallel state in a pool worker, and models and layers small enough for it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

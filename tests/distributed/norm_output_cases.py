@@ -1,7 +1,5 @@
 """A norm and column-parallel layer with an adapter, as frameworks for fine-tuning build it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

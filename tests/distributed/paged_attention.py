@@ -1,7 +1,5 @@
 """Flash-attention over a paged cache of keys and values, in torch: for machines without its kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

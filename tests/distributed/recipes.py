@@ -1,7 +1,5 @@
 """Helpers for tests of ``examples/``: train a framework's model stock, then with ``MEGATRON_FLUX=1``."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Layers over TransformerEngine built and run the same way on CPUs and on GPUs, and what ranks check of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

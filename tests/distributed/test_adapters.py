@@ -1,7 +1,5 @@
 """The linears that adapters are made of, ranks of 8 to 64: patched against stock, to the bit, and on fused kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """GEMM + reduce-scatter with an addend on every rank, and gathered inputs that stay: on all backends of CPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

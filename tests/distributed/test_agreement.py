@@ -1,7 +1,5 @@
 """First calls in which one rank alone fails: every rank gets an OperatorError in seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """gemm_all_reduce by every kernel in Triton's interpreter: real processes over shared memory, small shapes."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

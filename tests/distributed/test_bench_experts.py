@@ -1,7 +1,5 @@
 """``bench layer`` on layers of experts over TransformerEngine's own Python, with and without delayed wgrad."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """``bench layer`` on real megatron-core layers over gloo: everything but the speed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

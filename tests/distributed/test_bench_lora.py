@@ -1,7 +1,5 @@
 """``bench layer --lora``: adapters beside frozen weights, shared by all variants and compared gradient by gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """``bench ops`` and ``tune`` on two real ranks without GPUs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

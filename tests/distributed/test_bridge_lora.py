@@ -1,7 +1,5 @@
 """LoRA of Megatron-Bridge, as users have it, over a GPTModel of TransformerEngine's layers: all linears run flux."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """The first call of a group visits few files of the package, on the CPU twin: from the operator to the kernel."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """The chunked backends on processes: through host memory and peers' memory, exact and 8-bit."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Delayed wgrad in Megatron's own schedule for experts: combined 1F1B."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Deferred wgrad of the output layer (``defer_embedding_wgrad_compute``), patched against stock."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Delayed wgrad of layers over TransformerEngine, patched against stock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any

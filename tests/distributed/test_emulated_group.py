@@ -1,7 +1,5 @@
 """Two processes that emulate a tensor-parallel group of four or eight: sums, kernels, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Another library exchanges what stock calls and flux does not: its work is done, counted by its name."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

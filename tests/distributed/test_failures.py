@@ -1,7 +1,5 @@
 """A peer that is killed: the survivor's operators raise within seconds and say what, where and with whom."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

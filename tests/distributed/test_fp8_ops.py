@@ -1,7 +1,5 @@
 """The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

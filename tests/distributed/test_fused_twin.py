@@ -1,7 +1,5 @@
 """The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

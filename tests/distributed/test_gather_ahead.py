@@ -1,7 +1,5 @@
 """The gather of a column-parallel layer's input ahead of its backward: the order of operators, equal gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """Whole GPTModels of megatron-core, patched against stock: loss, every gradient, what ran flux."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Any
 from unittest import mock

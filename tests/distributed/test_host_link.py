@@ -1,7 +1,5 @@
 """The links through host memory and through peers' memory, on processes: everything arrives, whoever is late."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

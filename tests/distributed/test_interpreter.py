@@ -1,7 +1,5 @@
 """``tests/interpreter.py`` changes no result of Triton's interpreter."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.distributed.pool import on_ranks

@@ -1,7 +1,5 @@
 """Keeping the gathered input of column-parallel layers for wgrad: same numbers to the bit, fewer gathers, a budget."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """A rank that is late is waited for in every call, by every transport, and beyond the largest epoch."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """megatron-core's ColumnParallelLinear and RowParallelLinear, patched against stock and against float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

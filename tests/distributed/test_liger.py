@@ -1,7 +1,5 @@
 """Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """LoRA's adapters on whole GPTModels: gradients against tensor parallelism of 1, and what TransformerEngine drops."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

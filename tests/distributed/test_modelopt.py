@@ -1,7 +1,5 @@
 """NVIDIA's ModelOpt quantises megatron-core's linears, patched or not, to the same numbers: real nvidia-modelopt."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

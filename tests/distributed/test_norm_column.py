@@ -1,7 +1,5 @@
 """The norm and column-parallel linear in one function, against torch's norm before the plain column-parallel linear."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

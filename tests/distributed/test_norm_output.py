@@ -1,7 +1,5 @@
 """Layers that also return their norm's output, for adapters: against TP 1 in fp32, no further off than twice stock."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

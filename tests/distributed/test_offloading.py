@@ -1,7 +1,5 @@
 """Activation offloading, Megatron's fine-grained one and TransformerEngine's."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

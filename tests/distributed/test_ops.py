@@ -1,7 +1,5 @@
 """The operators over gloo, against a single-process computation in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

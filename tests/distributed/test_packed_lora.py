@@ -1,7 +1,5 @@
 """LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

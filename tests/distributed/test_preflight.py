@@ -1,7 +1,5 @@
 """The part of the pre-flight that all ranks run: three nodes of one rank each, over gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

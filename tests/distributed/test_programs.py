@@ -1,7 +1,5 @@
 """Random programs of calls (:mod:`tests.programs`) on the CPU twin and over every link, with real processes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

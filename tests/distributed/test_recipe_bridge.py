@@ -1,7 +1,5 @@
 """examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/verl: what verl adds to a model of Megatron-Bridge, its backward of recomputed layers."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Every figure of a record, computed another way: from what each rank of a real training saw, and by hand."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Joint decisions and measurements of ranks: every time is the slowest rank's, every yes is everybody's."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

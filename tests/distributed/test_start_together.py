@@ -1,7 +1,5 @@
 """Fused calls beside other process groups, on the CPU twin: they start on all ranks together."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

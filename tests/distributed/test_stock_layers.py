@@ -1,7 +1,5 @@
 """Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

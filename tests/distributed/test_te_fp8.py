@@ -1,7 +1,5 @@
 """megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whole GPTModels of megatron-core's TransformerEngine layer spec in FP8 by its own configuration."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

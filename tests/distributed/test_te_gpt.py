@@ -1,7 +1,5 @@
 """Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """megatron-core's layers over TransformerEngine, patched against stock: TransformerEngine's own Python, real ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A fine-tuning's calls are tuned before its first step: of layers that return their norm's output, and of adapters."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of FP8 operands are tuned before the first step as others are: as the layers will make them, by recipe."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

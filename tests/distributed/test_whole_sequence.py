@@ -1,7 +1,5 @@
 """Layers without sequence parallelism, in training and inference: what runs, in which order, and the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

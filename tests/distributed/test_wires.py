@@ -1,7 +1,5 @@
 """Wire formats of a layer's calls: that of activations in forward, that of gradients in backward."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

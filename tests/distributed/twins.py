@@ -1,7 +1,5 @@
 """The fused backend on the CPU twin, for tests: small plans, calls that are registered, captured or without TMA."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Symmetric memory: no multicast, and signal pads that other libraries use, too."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A number of tokens that changes from step to step: a small GPTModel of megatron-core, stock and patched."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A script over Megatron-Bridge: its own ``initialize_megatron`` and model provider, on one CPU."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """The entry point that torch loads: inert without the variable, hooks and nothing more with it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One cluster for the session, and ways to submit to it as a user would."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The committed scripts in slurm/: which there are, and ``python -m tests.slurm.golden`` writes them anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

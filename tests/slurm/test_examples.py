@@ -1,7 +1,5 @@
 """Examples for users: the scripts are clean shell, and run as written as far as this machine can."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

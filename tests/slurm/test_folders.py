@@ -1,7 +1,5 @@
 """Folders of jobs: how far their repetitions are, and what they have found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Values that would like to be commands, in every field: refused, or run without effect and arriving as they are."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shlex

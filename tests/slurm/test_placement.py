@@ -1,7 +1,5 @@
 """The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Scripts as they are written: equal to the committed ones, clean, and only of input that was checked."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

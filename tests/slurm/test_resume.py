@@ -1,7 +1,5 @@
 """Jobs that failed go on: by themselves without the bad node, or when they are told to."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

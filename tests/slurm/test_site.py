@@ -1,7 +1,5 @@
 """A site's additions to a script: set-up lines, options of srun and sbatch, one container for all steps of a job."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

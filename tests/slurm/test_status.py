@@ -1,7 +1,5 @@
 """``slurm status`` for jobs that ended, that Slurm has forgotten, and that run and say nothing."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bad input to train and compare: one line, exit code 2, and nothing started or written."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """However a run ends, in the middle of a save or after a hundred: no process of it is left."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

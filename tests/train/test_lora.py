@@ -1,7 +1,5 @@
 """``--lora``: base weights are loaded and stay, adapters are trained, saved and resumed; stock and flux to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

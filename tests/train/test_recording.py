@@ -1,7 +1,5 @@
 """Files of a run: killed, resumed, sampled, profiled and mirrored, without a secret in any file."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

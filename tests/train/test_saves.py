@@ -1,7 +1,5 @@
 """Checkpoints of real runs: stopped, damaged, resumed, and on a disk that is full."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

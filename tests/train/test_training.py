@@ -1,7 +1,5 @@
 """Real training on gloo processes: compare, train, save and resume, started by the command and by torchrun."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

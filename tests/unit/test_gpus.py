@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from megatron_flux.gpus import device_peak

@@ -1,7 +1,5 @@
 """YAML whose scalars stay as they are written, and what profiles, jobs and --config make of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``bench ops``, ``bench layer`` and ``tune`` on a machine without GPUs: refusals, dry runs, what they start."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables of ``bench ops``, ``tune`` and ``bench layer``."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

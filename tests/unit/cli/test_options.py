@@ -1,7 +1,5 @@
 """Options from the command line, from ``--set`` and from files; help and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The commands ``report`` and ``watch``: what they write, print and exit with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

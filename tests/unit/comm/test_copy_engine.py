@@ -1,7 +1,5 @@
 """Copies by copy engine: every row and column of every shard reaches every peer, and its flag right behind it."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

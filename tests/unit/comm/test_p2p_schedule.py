@@ -1,7 +1,5 @@
 """The schedule of the link through peers' memory: everything once, one stream each way, few crossings."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Sizes of slabs: bounded waste, and no slab for every little difference of shape. Which stream waits for which."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

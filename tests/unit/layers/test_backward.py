@@ -1,7 +1,5 @@
 """The weight gradient: plain, and accumulated into ``main_grad`` by Megatron's rules."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of flux in Megatron-LM's scripts: arguments, checks, patch sets, counts per step, and logs."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Synthetic records of a comparison."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The JSONL: on disk at once, strict, resumable without loss, followed while it grows, and clear about damage."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """report.html: self-contained, escaped and without empty plots; what its chapters say of runs of every kind."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

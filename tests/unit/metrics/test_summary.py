@@ -1,7 +1,5 @@
 """The summary: figures from known records, and what it makes of records that are not normal."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

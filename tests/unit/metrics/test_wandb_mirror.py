@@ -1,7 +1,5 @@
 """The wandb mirror: real offline files read back, nothing secret in them, and no failure that reaches training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Names of runs in wandb: no two comparisons alike, and one that is resumed as before."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

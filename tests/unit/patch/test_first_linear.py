@@ -1,7 +1,5 @@
 """MEGATRON_FLUX=1 outside of Megatron-LM: once, at the first tensor-parallel linear; else nothing happens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The replaced methods: what is counted, what a config passes on to flux, and the mode that CUDA graphs need."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The registry of megatron-core lines: ranges, refusals, and that a refusal replaces nothing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from pathlib import Path

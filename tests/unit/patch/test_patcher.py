@@ -1,7 +1,5 @@
 """patch(), unpatch(), patched(), report(): idempotent, nested, reversible to the identical objects, logged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

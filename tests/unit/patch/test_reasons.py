@@ -1,7 +1,5 @@
 """Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """set_backend() and the directions of FluxConfig, on megatron-core's own classes without building layers' weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """patch() on megatron-core's layers over TransformerEngine, without it: what is installed and taken off again."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator

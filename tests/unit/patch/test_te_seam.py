@@ -1,7 +1,5 @@
 """The seam to TransformerEngine, without it: releases, and what is asked of a module."""
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents: links lead to files and headings, every environment variable is documented, sentences are short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

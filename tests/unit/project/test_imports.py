@@ -1,7 +1,5 @@
 """``import megatron_flux`` neither imports optional or heavy packages nor patches anything."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The list of deliberate faults fits the sources and the tests."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

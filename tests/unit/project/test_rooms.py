@@ -1,7 +1,5 @@
 """Imports go downwards only, modules form no circle, and folders say what they hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

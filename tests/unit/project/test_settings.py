@@ -1,7 +1,5 @@
 """Environment variables count as of CUDA's start; bad values get a line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """quickstart.sh and test.sh: what they install and say, with a Python that imitates pip."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

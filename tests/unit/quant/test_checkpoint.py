@@ -1,7 +1,5 @@
 """Checkpoints folded whole: what changes, what stays byte for byte, and folders that lie."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

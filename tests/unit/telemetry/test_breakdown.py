@@ -1,7 +1,5 @@
 """Categories of kernels by name, and where the time goes in traces made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

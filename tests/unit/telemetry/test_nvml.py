@@ -1,7 +1,5 @@
 """Queries of NVML. Test machines need not have it, so its functions are replaced."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

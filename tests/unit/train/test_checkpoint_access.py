@@ -1,7 +1,5 @@
 """Folders of checkpoints: which are whole, which may be resumed from, and who may write."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

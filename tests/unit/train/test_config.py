@@ -1,7 +1,5 @@
 """Options that become a configuration, and those that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Text as an indexed dataset, its cache, and the order in which micro-batches are drawn from it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The order of blocks in a comparison, when a training saves and stops, and what it shows on a full disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of a trainer's own, as far as a CPU has it. On GPUs: tests/gpu/test_memory.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

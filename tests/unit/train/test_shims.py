@@ -1,7 +1,5 @@
 """Shims for a machine without CUDA, and random state."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -12,7 +12,7 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.train.presets import EXPERTS
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.megatron_world import splits_on_the_host
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 pytestmark = te_stand_in.needed
 
@@ -65,12 +65,15 @@ def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
             assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
 
 
-def rank_observed(out: Path) -> tuple[list[bool], list[dict[str, int]]]:
-    """Return where delayed results are the others to the bit, and the collectives in a step of the bound."""
+@on_ranks("te_world2")
+def test_delayed_gradients_and_what_the_bound_sends(tmp_path: Path) -> None:
+    """Tokens to their experts and back, with their probabilities, and how many they are; nothing of linears."""
     from megatron.core.tensor_parallel import mappings
 
     from megatron_flux.bench import layer
 
+    calls = {"all_reduce": 0, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 0, "all_to_all_single": 12}
+    out = tmp_path
     found: dict[tuple[bool, str], list[torch.Tensor]] = {}
     called: list[dict[str, int]] = []
     stock_observe, stock_look = layer.LayerBench._observe, variants.look_inside
@@ -95,10 +98,4 @@ def rank_observed(out: Path) -> tuple[list[bool], list[dict[str, int]]]:
         all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
         for name in ("te", "flux_te")
     ]
-    return same, called
-
-
-def test_delayed_gradients_and_what_the_bound_sends(te_world2: WorkerPool, tmp_path: Path) -> None:
-    """Tokens to their experts and back, with their probabilities, and how many they are; nothing of linears."""
-    calls = {"all_reduce": 0, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 0, "all_to_all_single": 12}
-    assert te_world2.run(rank_observed, tmp_path) == [([True, True], [calls, calls])] * 2
+    assert (same, called) == ([True, True], [calls, calls])

@@ -22,7 +22,7 @@ from megatron_flux.train.presets import PRESETS, Preset
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, relative_error, require_close
 from tests.distributed.megatron_world import inference, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 
 def small(preset: str, heads: int) -> Preset:
@@ -129,7 +129,8 @@ def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
             assert row["agreement"]["y"] < 1e-5
 
 
-def rank_cache() -> None:
+@on_ranks("world")
+def test_a_decode_step_is_that_of_megatron_core_s_cache() -> None:
     """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass."""
     from megatron_flux import patched
     from megatron_flux.bench import variants
@@ -169,11 +170,8 @@ def rank_cache() -> None:
             assert relative_error(block(hidden_states=x[-1:], attention_mask=None), whole) > 1e-2
 
 
-def test_a_decode_step_is_that_of_megatron_core_s_cache(world: WorkerPool) -> None:
-    world.run(rank_cache)
-
-
-def rank_unsynchronised() -> None:
+@on_ranks("world2")
+def test_unsynchronised_sends_what_a_collective_would() -> None:
     """Check that peers receive what a collective would have sent, while results are those without communication."""
     from megatron_flux.bench.no_communication import NoCommunication, Unsynchronised
 
@@ -197,10 +195,6 @@ def rank_unsynchronised() -> None:
     assert mine[source].eq((2 - me) * (me + 1)).all()
     dist.barrier()
     busy.close()
-
-
-def test_unsynchronised_sends_what_a_collective_would(world2: WorkerPool) -> None:
-    world2.run(rank_unsynchronised)
 
 
 def test_a_wrong_variant_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
@@ -251,14 +245,11 @@ class Gpu:
         return Reading(1500.0 - 100 * dist.get_rank(), None, None, None, 0)
 
 
-def clocks() -> list[float | None]:
+@on_ranks("world2")
+def test_clocks_are_the_slowest_gpus_from_the_second_round_on() -> None:
     gpu: Any = Gpu()
     found = harness.measure([Variant("a", lambda: time.sleep(0.05))], here(), rounds=3, burst=2, gpu=gpu)
-    return found["a"]["sm_clock_mhz"]
-
-
-def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool) -> None:
-    assert world2.run(clocks) == [[None, 1400.0, 1400.0]] * 2
+    assert found["a"]["sm_clock_mhz"] == [None, 1400.0, 1400.0]
 
 
 def attempt(fails_on: int) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.measure import Backends
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 CASES = [
     Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
@@ -178,14 +178,18 @@ def test_the_first_rank_s_clock_stops_all(world2: WorkerPool, tmp_path: Path, la
     assert late or said[-1] == "stopped after 1e-09 s, 4 of 4 left out"
 
 
-def compare_fp8(case: Case) -> None:
+@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
+@on_ranks("world2")
+def test_fp8_calls(case: Case, fp8: Any) -> None:
     """Operands have the scales and formats of the recipe; serial is the operator."""
+    case = replace(case, fp8=fp8)
     group = dist.group.WORLD
     torch.manual_seed(group.rank())
     made = ops.operands(case, group, torch.bfloat16, CPU)
     pair: Any = made.pair
     blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
-    assert (pair.x.scaling, pair.weight.scaling) == (("1x128", "128x128") if blocks else ("tensor", "tensor"))
+    assert (pair.x.scaling, pair.weight.scaling) == ("1x128", "128x128") if blocks else ("tensor", "tensor")
     assert pair.x.dtype == (torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn)
     assert pair.promoted is (blocks or dgrad)
     assert (pair.weight.rows, pair.weight.k) == (case.n, case.k), "k-major in both directions"
@@ -198,12 +202,6 @@ def compare_fp8(case: Case) -> None:
         assert torch.equal(runs["serial"](), runs["fused"]())
         assert runs["gemm"]().shape == (case.m, case.n)
         runs["nccl"]()
-
-
-@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
-def test_fp8_calls(world2: WorkerPool, case: Case, fp8: Any) -> None:
-    world2.run(compare_fp8, replace(case, fp8=fp8))
 
 
 def test_bytes_of_a_gather() -> None:

@@ -23,7 +23,7 @@ from tests.distributed.megatron_world import (
     megatron,
     splits_on_the_host,
 )
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 
 def skip_what_megatron_refuses(world: WorkerPool, family: str) -> None:
@@ -107,8 +107,9 @@ def test_recompute_and_bf16(
     assert world2.run(rank_model, family, False, options, tolerance) == [expected] * 2
 
 
-def rank_graphs() -> tuple[list[bool], dict[str, Any]]:
-    """Until graphs are captured, which takes a GPU, a model that asks for them runs as it is."""
+@on_ranks("world2")
+def test_a_model_that_asks_for_cuda_graphs_switches_the_mode() -> None:
+    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
     with megatron(tp=dist.get_world_size()):
         # Its layers do nothing on their own; those of "local" ask for CUDA when they are built.
         model = gpt_model("gpt3", cuda_graph_impl="transformer_engine")
@@ -119,16 +120,20 @@ def rank_graphs() -> tuple[list[bool], dict[str, Any]]:
             ours = loss_and_gradients(model)
             modes += [capture.capturing(stock[0]), report()["cuda_graphs"]]
         require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        return [*modes, capture.capturing(stock[0])], seen.as_dict()
+        assert [*modes, capture.capturing(stock[0])] == [False, False, False, True, True, False]
+        assert seen.as_dict() == expected
 
 
-def test_a_model_that_asks_for_cuda_graphs_switches_the_mode(world2: WorkerPool) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
-    assert world2.run(rank_graphs) == [([False, False, False, True, True, False], expected)] * 2
-
-
-def rank_choices() -> dict[str, Any]:
-    """Layers and directions on other backends, one layer on stock: the same numbers, and who ran says so."""
+@on_ranks("world2")
+def test_backends_by_layer_and_direction() -> None:
+    calls = {
+        "all_gather_gemm/other": 3 + 1,  # forward of qkv, fc1 and output; dgrad of fc2
+        "gemm_reduce_scatter/other": 1,  # forward of proj
+        "gemm_reduce_scatter/reference": 1 + 3,  # forward of fc2; dgrad of qkv, fc1 and output
+        "all_gather_gemm/reference": 1,  # dgrad of proj
+        "all_gather/reference": 3,
+    }
+    chosen = {"column: chosen with set_backend": 2, "row: chosen with set_backend": 2}
 
     class Other(ReferenceBackend):
         name = "other"
@@ -145,19 +150,7 @@ def rank_choices() -> dict[str, Any]:
         with flux(FluxConfig(strict=True, forward="other")) as seen:
             ours = loss_and_gradients(model)
         require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        return seen.as_dict()
-
-
-def test_backends_by_layer_and_direction(world2: WorkerPool) -> None:
-    calls = {
-        "all_gather_gemm/other": 3 + 1,  # forward of qkv, fc1 and output; dgrad of fc2
-        "gemm_reduce_scatter/other": 1,  # forward of proj
-        "gemm_reduce_scatter/reference": 1 + 3,  # forward of fc2; dgrad of qkv, fc1 and output
-        "all_gather_gemm/reference": 1,  # dgrad of proj
-        "all_gather/reference": 3,
-    }
-    chosen = {"column: chosen with set_backend": 2, "row: chosen with set_backend": 2}
-    assert world2.run(rank_choices) == [Seen(5, chosen, calls).as_dict()] * 2
+        assert seen.as_dict() == Seen(5, chosen, calls).as_dict()
 
 
 # Layers that stay stock.
@@ -173,10 +166,16 @@ MOE = {
 }
 
 
-def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[dict[str, Any], str]:
+@pytest.mark.parametrize(
+    ("ep", "etp", "shared", "overlap"), [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)]
+)
+@on_ranks("world2")
+def test_mixture_of_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> None:
+    """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
 
+    reason = "expert layer with explicit communication"
     # Without TransformerEngine the router fails over this name, which is then never bound (0.16.1).
     vars(moe_utils).setdefault("te_general_gemm", None)
     layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
@@ -192,29 +191,20 @@ def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[
         require_same(stock, ours, set(stock[1]))
         with flux(STRICT), pytest.raises(FallbackError) as refused:
             loss_and_gradients(model)
-        return seen.as_dict(), str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("ep", "etp", "shared", "overlap"), [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)]
-)
-def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None, overlap: bool) -> None:
-    """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""
-    reason = "expert layer with explicit communication"
-    for seen, refused in world2.run(rank_experts, ep, etp, shared, overlap):
-        experts = LAYERS * (4 // ep + overlap)
-        assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
-        # Attention, the output layer and shared experts run flux as in a dense model.
-        linears = LAYERS * (4 if shared and not overlap else 2) + 1
-        assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
-        assert f"cannot run flux: {reason}" in refused
+        seen, refused = seen.as_dict(), str(refused.value)
+    experts = LAYERS * (4 // ep + overlap)
+    assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
+    # Attention, the output layer and shared experts run flux as in a dense model.
+    linears = LAYERS * (4 if shared and not overlap else 2) + 1
+    assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
+    assert f"cannot run flux: {reason}" in refused
 
 
 # Checkpoints and identity.
 
 
-def rank_active_layers_of_dead_models() -> tuple[int, int]:
-    """Layers that are gone are not counted as active."""
+@on_ranks("world2")
+def test_active_layers_are_those_alive() -> None:
     import gc
 
     from megatron_flux import patched, report
@@ -225,8 +215,4 @@ def rank_active_layers_of_dead_models() -> tuple[int, int]:
         alive = report()["active_layers"]
         del model
         gc.collect()
-        return alive, report()["active_layers"]
-
-
-def test_active_layers_are_those_alive(world2: WorkerPool) -> None:
-    assert world2.run(rank_active_layers_of_dead_models) == [(5, 0)] * 2
+        assert (alive, report()["active_layers"]) == (5, 0)

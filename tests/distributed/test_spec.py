@@ -17,7 +17,7 @@ from megatron_flux import FallbackError, FluxConfig, ops, report
 from megatron_flux.patch import patcher
 from tests.distributed import megatron_world, te_stand_in
 from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls
 from tests.distributed.test_tune_ahead import counting
@@ -284,19 +284,16 @@ def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
         assert megatron_flux.flux_spec(mlp, CONFIG) is mlp
 
 
-def rank_tunes(folder: Path) -> tuple[int, list[Any], list[Any]]:
-    """Calls tuned ahead, those of all layers but the output layer, and what the first step still measures."""
+@on_ranks("world2")
+def test_calls_are_tuned_ahead(tmp_path: Path) -> None:
+    folder = tmp_path
     with megatron(tp=dist.get_world_size()), process(), counting(folder) as tuned:
         model = flux_model("gpt3", config=FluxConfig())
         count = megatron_flux.tune_model(model, megatron_world.SEQUENCE, megatron_world.BATCH)
         before = list(tuned.measured)
         loss_and_gradients(model)
-        return count, before, tuned.measured[len(before) :]
-
-
-def test_calls_are_tuned_ahead(world2: WorkerPool, tmp_path: Path) -> None:
-    for count, before, during in world2.run(rank_tunes, tmp_path):
-        assert count == len(before) > 0
-        assert during == []
-        output = megatron_world.VOCABULARY // 2, 32  # n and k
-        assert output not in [call[2:4] for call in before], "the output layer was asked for, too"
+        count, before, during = count, before, tuned.measured[len(before) :]
+    assert count == len(before) > 0
+    assert during == []
+    output = megatron_world.VOCABULARY // 2, 32  # n and k
+    assert output not in [call[2:4] for call in before], "the output layer was asked for, too"

@@ -13,7 +13,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed, state_of
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
@@ -126,16 +126,13 @@ def test_layers_that_run_stock_are_left_out(te_world2: WorkerPool, tmp_path: Pat
     assert formats(require_all_ahead(te_world2, tmp_path, flux_fp8=False, **transformer_options("delayed"))) <= {""}
 
 
-def ahead_in_user_autocast(folder: Path) -> set[str]:
-    """A script's own autocast, which no configuration tells of: then by where the call is made."""
+@on_ranks("te_world2")
+def test_inside_of_an_autocast(tmp_path: Path) -> None:
     from tests.distributed.te_fp8_cases import autocast, recipe_of
 
+    folder = tmp_path
     with fp8_megatron(), counting(folder) as tuned:
         model = gpt_model("llama", te=True, **SIZES).bfloat16()
         with flux(FluxConfig(backend="tuned", fp8=True)), torch.no_grad(), autocast(recipe_of("blockwise")):
             megatron_flux.tune_model(model, SEQUENCE, BATCH)
-        return formats(tuned.measured)
-
-
-def test_inside_of_an_autocast(te_world2: WorkerPool, tmp_path: Path) -> None:
-    assert te_world2.run(ahead_in_user_autocast, tmp_path) == [{"", *BY_RECIPE["blockwise"]}] * 2
+        assert formats(tuned.measured) == {"", *BY_RECIPE["blockwise"]}

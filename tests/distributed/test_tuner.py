@@ -157,8 +157,13 @@ def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(tmp_path: Path) ->
         assert found == [("gemm_all_reduce", False), ("gemm_all_reduce beside wgrad", False)]
 
 
-def tune_batched(cache: Path, operator: str) -> tuple[int, list[int], bool]:
-    """Candidates that were measured with ``x`` of three dimensions, the result's shape, and whether it is right."""
+@pytest.mark.parametrize(
+    ("operator", "shape"),
+    [("all_gather_gemm", [16, 3, 6]), ("gemm_reduce_scatter", [4, 3, 6]), ("gemm_all_reduce", [8, 3, 6])],
+)
+@on_ranks("world2")
+def test_operands_of_three_dimensions_are_tuned(tmp_path: Path, operator: str, shape: list[int]) -> None:
+    cache = tmp_path / "tuned.json"
     group, (m, n, k) = dist.group.WORLD, SHAPE
     made = OperatorCall(operator, torch.ones(m, 3, k), torch.ones(n, k), group)
     gathered = operator == "all_gather_gemm"
@@ -168,20 +173,10 @@ def tune_batched(cache: Path, operator: str) -> tuple[int, list[int], bool]:
         found = made.run(tuned)
         y = found[0] if gathered else found.wait()
         (entry,) = tuned.tuner.decisions(group).entries.values()
-    return len(entry.ms), list(y.shape), bool(y.eq(k if gathered else 2 * k).all())
-
-
-@pytest.mark.parametrize(
-    ("operator", "shape"),
-    [("all_gather_gemm", [16, 3, 6]), ("gemm_reduce_scatter", [4, 3, 6]), ("gemm_all_reduce", [8, 3, 6])],
-)
-def test_operands_of_three_dimensions_are_tuned(
-    world2: WorkerPool, tmp_path: Path, operator: str, shape: list[int]
-) -> None:
-    for measured, found, right in world2.run(tune_batched, tmp_path / "tuned.json", operator):
-        assert measured >= 1
-        assert found == shape
-        assert right
+    measured, found, right = len(entry.ms), list(y.shape), bool(y.eq(k if gathered else 2 * k).all())
+    assert measured >= 1
+    assert found == shape
+    assert right
 
 
 def key_of_the_call() -> str:

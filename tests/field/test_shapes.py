@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from megatron_flux.comm.group_state import state_of
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 CHUNKED = FluxConfig(backend="chunked", strict=True, keep_gathered=False)
 NEW_EVERY_STEP: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,)]
@@ -90,18 +90,15 @@ def over_host_memory() -> Iterator[None]:
             forget()
 
 
-def packed_sequences() -> dict[str, Any]:
+@on_ranks("world2")
+def test_another_number_of_tokens_in_every_step() -> None:
+    """NVIDIA/Megatron-LM#1238, NVIDIA/TransformerEngine#1303: userbuffers want one constant sequence length."""
     # Megatron wants the dispatcher of a model without experts, too.
     options = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     with over_host_memory():
-        return both(lambda: gpt_model("gpt3", **options), NEW_EVERY_STEP, CHUNKED, tolerance=1e-5, tp=2)
-
-
-def test_another_number_of_tokens_in_every_step(world2: WorkerPool) -> None:
-    """NVIDIA/Megatron-LM#1238, NVIDIA/TransformerEngine#1303: userbuffers want one constant sequence length."""
-    for seen in world2.run(packed_sequences):
-        n = len(NEW_EVERY_STEP)
-        assert seen["calls"] == {
-            "all_gather_gemm/chunked": 9 * n, "gemm_reduce_scatter/chunked": 9 * n, "all_gather/chunked": 5 * n
-        }  # fmt: skip
-        assert seen["fallbacks"] == {}
+        seen = both(lambda: gpt_model("gpt3", **options), NEW_EVERY_STEP, CHUNKED, tolerance=1e-5, tp=2)
+    n = len(NEW_EVERY_STEP)
+    assert seen["calls"] == {
+        "all_gather_gemm/chunked": 9 * n, "gemm_reduce_scatter/chunked": 9 * n, "all_gather/chunked": 5 * n
+    }  # fmt: skip
+    assert seen["fallbacks"] == {}

@@ -5,14 +5,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.train.presets import EXPERTS
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.megatron_world import splits_on_the_host
 from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_bench_layer import COLLECTIVES, sent_by_the_bound
 
 pytestmark = te_stand_in.needed
 
@@ -68,34 +67,17 @@ def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
 @on_ranks("te_world2")
 def test_delayed_gradients_and_what_the_bound_sends(tmp_path: Path) -> None:
     """Tokens to their experts and back, with their probabilities, and how many they are; nothing of linears."""
-    from megatron.core.tensor_parallel import mappings
-
     from megatron_flux.bench import layer
 
-    calls = {"all_reduce": 0, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 0, "all_to_all_single": 12}
-    out = tmp_path
     found: dict[tuple[bool, str], list[torch.Tensor]] = {}
-    called: list[dict[str, int]] = []
-    stock_observe, stock_look = layer.LayerBench._observe, variants.look_inside
+    stock = layer.LayerBench._observe
 
     def observed(self: Any, variant: Any) -> Any:
-        found[self.workload.delay_wgrad, variant.name] = stock_observe(self, variant)
+        found[self.workload.delay_wgrad, variant.name] = stock(self, variant)
         return found[self.workload.delay_wgrad, variant.name]
 
-    def looked(variant: Any) -> None:
-        names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-        with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
-            gathers = mock.patch.object(mappings, "dist_all_gather_func", dist.all_gather_into_tensor)
-            scatters = mock.patch.object(mappings, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
-            with gathers, scatters:
-                stock_look(variant)
-            if variant.name == "no_communication":
-                called.append({name: getattr(dist, name).call_count for name in names})
-
-    with mock.patch.object(layer.LayerBench, "_observe", observed), mock.patch.object(variants, "look_inside", looked):
-        run(out, WORKLOADS[2:], VARIANTS)
-    same = [
-        all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
-        for name in ("te", "flux_te")
-    ]
-    assert (same, called) == ([True, True], [calls, calls])
+    with mock.patch.object(layer.LayerBench, "_observe", observed), sent_by_the_bound() as sent:
+        run(tmp_path, WORKLOADS[2:], VARIANTS)
+    for name in ("te", "flux_te"):
+        assert all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
+    assert sent == [dict.fromkeys(COLLECTIVES, 0) | {"all_gather_into_tensor": 2, "all_to_all_single": 12}] * 2

@@ -1,12 +1,15 @@
 """``bench layer`` on real megatron-core layers over gloo: everything but the speed."""
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,3 +288,29 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
     assert "small-16x1 local: ready" in done.stderr
     assert "small-16x1 te: skipped: TransformerEngine needs a GPU" in done.stderr
     assert "ms per layer" in done.stdout
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+@contextlib.contextmanager
+def sent_by_the_bound() -> Iterator[list[dict[str, int]]]:
+    """Count torch's collectives in each step of ``no_communication``."""
+    from megatron.core.tensor_parallel import mappings
+
+    from megatron_flux.bench import variants
+
+    found: list[dict[str, int]] = []
+    stock = variants.look_inside
+
+    def looked(variant: Any) -> None:
+        seen = {name: mock.Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}
+        gathers, scatters = seen["all_gather_into_tensor"], seen["reduce_scatter_tensor"]
+        of_megatron = {"dist_all_gather_func": gathers, "dist_reduce_scatter_func": scatters}
+        with mock.patch.multiple(dist, **seen), mock.patch.multiple(mappings, **of_megatron):
+            stock(variant)
+        if variant.name == "no_communication":
+            found.append({name: one.call_count for name, one in seen.items()})
+
+    with mock.patch.object(variants, "look_inside", looked):
+        yield found

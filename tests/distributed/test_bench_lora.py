@@ -10,7 +10,7 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.train.options import LORA_TARGETS
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.test_bench_layer import run, run_with
+from tests.distributed.test_bench_layer import COLLECTIVES, run, run_with, sent_by_the_bound
 
 VARIANTS = ("local", "local_again", "flux_local", "no_communication")
 
@@ -63,57 +63,13 @@ def test_a_wrong_gradient_of_an_adapter_is_seen(tmp_path: Path) -> None:
     assert not found["ok"]
 
 
-def rank_without_communication(out: Path, sequence_parallel: bool) -> list[Any]:
-    """The bound starts no collective of torch, in forward or backward."""
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel import mappings
-
-    from megatron_flux.bench import variants
-
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
-    seen: list[str] = []
-    active, made = [False], variants.make
-
-    def make(name: str, *given: Any, **more: Any) -> Any:
-        variant = made(name, *given, **more)
-        step = variant.run
-
-        def watched() -> Any:
-            active[0] = True
-            try:
-                return step()
-            finally:
-                active[0] = False
-
-        variant.run = watched if name == "no_communication" else step
-        return variant
-
-    def watch(name: str) -> Any:
-        stock = getattr(dist, name)
-
-        def call(*given: Any, **more: Any) -> Any:
-            if active[0]:
-                seen.append(name)
-            return stock(*given, **more)
-
-        return call
-
-    kept = {
-        name: watch(getattr(mappings, name).__name__) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
-    }
-    with (
-        mock.patch.multiple(dist, **{name: watch(name) for name in names}),
-        mock.patch.multiple(mappings, **kept),
-        mock.patch.object(variants, "make", make),
-    ):
-        work = workload(sequence_parallel=sequence_parallel)
-        run(2, out, workloads=(work,), variants=("local", "no_communication"))
-    return seen
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
-def test_the_bound_has_no_collective_of_adapters(world2: WorkerPool, tmp_path: Path, sequence_parallel: bool) -> None:
-    assert world2.run(rank_without_communication, tmp_path, sequence_parallel) == [[], []]
+@on_ranks("world2")
+def test_the_bound_has_no_collective_of_adapters(tmp_path: Path, sequence_parallel: bool) -> None:
+    work = workload(sequence_parallel=sequence_parallel)
+    with sent_by_the_bound() as sent:
+        run(2, tmp_path, workloads=(work,), variants=("local", "no_communication"))
+    assert sent == [dict.fromkeys(COLLECTIVES, 0)]
 
 
 @te_stand_in.needed

@@ -80,26 +80,6 @@ def test_the_same_numbers_with_fewer_gathers(backend: str) -> None:
 
 
 @on_ranks("world2")
-def test_a_budget_is_never_exceeded() -> None:
-    plain, _ = Block("reference", False).results()
-    for room, gathers in ((0, 3), (gathered_bytes() - 1, 3), (2 * gathered_bytes() + 7, 1), (3 * gathered_bytes(), 0)):
-        block = Block("reference", True, room)
-        for _ in range(3):  # what backward gives back is there for the next step
-            for weight in block.weights:
-                weight.grad = None
-            found, begun = block.results()
-            assert begun == gathers, room
-            require_equal(found, plain)
-        outputs = []
-        for _ in range(4):
-            outputs.append(block.column(one_input()))
-            assert held()[1] <= room
-        for y in outputs:
-            y.sum().backward()
-        assert held() == (0, 0)
-
-
-@on_ranks("world2")
 def test_a_dropped_graph() -> None:
     """Graphs that nobody runs backward, of which one rank's waits for the garbage collector, count until a step."""
     plain, _ = Block("reference", False).results()

@@ -224,59 +224,6 @@ def test_against_stock_and_float64(case: Case) -> None:
 # Gradient accumulation into main_grad. Stock needs Apex for it, so the reference is float64.
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "managed", "zero_out", "where"),
-    [
-        ("column", torch.float32, False, False, {}),
-        ("column", torch.bfloat16, True, True, {}),
-        ("column", torch.float16, True, False, WHOLE),
-        ("row", torch.bfloat16, True, False, {}),
-        ("row", torch.float32, True, True, WHOLE),
-        ("row", torch.bfloat16, False, False, WHOLE),
-    ],
-)
-@on_ranks("world")
-def test_accumulation_into_fp32_main_grad(
-    kind: str, dtype: torch.dtype, managed: bool, zero_out: bool, where: dict[str, Any]
-) -> None:
-    """Two micro-batches; the integers are large enough that a bf16 or fp16 weight gradient would have been rounded."""
-    case = Case(kind, bias=False, dtype=dtype, options=where)
-    with megatron(tp=dist.get_world_size()):
-        w = whole(case)
-        w.x, w.dy = w.x * 31, w.dy * 29
-        w.expected.dw = w.expected.dw * (31 * 29)
-        layer = build(case, w)
-        plain = run(case, layer, w).dw
-        assert plain.dtype == dtype
-        assert torch.equal(plain.double(), w.expected.dw) == (dtype == torch.float32)
-        start = integers(*layer.weight.shape, seed=77, high=100)
-        layer.weight.main_grad = main_grad = start.clone()
-        if managed:
-            layer.weight.grad_added_to_main_grad = False
-            layer.weight.zero_out_wgrad = zero_out
-        # The constructor refuses the option without Apex; the layer reads this at call time.
-        layer.gradient_accumulation_fusion = True
-        with flux(STRICT) as seen:
-            for _ in range(2):
-                result = run(case, layer, w)
-        assert seen.active_layers == 1
-        assert layer.weight.main_grad is main_grad
-        require_close("main_grad", main_grad, start.double() + 2 * w.expected.dw, 0)
-        assert w.expected.dw.any()
-        if managed:
-            assert layer.weight.grad_added_to_main_grad is True
-            assert result.dw.shape == layer.weight.shape
-            assert result.dw.dtype == dtype
-            assert not zero_out or not result.dw.any()
-        else:
-            assert result.dw is None
-        layer.gradient_accumulation_fusion = False
-        with flux(STRICT):
-            returned = run(case, layer, w).dw
-        require_close("without fusion", returned, plain, 0 if dtype == torch.float32 else TOLERANCE)
-        require_close("main_grad is left alone", main_grad, start.double() + 2 * w.expected.dw, 0)
-
-
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_main_grad_is_the_forwards(kind: str) -> None:

@@ -67,6 +67,16 @@ def test_accumulate_adds_in_place(dtype: torch.dtype, into: torch.dtype | None) 
     assert torch.equal(main_grad.double(), start.double() + 2 * exact(dy, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_main_grad_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+    dy, x = operands(dtype, high=100)
+    rounded = weight_gradient(weight_of(dtype), None, dy, x)
+    assert not torch.equal(rounded.double(), exact(dy, x))
+    main_grad = torch.zeros(N, K)
+    assert weight_gradient(weight_of(dtype), main_grad, dy, x) is None, "a weight without Megatron's attribute"
+    assert torch.equal(main_grad.double(), exact(dy, x))
+
+
 def test_other_main_grad_dtypes_are_refused() -> None:
     dy, x = operands(torch.float32)
     with pytest.raises(TypeError, match=r"must be fp32 or torch\.float32 .* got torch\.bfloat16"):

@@ -44,26 +44,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def linear(**changes: Any) -> SimpleNamespace:
     """Make what the seam reads of a ``LayerNormLinear``."""
+    off = [f"ub_overlap_{what}" for what in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")]
+    off += ["ub_bulk_wgrad", "ub_bulk_dgrad", "primary_weights_in_fp8", "return_layernorm_output"]
     attributes = {
-        **dict.fromkeys(
-            (
-                "ub_overlap_ag_fprop",
-                "ub_overlap_rs_fprop",
-                "ub_overlap_ag_dgrad",
-                "ub_overlap_rs_dgrad",
-                "ub_bulk_wgrad",
-                "ub_bulk_dgrad",
-                "primary_weights_in_fp8",
-                "return_layernorm_output",
-            ),
-            False,
-        ),
+        **dict.fromkeys(off, False),
         "wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: False),
         "weight_names": ["weight"],
         "weight": torch.nn.Parameter(torch.ones(3, 4)),
         "fsdp_group": None,
     }
-    return SimpleNamespace(**{**attributes, **changes})
+    return SimpleNamespace(**attributes | changes)
 
 
 def why_stock(te: TransformerEngine, layer: Any) -> str | None:

@@ -37,11 +37,15 @@ def scales(model: Any) -> list[torch.Tensor]:
     return [t for layer in model.modules() if hasattr(layer, "fp8_meta") for t in state_of(layer).values()]
 
 
-def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options: dict[str, Any]) -> Any:
+def llama(**options: Any) -> Any:
+    return gpt_model("llama", te=True, **SIZES, **options).bfloat16()
+
+
+def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, make: Any, options: dict[str, Any]) -> Any:
     """Return what is measured ahead, in the first step, ahead of the second, and whether scales are as they were."""
     by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
-        model = gpt_model("llama", te=True, **SIZES, **options).bfloat16()
+        model = make(**options)
         found: list[Any] = []
         with flux(FluxConfig(backend="tuned", fp8=flux_fp8, strict=flux_fp8)):
             for again in range(2):
@@ -60,10 +64,11 @@ def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options:
 
 
 def require_all_ahead(
-    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, **options: Any
+    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, make: Any = llama, **options: Any
 ) -> list[tuple[Any, ...]]:
-    in_step = world.run(first_step, folder / "a", False, flux_fp8, chunks, options)
-    done_ahead = world.run(first_step, folder / "b", True, flux_fp8, chunks, options)
+    how = flux_fp8, chunks, make, options
+    in_step = world.run(first_step, folder / "a", False, *how)
+    done_ahead = world.run(first_step, folder / "b", True, *how)
     for (_, _, wanted, *_), (before, same, during, later, same_later) in zip(in_step, done_ahead, strict=True):
         assert during == [], "the first step had something left to measure"
         assert sorted(before) == sorted(wanted), "other calls than the step makes, or one twice"
@@ -132,7 +137,7 @@ def test_inside_of_an_autocast(tmp_path: Path) -> None:
 
     folder = tmp_path
     with fp8_megatron(), counting(folder) as tuned:
-        model = gpt_model("llama", te=True, **SIZES).bfloat16()
+        model = llama()
         with flux(FluxConfig(backend="tuned", fp8=True)), torch.no_grad(), autocast(recipe_of("blockwise")):
             megatron_flux.tune_model(model, SEQUENCE, BATCH)
         assert formats(tuned.measured) == {"", *BY_RECIPE["blockwise"]}

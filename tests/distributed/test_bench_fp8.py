@@ -52,10 +52,6 @@ def run(
         return layer.run(LayerRun(tp=2, **{**how, **changes}), log=lambda text: None)
 
 
-def run_with(out: Path, model: str, recipes: tuple[Any, ...], names: tuple[str, ...], changes: dict[str, Any]) -> Any:
-    return run(out, model, recipes, names, **changes)
-
-
 def _attention_of_the_cpu(stock: Any) -> Any:
     """TransformerEngine's attention is compiled: megatron-core's own runs in its place."""
 
@@ -149,12 +145,8 @@ def test_blocks_have_scales_of_their_own(te_world2: WorkerPool, tmp_path: Path) 
     assert te_world2.run(rank_scales, tmp_path) == [[], []]
 
 
-def rank_spoilt(out: Path) -> Any:
-    return run(out, "gelu", ("current", "blockwise"), ("te", "flux_te"), spoil=True)
-
-
 def test_a_shard_that_is_lost_is_no_rounding(te_world2: WorkerPool, tmp_path: Path) -> None:
-    rows = te_world2.run(rank_spoilt, tmp_path)[0]["rows"]
+    rows = te_world2.run(run, tmp_path, "gelu", ("current", "blockwise"), ("te", "flux_te"), True)[0]["rows"]
     assert [(row["arm"], row["agreement"]["ok"]) for row in rows] == [("te", True), ("flux_te", False)] * 2
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,10 +60,6 @@ def run(tp: int, out: Path, spoil: bool = False, **changes: Any) -> dict[str, An
             links.want(links.Wanted())
 
 
-def run_with(tp: int, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return run(tp, out, **changes)
-
-
 def test_variants_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
     tp = world.size
     summary = world.run(run, tp, tmp_path)[0]
@@ -101,7 +98,7 @@ def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen
     workload = Workload(model="swiglu", seq=64, micro_batch=2, layers=1, sequence_parallel=False, frozen=frozen)
     variants = ("local", "local_again", "flux_local", "no_communication")
     changes = {"workloads": (workload,), "variants": variants}
-    _, again, flux, bound = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    _, again, flux, bound = world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"]
     assert again["agreement"] == {**again["agreement"], "with": "local", "y": 0.0, "ok": True}
     assert (flux["sequence_parallel"], flux["frozen"], flux["agreement"]["ok"]) == (False, frozen, True)
     assert ("wgrad" in flux["agreement"]) is not frozen
@@ -113,7 +110,7 @@ def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
     """Forward operators alone: nothing of backward, and nothing that the bound sends."""
     prefill = Workload(model="gelu", seq=16, micro_batch=2, layers=1, mode="prefill")
     changes = {"workloads": (prefill, DECODE), "variants": ("local", "flux_local", "no_communication")}
-    rows = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    rows = world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"]
     assert [(row["mode"], row["arm"]) for row in rows] == [
         (mode, arm) for mode in ("prefill", "decode") for arm in changes["variants"]
     ]
@@ -201,12 +198,9 @@ def test_unsynchronised_sends_what_a_collective_would() -> None:
 
 
 def test_a_wrong_variant_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
-    rows = world2.run(rank_spoilt, tmp_path)[0]["rows"]
+    how = {"spoil": True, "variants": ("local", "flux_local")}
+    rows = world2.run(partial(run, **how), 2, tmp_path)[0]["rows"]
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
-
-
-def rank_spoilt(out: Path) -> dict[str, Any]:
-    return run(2, out, spoil=True, variants=("local", "flux_local"))
 
 
 def here() -> Ranks:
@@ -236,7 +230,7 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
     for _, counts in world2.run(count_steps, True):
         assert counts == {"a": 1, "b": 1, "c": 1}
     changes = {"variants": ("local",), "seconds": 1e-9}
-    assert world2.run(run_with, 2, tmp_path, changes)[0]["rows"] == []
+    assert world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"] == []
 
 
 class Gpu:

@@ -1,5 +1,6 @@
 """``bench layer --lora``: adapters beside frozen weights, shared by all variants and compared gradient by gradient."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.train.options import LORA_TARGETS
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.test_bench_layer import COLLECTIVES, run, run_with, sent_by_the_bound
+from tests.distributed.test_bench_layer import COLLECTIVES, run, sent_by_the_bound
 
 VARIANTS = ("local", "local_again", "flux_local", "no_communication")
 
@@ -24,7 +25,7 @@ def workload(**changes: Any) -> Workload:
 @pytest.mark.parametrize("targets", [LORA_TARGETS, ("linear_qkv",)], ids=["all", "qkv"])
 def test_variants_agree(world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool) -> None:
     work = workload(lora_targets=targets, sequence_parallel=sequence_parallel)
-    rows = world2.run(run_with, 2, tmp_path, {"workloads": (work,), "variants": VARIANTS})[0]["rows"]
+    rows = world2.run(partial(run, workloads=(work,), variants=VARIANTS), 2, tmp_path)[0]["rows"]
     assert [row["arm"] for row in rows] == list(VARIANTS)
     assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
     _, again, flux, bound = rows
@@ -79,7 +80,7 @@ def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPo
     recipes = (None, "current", "blockwise")
     changes = {"workloads": tuple(workload(fp8=recipe, **how) for recipe in recipes)}
     names = ("te", "te_again", "flux_te", "no_communication", "unsynchronised")
-    rows = te_world2.run(test_bench_fp8.run_with, tmp_path, "swiglu", (), names, changes)[0]["rows"]
+    rows = te_world2.run(partial(test_bench_fp8.run, **changes), tmp_path, "swiglu", (), names)[0]["rows"]
     assert [(row["fp8"], row["arm"]) for row in rows] == [(recipe, name) for recipe in recipes for name in names]
     for row in rows:
         found = row["agreement"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,12 +251,8 @@ def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path
     stored = json.loads(cache.read_text())
     stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
-    assert world2.run(forced, cache)[0] == 4
+    assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
-
-
-def forced(cache: Path) -> int:
-    return fill(cache, CASES, force=True)[2]
 
 
 def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> None:
@@ -266,12 +263,9 @@ def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> Non
     assert "forward FP8 blockwise m=256" in said[2]
 
 
-def over_host(cache: Path) -> list[tuple[Case, str, str]]:
-    return fill(cache, CASES, "host", link="host", wire="fp8")[0]
-
-
 def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
-    done = world2.run(over_host, tmp_path / "tuned.json")[0]
+    run = partial(fill, kind="host", link="host", wire="fp8")
+    done = world2.run(run, tmp_path / "tuned.json", CASES)[0][0]
     assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
     assert {(case.direction, "wire=fp8" in key, plan) for case, key, plan in done} == {
         ("forward", True, "chunked_fp8 x1"),

@@ -230,9 +230,6 @@ def test_half_a_graph() -> None:
     require_equal(blocks.results(True), plain)
 
 
-# Whole models.
-
-
 @pytest.mark.parametrize("names", ["*.linear_proj", "*.0.mlp.linear_fc1"])
 @on_ranks("world2")
 def test_some_layers_run_stock(names: str) -> None:
@@ -290,9 +287,6 @@ def test_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
         require_equal(found, plain)
         assert sorted(order) == sorted(in_turn)
         assert order != in_turn
-
-
-# The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
 
 
 @pytest.mark.parametrize(("late", "captured"), [(None, False), (1, True)], ids=["eager", "late, as in a CUDA graph"])

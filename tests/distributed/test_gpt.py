@@ -135,8 +135,6 @@ def test_backends_by_layer_and_direction() -> None:
         assert seen.as_dict() == Seen(5, chosen, calls).as_dict()
 
 
-# Layers that stay stock.
-
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -180,9 +178,6 @@ def test_mixture_of_experts(ep: int, etp: int, shared: int | None, overlap: bool
     linears = LAYERS * (4 if shared and not overlap else 2) + 1
     assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
     assert f"cannot run flux: {reason}" in refused
-
-
-# Checkpoints and identity.
 
 
 @on_ranks("world2")

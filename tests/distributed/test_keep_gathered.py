@@ -188,9 +188,6 @@ def test_what_keeps_nothing() -> None:
         assert held() == (0, 0)
 
 
-# Whole models.
-
-
 @pytest.mark.parametrize(
     ("backend", "recompute"), [("reference", None), ("chunked", None), ("chunked", "selective"), ("reference", "full")]
 )

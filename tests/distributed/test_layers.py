@@ -221,9 +221,6 @@ def test_against_stock_and_float64(case: Case) -> None:
         compare(case, "flux against float64", ours, w.expected, tolerance)
 
 
-# Gradient accumulation into main_grad. Stock needs Apex for it, so the reference is float64.
-
-
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_main_grad_is_the_forwards(kind: str) -> None:
@@ -240,9 +237,6 @@ def test_main_grad_is_the_forwards(kind: str) -> None:
             y.backward(w.dy)
         require_close("the main_grad of the forward", first, w.expected.dw, 0)
         assert not second.any()
-
-
-# Recompute, order of forwards and backwards, shared weights.
 
 
 @pytest.mark.parametrize(

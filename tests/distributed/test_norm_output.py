@@ -102,9 +102,6 @@ def test_four_ranks(te_world4: WorkerPool) -> None:
     te_world4.run(rank_lora, Lora(dtype=FP32, frozen=False))
 
 
-# What stock does
-
-
 @on_ranks("te_world2")
 def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
     """An error of TransformerEngine's: what lies before an adapter lacks its part. Red once a release adds it."""
@@ -124,9 +121,6 @@ def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
         assert {name for name, error in lost.items() if error > 1e-2} == {"dx0", "dx1"}
         assert counted == {"added": 0, "dropped": 1}
         assert seen.fallbacks == {"TE norm column: chosen with set_backend": 2}
-
-
-# One of both outputs alone
 
 
 @pytest.mark.parametrize("reads", ["result", "norm output"])

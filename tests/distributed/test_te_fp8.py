@@ -267,9 +267,6 @@ def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: s
     te_world2.run(rank_fp8_state, kind, recipe)
 
 
-# Frozen parameters, and an input without gradient
-
-
 @on_ranks("te_world2")
 def test_two_models_take_turns() -> None:
     """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
@@ -318,9 +315,6 @@ def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input
         assert (ours[name] is None) == (expected is None), name
         if expected is not None:
             torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
-
-
-# Calls that stay stock
 
 
 def _patched(path: str, **how: Any) -> Callable[[Any], Any]:

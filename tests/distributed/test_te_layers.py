@@ -92,9 +92,6 @@ def test_a_bias_below_the_last_bit(te_world2: WorkerPool, kind: str, options: di
     te_world2.run(rank_small_bias, kind, options)
 
 
-# main_grad
-
-
 @pytest.mark.parametrize(
     ("kind", "cached", "overwrite", "kept"),
     [
@@ -122,9 +119,6 @@ def test_what_was_in_main_grad(kind: str, cached: bool, overwrite: bool, kept: b
                 with_zero = run(case, layer)["weight"]
                 found.append(bool((with_seven - with_zero).mean() > 6))
     assert found == [kept, kept]
-
-
-# Frozen parameters, and an input without gradient
 
 
 @pytest.mark.parametrize(
@@ -166,9 +160,6 @@ def test_frozen_parameters(kind: str, names: tuple[str, ...], input_grad: bool) 
         require_same(case, stock, ours)
 
 
-# Recompute, no_grad, memory
-
-
 @pytest.mark.parametrize("kind", list(CLASSES))
 @on_ranks("te_world2")
 def test_no_more_is_saved_for_backward(kind: str) -> None:
@@ -196,9 +187,6 @@ def test_no_more_is_saved_for_backward(kind: str) -> None:
     assert 0 < ours <= stock
 
 
-# Checkpoints
-
-
 @pytest.mark.parametrize("kind", list(CLASSES))
 @on_ranks("te_world2")
 def test_state_dicts_load_both_ways(kind: str) -> None:
@@ -217,9 +205,6 @@ def test_state_dicts_load_both_ways(kind: str) -> None:
             ours.load_state_dict(stock.state_dict())
             patched = run(case, ours)
         require_same(case, run(case, stock), patched)
-
-
-# Layers that stay stock
 
 
 def _configured(**attributes: Any) -> Callable[[Any], Any]:
@@ -320,9 +305,6 @@ def test_experts() -> None:
         with flux():
             layer(numbers(4, 2, sizes().k, seed=1))
             assert report()["fallbacks"] == {"TE column: expert layer with explicit communication": 1}
-
-
-# patch() and unpatch()
 
 
 @on_ranks("te_world2")

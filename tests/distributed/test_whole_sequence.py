@@ -22,9 +22,6 @@ from tests.distributed.twins import NEEDS_TRITON, registered
 STRICT = FluxConfig(strict=True)
 
 
-# The fused kernels
-
-
 def pair(sequence_parallel: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A column and a row layer in fp16, in whose range all sums of the test are exact."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -75,9 +72,6 @@ def test_by_fused_kernels() -> None:
     whole = {"gemm_all_reduce/twin": 3, "all_gather/twin": 1}
     split = {"all_gather_gemm/twin": 3, "gemm_reduce_scatter/twin": 3, "all_gather/twin": 2}
     assert found == [whole, split]
-
-
-# Order
 
 
 class Noting(ReferenceBackend):

@@ -27,9 +27,6 @@ def parsed(*words: str) -> argparse.Namespace:
     return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
 
 
-# Arguments.
-
-
 def test_arguments_become_the_config() -> None:
     assert parsed().flux is False
     assert config_from(parsed()) == FluxConfig()
@@ -49,9 +46,6 @@ def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str
     assert parsed().flux is on
     assert parsed("--flux").flux is True
     assert parsed("--no-flux").flux is False
-
-
-# Checks.
 
 
 def arguments(**changes: Any) -> types.SimpleNamespace:
@@ -108,9 +102,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="transformer_engine", flux=False))
 
 
-# Tuning ahead.
-
-
 @pytest.mark.parametrize(
     ("changes", "patched", "asked"), [({}, True, True), ({"flux": False}, True, False), ({}, False, False)]
 )
@@ -130,9 +121,6 @@ def test_a_model_that_is_set_up_is_tuned_ahead(
     hooks._wrap(training)
     assert training.setup_model_and_optimizer("provider") == (["chunk 0", "chunk 1"], "optimizer", "provider")
     assert seen == ([(["chunk 0", "chunk 1"], 64, 3)] if asked else [])
-
-
-# Metrics.
 
 
 def seen(
@@ -196,9 +184,6 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
     assert len(megatron.tensorboard.rows) == 18  # 2 once
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
-
-
-# Patch sets.
 
 
 @pytest.mark.parametrize("tag", ["core_v0.15.3", "core_v0.16.1", "core_v0.19.0"])

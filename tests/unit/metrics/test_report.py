@@ -148,9 +148,6 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     assert not [part.id for part in empty.values() if part.figure is not None]
 
 
-# Ranks.
-
-
 def test_the_slowest_among_many_ranks() -> None:
     shown = ranks.part(ranks.of_variants(cluster_variants()))
     slowest = "Rank 77 on gpu-node-009.cluster.example: slowest in 16 of 24 sampled steps of flux, "
@@ -158,9 +155,6 @@ def test_the_slowest_among_many_ranks() -> None:
     assert "(4.9 % of its own time) behind the fastest that it compares with." in shown.caption
     assert shown.caption.endswith("Listed are the 16 slowest of 128.")
     assert len(shown.table.rows) == 32
-
-
-# Several runs.
 
 
 def test_several_runs(tmp_path: Path) -> None:

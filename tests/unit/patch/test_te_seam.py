@@ -60,9 +60,6 @@ def why_stock(te: TransformerEngine, layer: Any) -> str | None:
     return te.why_stock(layer, layer.weight)
 
 
-# Releases
-
-
 def test_what_cannot_run_flux_says_why(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_seam.why_unusable() is None
     monkeypatch.setattr(te_seam, "version", lambda name: "2.21.0")
@@ -112,9 +109,6 @@ def test_which_release_delays_wgrad(installed: SimpleNamespace, monkeypatch: pyt
     monkeypatch.setattr(te_seam, "version", lambda name: "2.11.0")
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm")
     assert "delayed wgrad: TransformerEngine 2.11.0 is not as expected" in str(why_stock(te_seam.load(), layer))
-
-
-# What is asked of a module and of the process
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-# Where a run may save.
-
-
 @pytest.mark.parametrize("compare", [False, True])
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -> None:
     folder = tmp_path / "saved" / "flux" if compare else tmp_path / "saved"
@@ -115,18 +112,12 @@ def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() - began > 0.4
 
 
-# What is kept.
-
-
 def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> None:
     cut(checkpoint_folder.checkpoint_of(saved, 6))
     for iteration in (8, 10):
         checkpoint(saved, iteration)
     checkpoint_folder.prune(saved, 8, 2)
     assert checkpoint_folder.iterations(saved) == [4, 6, 8, 10], "10 is of another past"
-
-
-# What is resumed from.
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_it_offered(saved: Path, tmp_path: Path) -> None:

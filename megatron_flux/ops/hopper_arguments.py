@@ -20,7 +20,7 @@ SM_FLOP_PER_NS = 5300  # sustained, of one SM of an H200
 
 
 def all_gather_gemm(at: SlabCall) -> Launch:
-    """Fill ``out``; the rows of x must be a multiple of the tile's. Without ``return_gathered`` the local shard is not
+    """Fill ``out``; x has at least a tile's rows. Without ``return_gathered`` the local shard is not
     copied into ``gathered``: the kernel reads it from x.
     """
     call, work, config, out, gathered = at.call, at.work, at.config, at.out, at.gathered

@@ -177,7 +177,7 @@ def candidates(
         first, second = _fewest_rounds(mp * tp, n, sms)
         plans = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
-        if tp > 2 and 2 * (mp // 128) <= first.group and n >= 2048 * (tp - 1) / tp:
+        if tp > 2 and 2 * cdiv(mp, 128) <= first.group and n >= 2048 * (tp - 1) / tp:
             plans.insert(1, replace(first, span=2))
     elif op == "all_gather_gemm":
         plans = [KernelConfig(), KernelConfig(bn=128)]  # half the tile fits GPUs with 100 KB of shared memory
@@ -247,7 +247,7 @@ def all_ranks_candidates(m: int, k: int, ws: bool = False, promoted: bool | None
 def fits(op: str, config: KernelConfig, mp: int, n: int, k: int, tp: int) -> bool:
     """Return True if a plan may be a candidate of such a call: its fields mean something there, its flags suffice."""
     if op == "all_gather_gemm":
-        crowded = config.span > 1 and (config.span >= tp or config.span * (mp // config.bm) > config.group)
+        crowded = config.span > 1 and (config.span >= tp or config.span * cdiv(mp, config.bm) > config.group)
         if crowded or ((config.early or config.late) and config.edges(k) == WHOLE):
             return False
     elif config.ws and config.band > cdiv(mp, config.bm):

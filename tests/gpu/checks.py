@@ -115,7 +115,7 @@ def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
-            for mp, n, k in ((256, 1024, 512), (128, 768, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
+            for mp, n, k in ((256, 1024, 512), (300, 776, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
                 last = compare(group, mp, n, k, dtype, transposed)
     compare(group, 256, 512, 64, integer=True)
     return last
@@ -194,7 +194,7 @@ def addend(group):
     try:
         for plan in chosen:
             b.config = plan
-            for mp, n, k, transposed in ((256, 1024, 512, True), (256, 520, 1032, False), (100, 520, 264, True)):
+            for mp, n, k, transposed in ((256, 1024, 512, True), (300, 520, 1032, False), (100, 520, 264, True)):
                 _, x, w = operands(group, mp, n, k, torch.bfloat16, transposed)
                 wt = w if transposed else w.t()
                 product = x.float() @ wt.float()

@@ -6,7 +6,11 @@ warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says 
 Operands
     Local tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the local shard into the gather
     buffer if the caller wants the gathered input (KEEP), or all shards, as they arrive, into memory of the caller's own
-    (OWN), while tensor cores multiply. ``mp`` is a multiple of BM.
+    (OWN), while tensor cores multiply.
+
+Rows
+    A shard has at least BM rows. Where its last tile would reach beyond them, it begins earlier: rows that two tiles
+    have are computed twice, to the same bits.
 
 Flags
     The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at
@@ -65,6 +69,12 @@ def _place(t, own, npn, rank, GROUP: gl.constexpr, SPAN: gl.constexpr, TP: gl.co
 
 
 @gluon.jit
+def _first_row(rb, mp, BM: gl.constexpr):
+    """Return where a row block of a shard begins."""
+    return gl.minimum(rb * BM, mp - BM)
+
+
+@gluon.jit
 def _piece(
     src, kc, rank, KCH: gl.constexpr, TP: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
@@ -92,9 +102,10 @@ def _load(
     arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
+        row = _first_row(rb, mp, s.BM)
         if src == rank:
             slot, phase = load_blocks(
-                s, xd, b, rb * s.BM, pn * s.BN, 0, kt, xs, 0, rb * s.BM, ws, slot, phase
+                s, xd, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase
             )  # fmt: skip
         else:
             for kc in range(KCH):
@@ -104,8 +115,8 @@ def _load(
                     each_thread(FENCE_PROXY, epoch)
                     arrived = unit
                 slot, phase = load_blocks(
-                    s, a, b, src * mp + rb * s.BM, pn * s.BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), gs,
-                    src * kt, rb * s.BM, ws, slot, phase,
+                    s, a, b, src * mp + row, pn * s.BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), gs,
+                    src * kt, row, ws, slot, phase,
                 )  # fmt: skip
 
 
@@ -117,9 +128,10 @@ def _store(
     phase = 0
     for t in range(gl.program_id(0), own * npn * TP, CTAS):
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
+        row = src * mp + _first_row(rb, mp, s.BM)
         for piece in gl.static_range(s.BN // PIECE):
             mbarrier.wait(s.ready.index(slot), phase)
-            copy_out(c, [src * mp + rb * s.BM, pn * s.BN + piece * PIECE], s.pieces.index(slot))
+            copy_out(c, [row, pn * s.BN + piece * PIECE], s.pieces.index(slot))
             tma.store_wait(0)
             mbarrier.arrive(s.free.index(slot), count=1)
             slot, phase = advance(slot, phase, s.RING)
@@ -127,7 +139,7 @@ def _store(
 
 @gluon.jit
 def _copy_shard(
-    source, to, own, k, chunk_k, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, CTAS: gl.constexpr
+    source, to, own, mp, k, chunk_k, BM: gl.constexpr, KCH: gl.constexpr, WIDTH: gl.constexpr, CTAS: gl.constexpr
 ):  # fmt: skip
     dtype: gl.constexpr = source.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([128 // dtype.primitive_bitwidth], [32], [gl.num_warps()], [0])
@@ -138,8 +150,9 @@ def _copy_shard(
         end = gl.minimum(col + chunk_k, k)
         at_row = row.to(gl.int64) * k
         for at in range(col, end, WIDTH):
-            value = gl.load(source + at_row + at + lane, mask=at + lane < end, cache_modifier=".cg")
-            gl.store(to + at_row + at + lane, value, mask=at + lane < end)
+            there = (at + lane < end) & (row < mp)
+            value = gl.load(source + at_row + at + lane, mask=there, cache_modifier=".cg")
+            gl.store(to + at_row + at + lane, value, mask=there)
 
 
 @gluon.jit
@@ -153,7 +166,7 @@ def _keep(
     size = mp.to(gl.int64) * k
     mine = gl.multiple_of(gl.load(data_table + rank).to(gl.pointer_type(x.dtype.element_ty)) + buf_off, 16)
     if OWN:
-        _copy_shard(x, gl.multiple_of(kept + rank * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
+        _copy_shard(x, gl.multiple_of(kept + rank * size, 16), own, mp, k, chunk_k, BM, KCH, WIDTH, CTAS)
         for step in range(1, TP):
             src = (rank + step) % TP
             for last in gl.static_range(2):
@@ -162,9 +175,9 @@ def _keep(
                 wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, piece, 500)
                 each_thread(FENCE_PROXY, epoch)
             whole = gl.multiple_of(mine + src * size, 16)
-            _copy_shard(whole, gl.multiple_of(kept + src * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
+            _copy_shard(whole, gl.multiple_of(kept + src * size, 16), own, mp, k, chunk_k, BM, KCH, WIDTH, CTAS)
     elif KEEP:
-        _copy_shard(x, gl.multiple_of(mine + rank * size, 16), own, k, chunk_k, BM, KCH, WIDTH, CTAS)
+        _copy_shard(x, gl.multiple_of(mine + rank * size, 16), own, mp, k, chunk_k, BM, KCH, WIDTH, CTAS)
 
 
 @gluon.jit
@@ -198,12 +211,12 @@ def hopper_ag_gemm_kernel(
     TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """See the module. ``mp`` must be a multiple of ``BM``, ``chunk_k`` of ``BK``. Without ``BIAS`` no bias is read,
-    without ``SCALES`` (None) no scales; of "blocks" ``xs``, ``gs`` and ``ws`` are descriptors, of "tensor" pointers.
-    ``kept`` is read with OWN alone.
+    """See the module. ``mp`` must be at least ``BM`` and, with scales of "blocks", a multiple of four; ``chunk_k`` a
+    multiple of ``BK``. Without ``BIAS`` no bias is read, without ``SCALES`` (None) no scales; of "blocks" ``xs``,
+    ``gs`` and ``ws`` are descriptors, of "tensor" pointers. ``kept`` is read with OWN alone.
     """
     epoch = gl.load(epochs + slot)
-    own = mp // BM
+    own = gl.cdiv(mp, BM)
     npn = gl.cdiv(n, BN)
     kt = gl.cdiv(k, BK)
     s = shared_memory(

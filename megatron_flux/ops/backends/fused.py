@@ -1,7 +1,7 @@
 """The ``fused`` backend: one persistent kernel per operator over symmetric memory.
 
 Hopper gets the warp-specialised kernels (:mod:`kernels.hopper.pieces`) wherever TMA can address the operands
-and, for all_gather_gemm, 128 divides a rank's rows; everything else gets the plain Triton ones.
+and, for all_gather_gemm, a rank has 128 rows; everything else gets the plain Triton ones.
 
 Contract: that of :mod:`megatron_flux.ops.call`; all ranks of a group make the same calls in the same
 order. A gathered input is a view of a slab: of an all_gather valid until the group's next all_gather, of an
@@ -121,17 +121,16 @@ class FusedBackend(Backend):
 def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
     """Return True if the warp-specialised kernels can run ``call``; nothing else decides it.
 
-    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take whole
-    tiles of ``bm`` rows of a shard; of gemm_reduce_scatter, where ``x`` is in blocks, the scales of every shard begin
-    at a multiple of 16 bytes.
+    They are for Hopper (not what came later) and operands that TMA can address. Those of all_gather_gemm take shards
+    of ``bm`` rows and more. Where ``x`` is in blocks, TMA reads scales of a shard from a multiple of 16 bytes on.
     """
     x = call.x
     if not x.is_cuda or capability(x.device) != (9, 0) or not call.uses_tma:
         return False
-    if call.operator == "all_gather_gemm":
-        return x.numel() // call.k % bm == 0
-    in_blocks = call.operator == "gemm_reduce_scatter" and call.fp8 is not None and call.fp8.blocks
-    return not in_blocks or call.m // call.group.size() * 4 % ALIGNMENT == 0
+    rows, in_blocks = call.m // call.group.size(), call.fp8 is not None and call.fp8.blocks
+    if call.operator == "all_gather_gemm" and rows < bm:
+        return False
+    return not in_blocks or call.operator == "gemm_all_reduce" or rows * 4 % ALIGNMENT == 0
 
 
 def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:

@@ -22,8 +22,8 @@ TABLES = (
     ("report",),
     ("watch",),
     ("doctor",),
-    ("slurm render", "slurm check", "slurm submit", "slurm try"),
-    ("slurm status", "slurm logs", "slurm resume", "slurm collect"),
+    ("slurm render", "slurm check", "slurm submit"),
+    ("slurm status", "slurm resume"),
     ("quant fold",),
 )
 """The commands of each table."""

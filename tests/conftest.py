@@ -1,7 +1,5 @@
 """Markers by folder; one warm Python for all tests; no process may be left behind when they have ended."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Write programs that stand in for others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

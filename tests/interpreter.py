@@ -18,8 +18,6 @@ of a number, or one that comes back after it was cleared. NumPy loads and stores
 An interpreter of another release that has none of these names stays as it is, and takes longer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

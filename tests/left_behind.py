@@ -3,8 +3,6 @@
 Daemons and worker pools are fixtures, and have been ended by then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

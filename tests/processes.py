@@ -4,8 +4,6 @@ An orphan is no longer a child of anything that a test knows. What a process was
 it starts, and Linux shows that of a live process; zombies have none, and are no longer processes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -8,8 +8,6 @@ Faults: allocations fail, on one rank or on all. A rank that gets an exception m
 do. Then either the call is right everywhere, or all ranks get an error and make it again, which must be right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A fence that is missing changes nothing that can be seen on most days. Whether it is on every path can be seen in PTX.
 """
 
-from __future__ import annotations
-
 import re
 
 LABEL = re.compile(r"^\s*(\$\w+):")
@@ -21,7 +19,6 @@ TMA_STORE = r"\bcp\.async\.bulk\.tensor\S*\.global\.shared::cta"
 ARRIVED = r"\bcp\.async\.bulk\.wait_group\s+0;"
 STORE = r"\bst\.global"
 PUBLISH = r"\batom\.global\.(?:sys\.relaxed|relaxed\.sys)\.exch"
-PUBLISH_RELEASE = r"\batom\.global\.(?:sys\.release|release\.sys)\.exch"
 BARRIER = r"\b(?:bar\.sync|barrier\.sync(?:\.aligned)?)\s"
 
 

@@ -1,7 +1,5 @@
 """A file system of a few megabytes, mounted for a test: what a full disk does cannot be had otherwise."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

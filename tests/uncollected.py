@@ -5,8 +5,6 @@ import torch
 uncollected.end()
 """
 
-from __future__ import annotations
-
 import gc
 
 gc.disable()

@@ -13,8 +13,6 @@ Not for tests of how processes are started, killed or found, nor of what is impo
 process, and so is the command line that the system shows for it.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

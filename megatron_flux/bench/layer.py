@@ -52,12 +52,12 @@ from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
 from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import FluxError
 from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown, environment
-from megatron_flux.telemetry.profiler import exported, write_trace
+from megatron_flux.telemetry.profiler import saved
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -372,7 +372,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
             activities=[ProfilerActivity.CUDA],
             # The first step under a profiler pays for its start.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            on_trace_ready=lambda done: traces.append(exported(done, path)),
+            on_trace_ready=lambda done: traces.append(saved(done, path)),
         )
     with profiler or nullcontext():
         for _ in range(2):
@@ -380,10 +380,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
             torch.cuda.synchronize()
             if profiler is not None:
                 profiler.step()
-    if path is None:
-        return None
-    write_trace(path, traces[0])
-    return traces[0]
+    return traces[0] if traces else None
 
 
 def baseline_of(names: dict[str, Any]) -> str:
@@ -436,14 +433,11 @@ def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, An
     Returns the summary, on the other ranks without the breakdowns.
 
     Raises:
-        UserError: a GPU run without a CUDA device, a link that is not there, or CUDA graphs over one that has none.
+        UserError: a link that is not there, or CUDA graphs over one that has none.
     """
     from megatron.core import parallel_state
 
-    if wanted.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("bench layer measures GPUs; no CUDA device is visible here")
-    on_gpu = wanted.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if wanted.device == "cuda" else torch.device("cpu")
     group = parallel_state.get_tensor_model_parallel_group()
     here = harness.ranks_of(group, device, wanted.link, wanted.timeout, log)
     check_graphs(wanted.cuda_graphs, here.link.kind)

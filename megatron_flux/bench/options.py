@@ -45,7 +45,7 @@ class _Calls(LinkOptions):
     tokens: list[PositiveInt] | None = option(
         None, "Rows m of the whole group. Default: 1024 to 16384 by powers of two; decode 1 to 512."
     )
-    linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = option(list(LINEARS), "Linears of a layer.")
+    linears: list[Literal["qkv", "proj", "fc1", "fc2"]] = _in_file(list(LINEARS), "Linears of a layer.")
     directions: list[Literal["forward", "dgrad", "decode"]] = option(
         ["forward", "dgrad"], "forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs."
     )
@@ -73,7 +73,7 @@ class _Calls(LinkOptions):
                         for recipe in ([None] if decode else _recipes(self.fp8))
                     ]
         if not cases:
-            raise UserError("--directions decode calls proj and fc2 alone; give one of them as --linears")
+            raise UserError("--directions decode calls proj and fc2 alone; set linears to one of them")
         return cases
 
 
@@ -95,7 +95,6 @@ class TuneOptions(_Calls, GradWireOptions):
     group: ClassVar[str] = "Measuring"
 
     force: bool = option(False, "Measure again what has a plan already.")
-    show: bool = option(False, "Print the stored plans and end; needs no GPU.")
     cache: Path | None = _in_file(
         None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder."
     )

@@ -9,12 +9,12 @@ from typing import IO, Any
 
 from rich.text import Text
 
+from megatron_flux.bench.cases import Workload
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number, print_table
 from megatron_flux.ops.tuner import cache
-from megatron_flux.train.options import LORA_TARGETS
 
 Row = Mapping[str, Any]
 
@@ -92,25 +92,20 @@ _KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setti
 """The part of a key before the first bar; see :func:`megatron_flux.ops.tuner.keys.describe`."""
 
 
-def show_plans(
-    plans: Mapping[str, Row], file: IO[str] | None = None, calls: Sequence[tuple[str, str]] | None = None
-) -> None:
-    """Print ``plans`` of the tuner's cache, by key, in a table for each GPU and versions.
-
-    ``calls`` are rows: a model's name for a call and its key. Without it every key is a row, sorted by shape.
+def show_plans(plans: Mapping[str, Row], calls: Sequence[tuple[str, str]], file: IO[str] | None = None) -> None:
+    """Print ``plans`` of the tuner's cache, by key; ``calls`` are the rows: a model's name for a call and its key.
 
     Raises:
         UserError: a plan that is not the tuner's.
     """
     by_machine: dict[str, list[list[str | Text]]] = {}
-    for name, key in calls or [("", key) for key in sorted(plans, key=_order)]:
+    for name, key in calls:
         machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
-        by_machine.setdefault(machine, []).append([*([name] if calls else []), *_plan_cells(key, plans[key])])
-    head = ("<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned")
+        by_machine.setdefault(machine, []).append([name, *_plan_cells(key, plans[key])])
     for machine, rows in by_machine.items():
         print_table(
             f"{machine}: {len(rows)} call(s)",
-            (*(["<call"] if calls else []), *head),
+            ("<call", "<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned"),
             rows,
             "milliseconds: median when it was tuned; gain: reference / plan",
             file=file,
@@ -135,11 +130,6 @@ def _plan_cells(key: str, plan: Row) -> list[str | Text]:
         number(before / after if before and after else None, ".2f", "x"),
         Text(name, style="" if name == "reference" else "bold"),
     ]
-
-
-def _order(key: str) -> tuple[Any, ...]:
-    call = _KEY.match(key)
-    return (1, key) if call is None else (0, call["op"], call["setting"], *(int(call[size]) for size in "mnk"))
 
 
 LAYER_HEAD = ("<variant", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")
@@ -186,16 +176,6 @@ def show_layers(summary: Row, file: IO[str] | None = None) -> None:
 
 
 def workload_title(row: Row) -> str:
-    """Return the title of a workload."""
-    mode, context = row.get("mode", "training"), row.get("context_length")
-    how = "" if mode == "training" else f", {mode}"
-    how += f" behind {context} tokens" if context else ""
-    how += "" if row.get("sequence_parallel", True) else ", no sequence parallelism"
-    lora, targets = row.get("lora"), row.get("lora_targets") or LORA_TARGETS
-    how += ", frozen" if row.get("frozen") and not lora else ""
-    how += f", LoRA of rank {lora}" if lora else ""
-    how += ", delayed wgrad" if row.get("delay_wgrad") else ""
-    how += "" if tuple(targets) == LORA_TARGETS else f" on {', '.join(targets)}"
-    return (
-        f"{row['model']}, {row['seq']} x {row['micro_batch']}{fp8_title(row.get('fp8'))}{how}, {row['layers']} layers"
-    )
+    """Return the name that the workload has in logs and file names, and its number of layers."""
+    workload = Workload.model_validate({name: row[name] for name in Workload.model_fields if name in row})
+    return f"{workload.label}, {workload.layers} layers"

@@ -45,7 +45,7 @@ def run(
     from then on.
 
     Raises:
-        UserError: no CUDA device, or the group cannot run the fused backend (with the reason).
+        UserError: the group cannot run the fused backend (with the reason).
         OperatorError: a plan could not be stored, because the file cannot be read or written.
     """
     dtype = ops.DTYPES[wanted.dtype]
@@ -130,5 +130,5 @@ def work(text: str) -> None:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         names = [(f"{case.model} {case.layer} {_how(case)}", key) for case, key, _ in done]
-        tables.show_plans({key: plan.to_json() for _, key, plan in done}, calls=names)
+        tables.show_plans({key: plan.to_json() for _, key, plan in done}, names)
         logger.info("plans: %s", wanted.cache)

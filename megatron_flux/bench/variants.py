@@ -1,20 +1,4 @@
-"""Variants of ``bench layer`` and their layers.
-
-================  =======================  ========================================================================
-variant           layers                   run
-================  =======================  ========================================================================
-te                TransformerEngine spec   stock Megatron: the baseline
-local             local spec with          stock Megatron
-                  TransformerEngine's
-                  norm and attention
-te_ub             TransformerEngine spec   TransformerEngine's userbuffers (``tp_comm_overlap``), default settings
-flux_local        those of ``local``       under ``megatron_flux.patched()``
-flux_te           those of ``te``          under ``megatron_flux.patched()``
-no_communication  those of ``te``          communication left out: a bound, no training
-unsynchronised    those of ``te``          its bytes sent, nothing waits for them: no-wait bound, no training
-…_again           those of ``…``           the same once more, which shows the noise
-flux_…:NAME=…     those of ``flux_…``      with another setting of :class:`megatron_flux.config.FluxConfig`
-================  =======================  ========================================================================
+"""Variants of ``bench layer`` and their layers; docs/commands.md lists them.
 
 The bounds run local layers where TransformerEngine cannot run. In FP8 there are no local layers, and the bounds have
 TransformerEngine's to themselves: the amaxes of the others would be those of steps without communication.

@@ -10,7 +10,6 @@ import torch
 
 from megatron_flux.bench import layer as layers
 from megatron_flux.bench import ops as operators
-from megatron_flux.bench import tables
 from megatron_flux.bench import tune as tuning
 from megatron_flux.bench.options import LayerOptions, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
 from megatron_flux.bench.variants import blocks_of
@@ -34,13 +33,8 @@ def ops(options: OpsOptions, dry_run: bool) -> None:
 def tune(options: TuneOptions, dry_run: bool) -> None:
     """Measure which backend is fastest for each layer; training reads the plans."""
     cache = options.cache or cache_path()
-    if options.show:
-        if dry_run or options.force:
-            raise UserError("--show only prints stored plans; leave out --dry-run and --force")
-        _show(cache, asked=options.cache is not None)
-        return
     if not dry_run:
-        _ready_for_gpus("tune", "--show prints stored plans, --dry-run checks the options, on any machine")
+        _ready_for_gpus("tune", "--dry-run checks the options and lists the calls on any machine")
     activations, gradients = Wires.of(options.wire, options.grad_wire)
     wires = {"wire": activations, "grad_wire": gradients}
     run = TuneRun(**{**options.model_dump(), **wires, "tp": _tp(options.tp), "cache": cache.absolute()})
@@ -74,15 +68,6 @@ def _tp(given: int | None) -> int:
     return launcher.world_size(given, gpus=gpus if gpus > 1 else 0, otherwise=8, option="--tp")
 
 
-def _show(cache: Path, *, asked: bool) -> None:
-    if asked and not cache.exists():
-        raise UserError(f"cache {cache} does not exist; give a file that `megatron-flux tune` has written")
-    plans = load(cache)
-    if plans:
-        tables.show_plans(plans)
-    print(f"plans: {cache}" if plans else f"nothing has been tuned yet: no plans in {cache}")
-
-
 def _calls(run: OpsRun | TuneRun) -> dict[str, Any]:
     return {"calls": [asdict(case) for case in run.cases()]}
 
@@ -91,13 +76,8 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     """Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."""
     rank.quiet_megatron()
     checked_versions()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus and not dry_run:
-        raise UserError("bench layer measures GPUs; no CUDA device is visible here (--dry-run works without)")
-    run = layer_run(options, launcher.world_size(options.tp, gpus=gpus, otherwise=8, option="--tp"))
-    blocks = {workload: len(blocks_of(run.variants, workload)) for workload in run.workloads}
-
-    memory = {w.label: round(w.memory_gb(run.tp, blocks[w]), 1) for w in run.workloads}
     if not dry_run:
-        rank.set_environment()
+        _ready_for_gpus("bench layer", "--dry-run checks the options on any machine")
+    run = layer_run(options, _tp(options.tp))
+    memory = {w.label: round(w.memory_gb(run.tp, len(blocks_of(run.variants, w))), 1) for w in run.workloads}
     start.benchmark(layers, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)

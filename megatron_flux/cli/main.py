@@ -39,11 +39,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "slurm render": slurm.render,
     "slurm check": slurm.check,
     "slurm submit": slurm.submit_job,
-    "slurm try": slurm.attempt,
     "slurm status": slurm.show_status,
-    "slurm logs": slurm.logs,
     "slurm resume": slurm.resume,
-    "slurm collect": slurm.collect,
     "quant fold": quant.fold,
 }
 """Functions of a model of options; one that starts a run takes ``dry_run`` as well. --help shows their docstrings."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from megatron_flux.errors import InterruptedRunError, require
+from megatron_flux.errors import require
 from megatron_flux.options import Options, argument, option
 
 
@@ -23,7 +19,6 @@ class FoldOptions(Options):
     out: Path = argument(..., "Folder to make.")
     tp: int | None = option(None, "Refuse what so many ranks could not share.", long="tensor-model-parallel-size", ge=1)
     check: bool = option(False, "Compare every MLP with the unfolded one, dequantised in fp32.")
-    json_: bool = option(False, "Print as JSON what was done with every MLP.")
     dry_run: bool = option(False, "Check everything, write nothing.")
 
 
@@ -37,9 +32,11 @@ def fold(options: FoldOptions) -> None:
         module.examine(found, options.out, options.tp)
         print(f"{len(found.mlps)} MLP(s) of {found.bits} bits can be folded")
         return
-    with _ended_by_signals(), Console(stderr=True).status("reading") as status:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they end it as Ctrl-C does: what was half made is removed
+        signal.signal(number, signal.default_int_handler)
+    with Console(stderr=True).status("reading") as status:
         done = module.run(found, options.out, tp=options.tp, check=options.check, progress=status.update)
-    print(json.dumps(done, indent=1) if options.json_ else _summary(done, options.out))
+    print(_summary(done, options.out))
 
 
 def _summary(done: dict[str, Any], out: Path) -> str:
@@ -58,18 +55,3 @@ def _summary(done: dict[str, Any], out: Path) -> str:
             f"{len(done['others'])} linear(s) outside of MLPs keep their activation order ({done['others'][0]}, ...)"
         )
     return "; ".join(parts)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: what was half made is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; nothing was written", number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

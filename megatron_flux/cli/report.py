@@ -1,11 +1,10 @@
-"""``megatron-flux report`` and ``watch``: run folders as a page, in wandb, in a terminal."""
+"""``megatron-flux report`` and ``watch``: run folders as a page, and in a terminal."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from megatron_flux.metrics import wandb_report
 from megatron_flux.metrics import watch as watching
 from megatron_flux.metrics.report import write_report
 from megatron_flux.options import Options, argument, option
@@ -17,19 +16,12 @@ class ReportOptions(Options):
 
     runs: list[Path] = argument(..., "Run folders, or folders that hold run folders.")
     out: Path | None = option(None, "Folder for the report. Default: the run folder; of several runs one under runs/.")
-    wandb: bool = option(
-        False, "Also save a workspace and a report in wandb that compare baseline with flux; needs online runs."
-    )
 
 
 class WatchOptions(Options):
     """Options of ``watch``."""
 
-    run: Path = argument(..., "The run folder; it may be about to be made.")
-    once: bool = option(False, "Print the table once and end.")
-    wait: float | None = option(
-        None, "Seconds to wait for the run to appear. Default: no limit in a terminal, else 60.", ge=0
-    )
+    run: Path = argument(..., "The run folder; a terminal waits until it is there.")
 
 
 def report(options: ReportOptions) -> None:
@@ -37,10 +29,8 @@ def report(options: ReportOptions) -> None:
     runs = options.runs
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
     print(f"wrote {write_report(runs, out)}", file=sys.stderr, flush=True)
-    if options.wandb:
-        print("\n".join(wandb_report.save(runs)))
 
 
 def watch(options: WatchOptions) -> None:
     """Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."""
-    watching.watch(options.run, once=options.once, wait=options.wait)
+    watching.watch(options.run)

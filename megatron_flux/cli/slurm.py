@@ -1,21 +1,19 @@
-"""``megatron-flux slurm``: jobs on clusters checked, rendered, submitted, watched, resumed and collected."""
+"""``megatron-flux slurm``: jobs on clusters checked, rendered, submitted, watched and resumed."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_flux.errors import UserError
 from megatron_flux.options import Options, argument, option, read_settings
 from megatron_flux.run import rank
-from megatron_flux.slurm import layout, queue, status, submit, trial
+from megatron_flux.slurm import layout, queue, status, submit
 from megatron_flux.slurm.job import Job, Mode, Resolved, resolve
 from megatron_flux.slurm.profile import Directive, Duration, Place, Profile
-from megatron_flux.slurm.render import collect_script, job_script
+from megatron_flux.slurm.render import job_script
 from megatron_flux.train.options import CompareOptions, TrainOptions
 
 
@@ -51,14 +49,9 @@ class _Runs(Options):
     runs: Path = option(Path("runs"), "Folder of runs, which all nodes share.")
 
 
-class TryOptions(_Runs, SiteOptions):
-    """Options of ``slurm try``."""
-
-
 class RenderOptions(JobOptions):
     """Options of ``slurm render``."""
 
-    collector: bool = option(False, "The collecting job's script instead.")
     out: Path | None = option(None, "File to write. Default: print.")
 
 
@@ -66,27 +59,13 @@ class SubmitOptions(_Runs, JobOptions):
     """Options of ``slurm submit``."""
 
     dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
-    dry_run: bool = option(False, "Print the scripts and commands, submit nothing.")
-
-
-class CheckOptions(JobOptions):
-    """Options of ``slurm check``."""
-
-    json_: bool = option(False, "Print JSON.")
+    dry_run: bool = option(False, "Print the script and the command, submit nothing.")
 
 
 class StatusOptions(_Runs):
     """Options of ``slurm status``."""
 
     folders: list[Path] = argument([], "Folders of jobs. Default: all in --runs.")
-
-
-class LogsOptions(Options):
-    """Options of ``slurm logs``."""
-
-    folder: Path = argument(..., "Folder of a job: runs/NAME-JOB.")
-    rank: int | None = option(None, "Rank whose lines to print.")
-    node: str | None = option(None, "Node whose lines to print.")
 
 
 class ResumeOptions(Options):
@@ -102,27 +81,9 @@ class ResumeOptions(Options):
     dry_run: bool = option(False, "Print the command, submit nothing.")
 
 
-class CollectOptions(Options):
-    """Options of ``slurm collect``."""
-
-    folders: list[Path] = argument(..., "Folders of jobs: runs/NAME-JOB.")
-
-
-def attempt(options: TryOptions) -> None:
-    """Prove a cluster: two nodes, two layers, ten steps, 15 minutes; a verdict."""
-    given = options.model_dump(exclude_none=True, exclude={"runs"})
-    own = {"time": trial.TIME, **trial.job(Profile.load(options.profile)), **given}
-    _, script, collecting = scripts(JobOptions(**own))
-    number, second, root = submit.submit(script, collecting, options.runs.absolute())
-    _say_where(root)
-    trial.follow([number, second], partial(print, flush=True))
-    print(trial.verdict(root))
-
-
 def render(options: RenderOptions) -> None:
     """Write a job's script for sbatch, after checking that the job would run."""
-    _, script, collecting = scripts(options)
-    text = collecting if options.collector else script
+    _, text = script(options)
     if options.out is None:
         print(text, end="")
         return
@@ -135,39 +96,26 @@ def render(options: RenderOptions) -> None:
 
 
 def submit_job(options: SubmitOptions) -> None:
-    """Submit a job, and one after it that collects its results."""
-    job, script, collecting = scripts(options)
+    """Submit a job."""
+    job, text = script(options)
     submit.check_paths(job)
     runs = options.runs.absolute()
     own = [] if options.dependency is None else queue.after(options.dependency)
     if options.dry_run:
-        exported = submit.environment(runs)
-        for text, words, file in (
-            (script, own, "job.sbatch\n"),
-            (collecting, queue.after("afterok:JOB"), "collect.sbatch FOLDER"),
-        ):
-            print(f"{text}\n# submitted by: {shlex.join(['sbatch', exported, *words])} {file}")
+        print(f"{text}\n# submitted by: {shlex.join(['sbatch', submit.environment(runs), *own])} job.sbatch")
         return
-    number, second, root = submit.submit(script, collecting, runs, own)
-    print(f"job {number}: {submit.directive(script, 'job-name')}; job {second} collects it")
-    print(submit.save_on_signal(job))
+    number, root = submit.submit(text, runs, own)
+    print(f"job {number}: {submit.directive(text, 'job-name')}\n{submit.save_on_signal(job)}")
     _say_where(root)
 
 
 def show_status(options: StatusOptions) -> None:
-    """Say what state jobs are in, how far they are, and why they ended."""
+    """Say what state jobs are in, how far they are, what they found, and why they ended."""
     found = options.folders or status.all_jobs(options.runs)
     if not found:
         raise UserError(f"no folders of jobs in {options.runs}; give a folder, or --runs")
     for root in found:
         print("\n".join(status.describe(root, time.time())))
-
-
-def logs(options: LogsOptions) -> None:
-    """Print what a rank or a node has written in a job's newest start."""
-    if options.rank is None and options.node is None:
-        raise UserError("give --rank or --node")
-    print("\n".join(status.logs(options.folder, rank=options.rank, node=options.node)))
 
 
 def resume(options: ResumeOptions) -> None:
@@ -179,23 +127,14 @@ def resume(options: ResumeOptions) -> None:
         words = ["sbatch", submit.environment(what.root.parent, what.root), *what.options]
         print(f"{begins}\n# submitted in {what.cwd} by: {shlex.join([*words, str(what.root / 'job.sbatch')])}")
         return
-    number, second = submit.resume(what)
-    print(f"job {number}: {begins}" + (f"; job {second} collects it" if second else ""))
+    print(f"job {submit.resume(what)}: {begins}")
     _say_where(what.root)
 
 
-def collect(options: CollectOptions) -> None:
-    """Write the reports of a job's repetitions, side by side."""
-    for root in options.folders:
-        print(status.table(status.collect(root)))
-        print(f"written: {root / 'collected.json'}, {root / 'collected.md'}")
-
-
-def check(options: CheckOptions) -> None:
+def check(options: JobOptions) -> None:
     """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
     rank.quiet_megatron()
-    found = layout.check(resolved(options))
-    print(json.dumps(found, indent=2) if options.json_ else "\n".join(layout.lines(found)))
+    print("\n".join(layout.lines(layout.check(resolved(options)))))
 
 
 def _say_where(root: Path) -> None:
@@ -222,11 +161,9 @@ def resolved(options: JobOptions) -> Resolved:
     return resolve(job, Profile.load(options.profile, _site(options)), options.mode, settings)
 
 
-def scripts(options: JobOptions) -> tuple[Resolved, str, str]:
-    """Return the checked job, its script and the collecting job's. Raises UserError: it would not run."""
-    job = resolved(options)
-    words = ["megatron-flux", "slurm", "render", "--profile", options.profile]
-    layout, site = ([f"--{name}={value}" for name, value in part(options).items()] for part in (_layout, _site))
-    own = ["--job", options.job, "--mode", options.mode, *layout, *site]
-    script = job_script(job, shlex.join([*words, *own, *(f"--set={pair}" for pair in options.set)]))
-    return job, script, collect_script(job.profile, shlex.join([*words, "--collector", *site]))
+def script(options: JobOptions) -> tuple[Resolved, str]:
+    """Return the checked job, and its script. Raises UserError: it would not run."""
+    job, given = resolved(options), {**_layout(options), **_site(options)}
+    words = ["megatron-flux", "slurm", "render", "--profile", options.profile, "--job", options.job]
+    words += ["--mode", options.mode, *(f"--{name}={value}" for name, value in given.items())]
+    return job, job_script(job, shlex.join([*words, *(f"--set={pair}" for pair in options.set)]))

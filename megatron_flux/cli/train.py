@@ -41,9 +41,7 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
     world_size = launcher.world_size(options.nproc, gpus=gpus, otherwise=2)
     out = options.out or folder.default_folder(command, options.preset)
     run = config.resolve(options, world_size=world_size, device=device, out=out)
-    # Asked here, where the training runs: a job may be written on a machine without them.
-    if run.tensorboard_dir is not None:
-        require("tensorboard", "--tensorboard-dir")
+    # Asked here, where the training runs: a job may be written on a machine without it.
     if run.wandb != "disabled":
         require("wandb", f"--wandb {run.wandb}")
     data.find_sources(run.data)

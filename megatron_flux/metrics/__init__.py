@@ -3,7 +3,7 @@
 The JSONL is the record; everything else is made from it or mirrors it. plotly, jinja2 and wandb are imported only
 inside the functions that use them: a training process that only records pays for none of them. Read in this order:
 ``schema`` (the fields of a record), ``recorder``, ``summary``, ``table``; then ``run_files``, ``watch``, ``report/``,
-``wandb_mirror``, ``wandb_report``.
+``wandb_mirror``.
 
 Contents of a run folder::
 

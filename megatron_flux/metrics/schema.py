@@ -53,11 +53,6 @@ _ALWAYS: Fields = {
     "flux/allocated_peak_bytes": (Count | None, "byte", "of torch's allocator, this variant, that rank; null on CPUs"),
     "flux/workspace_bytes": (Count | None, "byte", "symmetric memory of that rank's operators"),
     "flux/kept_bytes": (Count | None, "byte", "peak of gathered inputs that its column-parallel layers kept for wgrad"),
-    "lm loss validation": (
-        Number | None,
-        "nat/token",
-        "held-out documents, every `eval_interval` steps and at the end",
-    ),
     "flux/host_memory_bytes": (Count | None, "byte", "on CPUs: resident memory of the largest process after the step"),
     "flux/sampled": (bool | None, "", "this step has the sampled fields"),
     "flux/choices": (Object | None, "", "the tuner's plans by call, ms by candidate; at the start, when one was added"),
@@ -163,16 +158,15 @@ class ProcessRecord(BaseModel):
 
 
 class Breakdown(BaseModel):
-    """Time of profiled steps by category: ``breakdown.json`` beside the records."""
+    """Time of profiled steps on the GPU, by category: ``breakdown.json`` beside the records."""
 
     version: int = Field(alias="schema", description=f"version of this table: {SCHEMA_VERSION}")
     steps: tuple[int, int] = Field(description="first and last profiled step")
     rank: int = Field(description="rank of the trace")
-    source: Literal["gpu", "cpu"] = Field(description="`gpu`: its timeline; `cpu`: torch's operators on the host")
     span_ms: float = Field(description="length of a step; the parts add up to it")
     parts: dict[str, float] = Field(description=f"ms per step, disjoint: {', '.join(BREAKDOWN_PARTS)}")
     communication_hidden_ms: float = Field(description="communication beside other work, per step; not in the sum")
-    launches: float = Field(description="kernels, copies and fills (CPU: operators) per step")
+    launches: float = Field(description="kernels, copies and fills per step")
 
 
 def names(model: type[BaseModel]) -> set[str]:

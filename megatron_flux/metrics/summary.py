@@ -28,7 +28,6 @@ from megatron_flux.settings import NO_GPU
 Record = dict[str, Any]
 
 VARIANTS = ("baseline", "flux")
-VALIDATION = "lm loss validation"
 
 MIN_PAIRED_BLOCKS = 6
 """Fewest pairs of blocks that give an interval. In a simulation of drifting, skewed step times without any speed-up
@@ -234,7 +233,6 @@ def _variant(records: Sequence[Record]) -> dict[str, Any]:
         "inputs_gathered_again": median_of(steps, "flux/inputs_gathered_again") or None,
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
-        "final_validation_loss": next(reversed(known(VALIDATION)), None),
         "host_memory_bytes": max(known("flux/host_memory_bytes"), default=None),
         "iterations": len(records),
         "non_finite_losses": len(diverged),

@@ -117,7 +117,6 @@ _ROWS: tuple[tuple[str, str, Form, bool], ...] = (
     ("peak host memory of a rank", "host_memory_bytes", memory, False),
     ("loss, first step", "first_loss", "{:.6f}".format, False),
     ("loss, last step", "final_loss", "{:.6f}".format, False),
-    ("validation loss, last", "final_validation_loss", "{:.6f}".format, False),
 )
 """Label, key in the summary, format, whether the difference is shown. A row that neither variant has is left out."""
 

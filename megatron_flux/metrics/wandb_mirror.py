@@ -8,9 +8,8 @@ start that was killed may not have sent its last ones.)
 Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
 WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
 
-Besides the fields of the record a run has what Megatron-LM's ``training_log`` and ``evaluate_and_print_results`` send,
-under their names, so that dashboards made for it show these runs (``num-zeros`` and ``params-norm``, which it sends on
-request, are not computed).
+The JSONL is the record. Whatever wandb does (not installed, no network, a full disk, its service killed), the first
+failure is logged once and training goes on without it.
 
 The records and the configuration without secrets leave the machine. wandb's own collection of the command line, the
 git state, the console, the code and the package list is off; it still records the host's name, its version and the
@@ -20,15 +19,14 @@ machine's utilisation.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from megatron_flux.errors import UserError, require
-from megatron_flux.metrics.mirror import Mirror, baseline_exposed_ms, curves, known
+from megatron_flux.errors import UserError, one_line, require
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
@@ -46,11 +44,13 @@ _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "toke
 TIMEOUT_S = 60.0
 """Longest wait for wandb at the start and at the end of a run."""
 
+BASELINE_EXPOSED = "baseline/exposed_communication_ms"
+"""The baseline's ms per iteration, by operator: a curve in flux's run beside ``flux/exposed_communication_ms``."""
+NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "flux/ranks", "schema"}
 
-class WandbMirror(Mirror):
-    """Mirrors records into one wandb run. Make it on one rank only."""
 
-    name = "wandb"
+class WandbMirror:
+    """Mirrors records into one wandb run. Make it on one rank only. Nothing in it raises."""
 
     def __init__(
         self,
@@ -59,21 +59,18 @@ class WandbMirror(Mirror):
         dir: str | os.PathLike[str],
         *,
         resuming: bool = False,
-        per_rank: bool = False,
         **run: Any,
     ) -> None:
         """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
         online if it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets wandb's
-        ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there. ``per_rank``: a curve for
-        each rank of ``flux/ranks``.
+        ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there.
         """
         self.id: str | None = None
         """The run's id; None while there is no run."""
-        self._per_rank = per_rank
         self._written = 0
-        self._sizes = {"batch-size": config.get("global_batch_size"), "world-size": config.get("world_size")}
+        self._open: Any = None
         if mode != "disabled":
             with self._guarded():
                 self._start(mode, run, config, Path(dir), resuming)
@@ -134,13 +131,28 @@ class WandbMirror(Mirror):
         self._open, self.id = run, run.id
         logger.info("wandb (%s): %s", mode, run.url if mode == "online" else run.dir)
 
-    def _log(self, record: Mapping[str, Any]) -> None:
-        about = {name: record[f"flux/{name}"] for name in ("run", "choices") if record.get(f"flux/{name}")}
-        if about:
-            self._open.config.update(encodable(without_secrets(about)), allow_val_change=True)
-        if record["iteration"] > self._written:
-            values = curves(record, per_rank=self._per_rank) | known({**_of_megatron(record), **self._sizes})
-            self._open.log(values, step=record["iteration"])
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log a failure inside and end mirroring."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        # wandb ends some failures with SystemExit, which would end training.
+        except BaseException as error:
+            self._open = None
+            logger.warning("wandb is off for the rest of this run, metrics.jsonl goes on: %s", one_line(error))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Mirror one record; unknown values are left out."""
+        if self._open is None:
+            return
+        with self._guarded():
+            about = {name: record[f"flux/{name}"] for name in ("run", "choices") if record.get(f"flux/{name}")}
+            if about:
+                self._open.config.update(encodable(without_secrets(about)), allow_val_change=True)
+            if record["iteration"] > self._written:
+                self._open.log(curves(record), step=record["iteration"])
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Set the run's summary, its outcome in tables of runs; unknown values are left out."""
@@ -148,17 +160,46 @@ class WandbMirror(Mirror):
             with self._guarded():
                 self._open.summary.update(known(values))
 
-    def _finish(self, opened: Any, *, failed: bool) -> None:
-        opened.finish(exit_code=int(failed))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """End the run, as failed when an exception passes."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            with self._guarded():
+                opened.finish(exit_code=int(kind is not None))
 
 
-def _of_megatron(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under further names that Megatron-LM sends to wandb (core_v0.16.1, training.py)."""
-    loss = record.get("lm loss validation")
+def known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def curves(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known values of a record that make a curve, by name; objects have one for each key."""
+    values: dict[str, Any] = {}
+    for name, value in {**record, BASELINE_EXPOSED: baseline_exposed_ms(record)}.items():
+        if name not in NO_CURVES:
+            is_object = isinstance(value, Mapping)
+            values |= {f"{name}/{key}": item for key, item in value.items()} if is_object else {name: value}
+    return known(values)
+
+
+def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the baseline's exposed communication by operator, in ms per iteration, from a sampled record of flux.
+
+    In the baseline's own steps collectives are no calls of an operator. It is that of flux's calls as collective, then
+    GEMM, the way stock runs them in forward; in backward stock hides a part beside the wgrad. Empty where flux's is
+    withheld, as on CPUs, whose times say nothing of it.
+    """
+    serial, gemm, compared = (
+        record.get(f"flux/{name}") or {} for name in ("serial_time_ms", "gemm_time_ms", "exposed_communication_ms")
+    )
     return {
-        "samples vs steps": record["consumed-samples"],
-        "loss-scale": 1.0,  # bf16 and fp32 are not scaled
-        "lm loss validation ppl": None if loss is None else math.exp(min(20, loss)),
+        operator: serial[operator] - gemm[operator]
+        for operator in serial
+        if None not in (serial[operator], gemm.get(operator), compared.get(operator))
     }
 
 
@@ -201,7 +242,6 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
         for operator in dict.fromkeys(operator for sample in samples for operator in sample):
             middle = median(sample.get(operator) for sample in samples)
             found[f"{variant}_exposed_communication_ms/{operator}"] = middle
-        breakdown = files.read(f"{variant}/breakdown.json")
-        traced = breakdown.get("parts", {}) if breakdown.get("source") != "cpu" else {}
+        traced = files.read(f"{variant}/breakdown.json").get("parts", {})
         found[f"{variant}_exposed_communication_traced_ms"] = traced.get("communication_exposed")
     return {f"compare/{name}": value for name, value in found.items()}

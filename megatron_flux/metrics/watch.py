@@ -28,50 +28,38 @@ STALL_S, STALL_STEPS = 30.0, 10.0
 START_S = 900.0
 """Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
 
-WAIT_S = 60.0
-"""Seconds that ``watch`` in a pipe waits for a run to appear."""
-
 SUMMARY_S = 5.0
 """Seconds between summaries of a running job: the interval of the speed-up takes longer the longer a run is."""
 
 
-def watch(path: Path, *, once: bool = False, wait: float | None = None) -> None:
-    """Show a run until it has ended, or Ctrl-C; once if standard output is no terminal.
+def watch(path: Path) -> None:
+    """Show a run until it has ended, or Ctrl-C; as it is, once, if standard output is no terminal.
 
-    ``wait`` is seconds for the run to appear: by default no limit in a terminal, else :data:`WAIT_S`. Raises UserError:
-    no run has appeared by then, or the folder is not a training's.
+    A terminal waits for a run that is about to begin. Raises UserError: there is none, or the folder is a file.
     """
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
-    following = console.is_terminal and not once
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is not a folder; name the run folder of a training job")
+    watched.poll()
+    if not console.is_terminal:
+        if not watched.exists:
+            what = "has no run in it" if path.is_dir() else "is missing"
+            raise UserError(f"{path} {what}; name the run folder of a training job")
+        console.print(view(watched, time.time()))
+        return
+    if not watched.exists:
+        console.print(f"waiting for a run in {path}; Ctrl-C ends", markup=False, soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt):
-        _wait(watched, (math.inf if following else WAIT_S) if wait is None else wait)
-        if not following:
-            console.print(view(watched, time.time()))
-            return
+        while not watched.exists:
+            time.sleep(0.5)
+            watched.poll()
         with Live(console=console, auto_refresh=False) as live:
             live.update(view(watched, time.time()), refresh=True)
             while watched.end is None:
                 time.sleep(1.0)
                 watched.poll()
                 live.update(view(watched, time.time()), refresh=True)
-
-
-def _wait(watched: Watched, seconds: float) -> None:
-    """Wait until there is a training run in the folder."""
-    path, until = watched.path, time.monotonic() + seconds
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the run folder of a training job")
-    watched.poll()
-    if not watched.exists and seconds:
-        message = f"waiting for a run in {path}; Ctrl-C ends"
-        Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
-    while not watched.exists:
-        if time.monotonic() >= until:
-            what = "has no run in it" if path.is_dir() else "is missing"
-            raise UserError(f"{path} {what}; name the run folder of a training job (--wait S waits for it)")
-        time.sleep(0.5)
-        watched.poll()
 
 
 class Watched(RunFiles):

@@ -28,7 +28,7 @@ from megatron_flux.train.shims import cpu_shims
 
 
 def check(job: Resolved) -> dict[str, Any]:
-    """Run one layer of each stage of ``job`` and return the layout, ready for JSON.
+    """Run one layer of each stage of ``job`` and return the layout.
 
     ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output``, the
     linears that ran flux (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights,

@@ -200,7 +200,7 @@ class Profile(FromYaml):
     """Requeues in a row that save nothing new; 0: none at all."""
 
     sbatch_options: tuple[SbatchOption, ...] = ()
-    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``; not of the one that collects it."""
+    """More options of the job, each ``--NAME`` or ``--NAME=VALUE``."""
     srun_options: tuple[SrunOption, ...] = ()  # more options of every step, such as --mpi=pmix
 
     modules: tuple[Place, ...] = ()

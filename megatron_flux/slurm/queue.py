@@ -1,4 +1,4 @@
-"""Slurm's own commands: submit scripts, ask for a start time, and read the state of jobs."""
+"""Slurm's own commands: submit scripts, and read the state of jobs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,9 +72,9 @@ def slurm(*words: str, cwd: Path | None = None) -> str:
     return done.stdout.strip() or done.stderr.strip()
 
 
-def submit(script: Path, *, options: list[str], arguments: list[str] | None = None, cwd: Path | None = None) -> str:
+def submit(script: Path, options: Sequence[str], *, cwd: Path | None = None) -> str:
     """Submit ``script`` from the folder ``cwd`` and return the job's id. Errors: as :func:`slurm`."""
-    output = slurm("sbatch", "--parsable", *options, "--", str(script), *(arguments or []), cwd=cwd)
+    output = slurm("sbatch", "--parsable", *options, "--", str(script), cwd=cwd)
     found = re.search(r"^(\d+)(;\S+)?$", output, re.MULTILINE)  # id, and the cluster's name where there are several
     if found is None:
         raise FluxError(f"sbatch answered {output!r} instead of a job's id")

@@ -1,4 +1,4 @@
-"""Write scripts for sbatch: a job's, and that of the job which collects it.
+"""Write a job's script for sbatch.
 
 A script holds what a user edits: head, environment and command (``script.sbatch.j2``). The rest is ``lib/job.sh``,
 which it sources. Values become quoted shell words; those of ``#SBATCH`` lines hold harmless letters only
@@ -10,13 +10,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.job import Resolved
-from megatron_flux.slurm.profile import Profile
 from megatron_flux.train.presets import PRESETS
 
 _WIDTH = 110
@@ -24,10 +22,20 @@ _WIDTH = 110
 
 def job_script(resolved: Resolved, command: str) -> str:
     """Return the script of a job; ``command`` is what writes it again, for its reader."""
+    if not command.isprintable():  # it becomes a comment, which a line break ends; all other values have been checked
+        raise UserError(f"{command!r}: line breaks and other control characters are not allowed")
+    environment = Environment(  # noqa: S701 - a shell script: values are quoted for the shell
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"quote": shlex.quote, "wrapped": _wrapped}
     job, mode = resolved.job, resolved.mode
-    return _script(
-        resolved.profile,
-        command,
+    return environment.get_template("script.sbatch.j2").render(
+        profile=resolved.profile,
+        command=command,
         job=job,
         mode=mode,
         run=resolved.run,
@@ -38,26 +46,6 @@ def job_script(resolved: Resolved, command: str) -> str:
         tune=_tune(resolved),
         command_words=["run_job", *resolved.arguments],
     )
-
-
-def collect_script(profile: Profile, command: str) -> str:
-    """Return the script of a job that collects what another has recorded."""
-    return _script(profile, command, job=None)
-
-
-def _script(profile: Profile, command: str, **values: Any) -> str:
-    """Fill the template in. All values but ``command`` have been checked; a comment has it, which a line break ends."""
-    if not command.isprintable():
-        raise UserError(f"{command!r}: line breaks and other control characters are not allowed")
-    environment = Environment(  # noqa: S701 - a shell script: values are quoted for the shell
-        loader=FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {"quote": shlex.quote, "wrapped": _wrapped}
-    return environment.get_template("script.sbatch.j2").render(profile=profile, command=command, **values)
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:

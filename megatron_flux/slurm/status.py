@@ -1,9 +1,8 @@
-"""The folder of a submitted job, as its script makes it: ``megatron-flux slurm status`` and ``collect``.
+"""The folder of a submitted job, as its script makes it, and what ``megatron-flux slurm status`` says of it.
 
 ::
 
     runs/NAME-JOB/job.sbatch             the script
-    runs/NAME-JOB/collect.sbatch         the one that collects, if `megatron-flux slurm submit` submitted it
     runs/NAME-JOB/submitted              where it was submitted, and to which partition, account and QOS
     runs/NAME-JOB/resumed                the ids of the jobs that went on in this folder, a line each
     runs/NAME-JOB/rep-0/run/             a run folder: records, summary, report
@@ -11,7 +10,6 @@
     runs/NAME-JOB/rep-0/retries          a line for each retry: steps of the failure, nodes left out from then on
     runs/NAME-JOB/rep-0/logs/0/          logs of the first start: one per step and node, pre-flight reports, failures;
                                          `error` is the job's last word, `log` names the file of its output
-    runs/NAME-JOB/collected.json, .md    all repetitions side by side
 
 Only the state is Slurm's to say. The rest is read here, at any time, also when Slurm has forgotten the job.
 
@@ -22,8 +20,6 @@ show; the interval within one repetition is only about its own blocks.
 from __future__ import annotations
 
 import contextlib
-import glob
-import json
 import re
 import statistics
 from dataclasses import dataclass
@@ -31,18 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics import strict_json
-from megatron_flux.metrics.recorder import parse_record, read_records
-from megatron_flux.metrics.report import write_report
+from megatron_flux.metrics.recorder import parse_record
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, write_summary
-from megatron_flux.metrics.table import UNKNOWN, relative, short
+from megatron_flux.metrics.summary import VARIANTS, median_of
+from megatron_flux.metrics.table import relative
 from megatron_flux.metrics.watch import RECENT, activity, ended
 from megatron_flux.run.folder import CONFIG, ENDED
-from megatron_flux.run.node import PREFIX
 from megatron_flux.slurm import queue
 
-RESUMED, SUBMITTED, SCRIPT, COLLECTOR = "resumed", "submitted", "job.sbatch", "collect.sbatch"
+RESUMED, SUBMITTED, SCRIPT = "resumed", "submitted", "job.sbatch"
 _TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FAILURE = re.compile(r"(\d+) (\d+(?:\.\d+)?) (.+)")  # megatron_flux.run.node
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
@@ -131,8 +124,26 @@ def describe(root: Path, now: float) -> list[str]:
             more = [line for line in [doing(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
             more = cause(repetition)
-        lines += [f"    {line}" for line in more]
+        lines += [f"    {line}" for line in [*more, *result(repetition)]]
+    speedups = [one for repetition in begun if (one := _summary(repetition).get("speedup")) is not None]
+    if len(speedups) > 1:
+        spread = f"{statistics.median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
+        lines.append(f"  speed-up of the {len(speedups)} finished repetitions: median {spread}")
     return lines
+
+
+def _summary(repetition: Repetition) -> dict[str, Any]:
+    """Read the summary of a comparison that has finished; empty of others."""
+    file = repetition.run / "summary.json"
+    return read_json_object(file) if repetition.state == "finished" and file.is_file() else {}
+
+
+def result(repetition: Repetition) -> list[str]:
+    """Return what a comparison that has finished has found; nothing of others."""
+    if not (found := _summary(repetition)):
+        return []
+    loss = relative(found["max_relative_loss_difference"])
+    return [f"{found['verdict']}; largest relative loss difference {loss}; see {repetition.run / 'report.html'}"]
 
 
 def cause(repetition: Repetition) -> list[str]:
@@ -166,34 +177,6 @@ def doing(repetition: Repetition, now: float) -> str | None:
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
     words, stalled = activity(now, began, written, usual)
     return f"{words}; see {repetition.logs}" if stalled else words
-
-
-def logs(root: Path, *, rank: int | None = None, node: str | None = None) -> list[str]:
-    """Return a rank's or node's log lines of the newest start of the job whose folder is ``root``.
-
-    Raises UserError: there are none.
-    """
-    split(root)
-    starts = [found.logs for found in repetitions(root) if found.logs is not None]
-    # A repetition begins when the one before has ended.
-    newest = max(starts, key=lambda start: start.stat().st_mtime, default=root)
-    files = sorted(
-        newest.glob(f"*-[0-9]*-{glob.escape(node) if node else '*'}.log"), key=lambda file: file.stat().st_mtime
-    )
-    written = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    begin = "" if rank is None else PREFIX.format(rank)
-    lines = [line.removeprefix(begin) for line in written if line.startswith(begin)]
-    if not lines:
-        who = " and ".join([f"rank {rank}"] * (rank is not None) + [f"node {node}"] * (node is not None))
-        names = sorted({file.stem.split("-", 2)[2] for file in newest.glob("train-[0-9]*-*.log")})
-        instead = f"`megatron-flux slurm status {root}` says what has begun"
-        if written:  # most ranks write nothing unless something is wrong
-            ranks = sorted({int(match[1]) for line in written if (match := re.match(r"\[rank (\d+)\] ", line))})
-            instead = f"ranks that wrote there: {', '.join(map(str, ranks)) or 'none'}"
-        elif node is not None and names and node not in names:
-            instead = f"use one of the nodes {', '.join(names)}"
-        raise UserError(f"no line of {who} in {newest}/*.log; {instead}")
-    return lines
 
 
 def _began(repetition: Repetition) -> float:
@@ -236,69 +219,3 @@ def text(file: Path) -> str:
         return file.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def collect(root: Path) -> dict[str, Any]:
-    """Write each repetition's report, and ``collected.json`` and ``collected.md`` of all; return the JSON's content.
-
-    That is ``name``, ``job``, ``repetitions`` (index, state, and of each variant the median step time; speed-up, its
-    interval, loss difference and report of a comparison), and over the finished comparisons ``speedup_median``,
-    ``speedup_min``, ``speedup_max``, null where there is none. A :class:`UserError` where nothing is recorded.
-    """
-    name, job = split(root)
-    found = [_collected(repetition) for repetition in repetitions(root) if any(repetition.iterations.values())]
-    if not found:
-        raise UserError(f"{root} has no records yet; see the logs in {root}/rep-*/logs")
-    speedups = [one["speedup"] for one in found if one["speedup"] is not None and one["state"] == "finished"]
-    collected = {
-        **{"name": name, "job": job, "repetitions": found},
-        "speedup_median": statistics.median(speedups) if speedups else None,
-        "speedup_min": min(speedups, default=None),
-        "speedup_max": max(speedups, default=None),
-    }
-    text = strict_json.dumps(collected, indent=2)
-    try:
-        strict_json.write_atomically(root / "collected.json", text + "\n")
-        strict_json.write_atomically(root / "collected.md", table(collected))
-    except OSError as error:
-        raise UserError(f"{root} cannot be written: {error.strerror}") from None
-    return json.loads(text)
-
-
-def _collected(repetition: Repetition) -> dict[str, Any]:
-    run, finished = repetition.run, repetition.state == "finished"
-    records = {
-        variant: read_records(file) if (file := run / variant / "metrics.jsonl").is_file() else []
-        for variant in VARIANTS
-    }
-    summary = summarize(records["baseline"], records["flux"], read_json_object(run / CONFIG))
-    if finished and not (run / "summary.json").is_file():
-        write_summary(run / "summary.json", summary)
-    return {
-        **{name: getattr(repetition, name) for name in ("index", "state", "starts", "iterations")},
-        "step_time_ms": {variant: summary["arms"][variant]["step_time_ms"]["median"] for variant in VARIANTS},
-        "final_loss": {variant: summary["arms"][variant]["final_loss"] for variant in VARIANTS},
-        **{name: summary[name] for name in ("speedup", "speedup_ci95")},
-        "max_relative_loss_difference": summary["max_relative_loss_difference"] if all(records.values()) else None,
-        **{name: summary[name] for name in ("flux_active_layers", "flux_fallbacks")},
-        **{name: read_json_object(run / CONFIG).get(name) for name in ("link", "wire", "grad_wire")},
-        "report": str(write_report([run], run).relative_to(repetition.folder.parent)),
-    }
-
-
-def table(collected: dict[str, Any]) -> str:
-    """Format ``collected.md``: one line per repetition."""
-    header = "run | state | starts | baseline, ms | flux, ms | speed-up | 95 % interval | loss difference | report"
-    lines = [f"# {collected['name']}, job {collected['job']}", "", f"| {header} |"]
-    lines.append(f"| {' | '.join('---' for _ in header.split(' | '))} |")
-    for one in collected["repetitions"]:
-        times = [UNKNOWN if ms is None else short(ms) for ms in (one["step_time_ms"][variant] for variant in VARIANTS)]
-        speedup = UNKNOWN if one["speedup"] is None else f"{one['speedup']:.3f}"
-        interval = UNKNOWN if one["speedup_ci95"] is None else "…".join(f"{end:.3f}" for end in one["speedup_ci95"])
-        cells = [one["index"], one["state"], str(one["starts"]), *times, speedup, interval]
-        cells += [relative(one["max_relative_loss_difference"]), f"[{one['report']}]({one['report']})"]
-        lines.append(f"| {' | '.join(cells)} |")
-    if collected["speedup_median"] is not None:
-        line = "median {speedup_median:.3f} ({speedup_min:.3f}…{speedup_max:.3f})."
-        lines += ["", f"Speed-up of the finished repetitions: {line.format_map(collected)}"]
-    return "\n".join(lines) + "\n"

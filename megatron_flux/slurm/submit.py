@@ -1,4 +1,4 @@
-"""Submitting a job with the one that collects it, and letting a job that has ended go on in its folder.
+"""Submitting a job, and letting a job that has ended go on in its folder.
 
 A resumed job's script is submitted as it is, from where it was submitted, and told which folder to go on in. It resumes
 by itself from the newest checkpoint that it finds there, as it does when Slurm requeues it.
@@ -76,24 +76,20 @@ def check_paths(resolved: Resolved) -> None:
             raise UserError(f"{name} {Path(place).absolute()} is missing; give a path that is there")
 
 
-def submit(script: str, collecting: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, str, Path]:
-    """Submit a job's script with the options ``own``, and the ``collecting`` job; return both ids and the folder."""
+def submit(script: str, runs: Path, own: Sequence[str] = ()) -> tuple[str, Path]:
+    """Submit a job's script with the options ``own``; return the job's id and folder."""
     exported = environment(runs)
     with tempfile.TemporaryDirectory() as scratch:
-        file, collector = Path(scratch) / status.SCRIPT, Path(scratch) / status.COLLECTOR
+        file = Path(scratch) / status.SCRIPT
         file.write_text(script)
-        collector.write_text(collecting)
-        number = queue.submit(file, options=[exported, *own])
-        root = runs / f"{directive(script, 'job-name')}-{number}"
-        with _beside(number):
-            options = [exported, *queue.after(f"afterok:{number}")]
-            second = queue.submit(collector, options=options, arguments=[str(root)])
-            root.mkdir(parents=True, exist_ok=True)
-            (root / file.name).write_text(script)
-            (root / collector.name).write_text(collecting)
-            if not (root / status.SUBMITTED).exists():  # else the job has begun, and knows more
-                (root / status.SUBMITTED).write_text(f"{Path.cwd()}\n")
-    return number, second, root
+        number = queue.submit(file, [exported, *own])
+    root = runs / f"{directive(script, 'job-name')}-{number}"
+    with _beside(number):
+        root.mkdir(parents=True, exist_ok=True)
+        (root / status.SCRIPT).write_text(script)
+        if not (root / status.SUBMITTED).exists():  # else the job has begun, and knows more
+            (root / status.SUBMITTED).write_text(f"{Path.cwd()}\n")
+    return number, root
 
 
 def directive(script: str, name: str) -> str:
@@ -106,8 +102,7 @@ class Resumption(NamedTuple):
     """A job that is to go on in its folder."""
 
     root: Path
-    options: tuple[str, ...]  # of sbatch, for the job
-    site: tuple[str, ...]  # those of them that the collecting job needs too
+    options: tuple[str, ...]  # of sbatch
     cwd: Path
     begins: dict[str, str]  # what each repetition begins with, in words
 
@@ -144,25 +139,19 @@ def resumption(root: Path, changes: dict[str, str | None], *, from_start: bool) 
     earlier = {name: value for name, _, value in (line.partition("=") for line in site_lines) if value}
     given = {name: value for name, value in earlier.items() if not directive(script, name)} | given
     own = queue.after(given.pop("dependency")) if "dependency" in given else []
-    words = {name: f"--{name}={value}" for name, value in given.items()}
+    words = [f"--{name}={value}" for name, value in given.items()]
     if directive(script, "array"):
-        words["array"] = f"--array={','.join(begins)}%1"
-    shared = tuple(words[name] for name in ("partition", "account", "qos") if name in words)
-    return Resumption(root, (*words.values(), *own), shared, Path(submitted), begins)
+        words.append(f"--array={','.join(begins)}%1")
+    return Resumption(root, (*words, *own), Path(submitted), begins)
 
 
-def resume(what: Resumption) -> tuple[str, str | None]:
-    """Submit it; return the ids of the job and of the one that collects it (None where there was none)."""
-    root, second = what.root, None
-    exported = environment(root.parent, root)
-    number = queue.submit(root / status.SCRIPT, options=[exported, *what.options], cwd=what.cwd)
-    with _beside(number):
-        with (root / status.RESUMED).open("a") as resumed:
-            resumed.write(f"{number}\n")
-        if (root / status.COLLECTOR).is_file():
-            options = [exported, *what.site, *queue.after(f"afterok:{number}")]
-            second = queue.submit(root / status.COLLECTOR, options=options, arguments=[str(root)], cwd=what.cwd)
-    return number, second
+def resume(what: Resumption) -> str:
+    """Submit it; return the job's id."""
+    exported = environment(what.root.parent, what.root)
+    number = queue.submit(what.root / status.SCRIPT, [exported, *what.options], cwd=what.cwd)
+    with _beside(number), (what.root / status.RESUMED).open("a") as resumed:
+        resumed.write(f"{number}\n")
+    return number
 
 
 def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:

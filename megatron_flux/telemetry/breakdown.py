@@ -14,13 +14,12 @@ ends with an idle device. Every moment counts once: for ``optimizer`` if somethi
 the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``, ``other`` that was
 busy, else for ``communication_exposed`` if communication ran, else for ``idle``.
 
-With a GPU in the trace its own timeline counts, else that of torch's operators on the host: then ``idle`` is Python,
-and waits for peers that no operator of torch covers. A profiler slows the host, so ``idle`` is an upper bound.
+Only the GPU's own timeline counts. A profiler slows the host, so ``idle`` is an upper bound.
 
 Limit: communication inside a fused kernel cannot be separated from its GEMM; it shows as a ``fused`` time longer than
 the GEMM would take.
 
-Only this module knows names of kernels and operators. Rules are tried in order, so the first decides a name that fits
+Only this module knows names of kernels. Rules are tried in order, so the first decides a name that fits
 two: flux's kernels are GEMMs too, cuDNN's attention contains the word of a GEMM instruction, and a compiled norm is
 also a compiled elementwise kernel.
 """
@@ -55,15 +54,6 @@ _KERNELS = {
     "gemm": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk", re.IGNORECASE),
 }
 
-_OPERATORS = {
-    "communication": re.compile(r"^(c10d|gloo|nccl|mpi)[:_]"),
-    "norm": re.compile(r"^aten::.*(layer_norm|rms_norm)"),
-    # Megatron's unfused attention multiplies in batches, which its linears do not.
-    "attention": re.compile(r"^aten::(_?softmax|_softmax_backward_data|bmm|baddbmm_?|.*scaled_dot_product.*)$"),
-    "gemm": re.compile(r"^aten::(mm|addmm|addmm_|_addmm_activation|addmv|mv)$"),
-    "other": re.compile(r"^aten::"),
-}
-
 Interval = tuple[float, float]
 """Begin and end in microseconds."""
 _Work = dict[str, list[Interval]]
@@ -74,15 +64,6 @@ _Work = dict[str, list[Interval]]
 def category(kernel: str) -> str:
     """Return the category of a kernel's name, one of :data:`CATEGORIES`; ``other`` if no rule fits."""
     return next((name for name, rule in _KERNELS.items() if rule.search(kernel)), "other")
-
-
-@cache
-def cpu_category(operator: str) -> str | None:
-    """Return the category of an operator's name in a trace of the CPU; None for what only contains operators.
-
-    Autograd's functions and nodes contain waits, so their time says nothing about what was done.
-    """
-    return next((name for name, rule in _OPERATORS.items() if rule.search(operator)), None)
 
 
 def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
@@ -110,14 +91,13 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
     """Return ``breakdown.json`` (:class:`~megatron_flux.metrics.schema.Breakdown`) of the trace of ``rank``.
 
-    ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step.
+    ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step, or
+    nothing ran on a GPU.
     """
-    windows = _ranges(trace, STEP, "user_annotation")
-    if not windows:
-        raise ValueError("the trace holds no range of a step")
-    on_gpu = _on_gpu(trace)
-    work, source = (on_gpu, "gpu") if any(on_gpu.values()) else (_on_host(trace), "cpu")
-    ranges = {"step": windows, "optimizer": _ranges(trace, OPTIMIZER, f"{source}_user_annotation".removeprefix("cpu_"))}
+    windows, work = _ranges(trace, STEP, "user_annotation"), _on_gpu(trace)
+    if not windows or not any(work.values()):
+        raise ValueError("the trace holds no range of a step, or no work of a GPU")
+    ranges = {"step": windows, "optimizer": _ranges(trace, OPTIMIZER, "gpu_user_annotation")}
     busy, lengths = _stretches(work | ranges)
     step, optimizer, communication = (busy.pop(name) for name in ("step", "optimizer", "communication"))
     compute = np.any(list(busy.values()), axis=0)
@@ -140,7 +120,6 @@ def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str
         "schema": SCHEMA_VERSION,
         "steps": [steps[0], steps[-1]],
         "rank": rank,
-        "source": source,
         "span_ms": per_step(step),
         "parts": {name: parts[name] for name in BREAKDOWN_PARTS},
         "communication_hidden_ms": per_step(step & communication & compute),
@@ -187,17 +166,4 @@ def _on_gpu(trace: dict[str, Any]) -> _Work:
         if event["cat"] == "gpu_memcpy" and ("PtoP" in name or beside):
             what = "communication"
         work[what].append(_interval(event))
-    return work
-
-
-def _on_host(trace: dict[str, Any]) -> _Work:
-    """Return the work of torch's operators."""
-    events = _complete(trace, "cpu_op", "user_annotation")
-    # The transport's own threads copy, too, but beside the step.
-    transport = {event["tid"] for event in events if event["name"].startswith("gloo:")}
-    work: _Work = {name: [] for name in CATEGORIES}
-    for event in events:
-        name = cpu_category(event["name"])
-        if name is not None and (name == "communication" or event["tid"] not in transport):
-            work[name].append(_interval(event))
     return work

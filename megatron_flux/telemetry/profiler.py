@@ -9,7 +9,7 @@
 Files, in ``folder``::
 
     trace/rank00000.json.gz      Chrome trace of a rank, with ranges of every operator call, of steps and optimizer
-    breakdown.json               where rank 0's time went (:mod:`telemetry.breakdown`)
+    breakdown.json               where the time of rank 0's GPU went (:mod:`telemetry.breakdown`)
 
 The profiler starts in the step before the first one. Host and GPU are both recorded, since ranges are the host's; that
 slows the host, and small models show gaps that they do not have otherwise.
@@ -22,7 +22,6 @@ import gzip
 import json
 import logging
 import math
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -105,35 +104,29 @@ class StepProfiler:
 
     def _write_files(self, profiler: profile) -> None:
         path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
-        trace = exported(profiler, path)
-        trace["traceEvents"] = _within_steps(trace["traceEvents"])
-        trace["flux"] = {"rank": self._rank, "host": socket.gethostname(), "steps": [self.first, self.last]}
-        write_trace(path, trace)
+        trace = saved(profiler, path)
         if self._rank == 0:
-            found = of_steps(trace, (self.first, self.last), self._rank)
-            strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
+            if self._device.type == "cuda":
+                found = of_steps(trace, (self.first, self.last), self._rank)
+                strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
             logger.info("trace of iterations %d to %d: %s", self.first, self.last, path.parent)
 
 
-def _within_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events that belong to steps: recording, measuring and waiting for a round go on between them."""
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and str(e["name"]).startswith(STEP)]
-    begin = min((start for start, _ in steps), default=-math.inf)
-    end = max((end for _, end in steps), default=math.inf)
-    return [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
+def saved(profiler: profile, path: Path) -> dict[str, Any]:
+    """Write the recording as a compressed Chrome trace, whole or not at all, and return it.
 
-
-def exported(profiler: profile, path: Path) -> dict[str, Any]:
-    """Return the recording as a Chrome trace by the name of ``path``."""
+    What is not within steps is left out: recording, measuring and waiting for a round go on between them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(raw))
-        trace = json.loads(raw.read_text())
+        trace: dict[str, Any] = json.loads(raw.read_text())
+    events = trace["traceEvents"]
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and str(e["name"]).startswith(STEP)]
+    begin = min((start for start, _ in steps), default=-math.inf)
+    end = max((end for _, end in steps), default=math.inf)
+    trace["traceEvents"] = [e for e in events if e.get("ph") == "M" or begin <= e.get("ts", begin) <= end]
     trace["traceName"] = path.name  # it was the temporary file's full path
-    return trace
-
-
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write a Chrome trace, compressed, creating its folder; a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     strict_json.write_atomically(path, gzip.compress(json.dumps(trace).encode(), compresslevel=6))
+    return trace

@@ -71,7 +71,7 @@ def check_resume(config: RunConfig) -> dict[str, Any]:
     or where adapters begin beside loaded weights.
     """
     if config.load is None:
-        for option, given in (("--ckpt-step", config.ckpt_step is not None), ("other_data", config.other_data)):
+        for option, given in (("ckpt_step", config.ckpt_step is not None), ("other_data", config.other_data)):
             if given:
                 raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
         return {}
@@ -115,14 +115,14 @@ def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
     if config.text is None or not (then := saved.get("data")):
         return None
     now = config.text.model_dump()
-    different = [name for name in then if name != "name" and then[name] and now[name] and then[name] != now[name]]
+    different = [name for name in then if name != "name" and then[name] and now.get(name) and then[name] != now[name]]
     if not different:
         return None
     was, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (then, now))
     cause = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
     if config.other_data:
         return cause
-    raise UserError(f"{cause}; give the data, tokenizer and --eval-interval it had, or --set other_data=true to go on")
+    raise UserError(f"{cause}; give the data it had, or --set other_data=true to go on")
 
 
 def instead(checkpoint: Path, config: RunConfig) -> str:
@@ -131,7 +131,7 @@ def instead(checkpoint: Path, config: RunConfig) -> str:
     for older in reversed(files.iterations(of_run[0])):
         candidates = [files.checkpoint_of(folder, older) for folder in of_run]
         if older < files.iteration_of(checkpoint) and not any(map(files.damage, candidates)):
-            return f"--ckpt-step {older} resumes from the one before it"
+            return f"--set ckpt_step={older} resumes from the one before it"
     return "there is no whole one before it; restore it from a copy, or give another --load"
 
 

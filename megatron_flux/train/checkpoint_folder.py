@@ -53,7 +53,7 @@ def tracked(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        instead = f"restore it, or choose one of {_listed(folder)} with --ckpt-step"
+        instead = f"restore it, or choose one of {_listed(folder)} with --set ckpt_step=N"
         raise UserError(f"{folder / TRACKER} must hold an iteration number; {instead}") from None
 
 
@@ -62,7 +62,7 @@ def chosen(folder: Path, step: int | None) -> Path:
     if not folder.is_dir() or not iterations(folder):
         lacks = "no checkpoint in it" if folder.is_dir() else "no such folder"
         raise UserError(f"--load {folder}: {lacks}; give the folder that --save wrote to")
-    instead = f"it has {_listed(folder)}: choose one with --ckpt-step, or give the folder that --save wrote to"
+    instead = f"it has {_listed(folder)}: choose one with --set ckpt_step=N, or give the folder that --save wrote to"
     if step is None and (step := tracked(folder)) is None:
         raise UserError(f"--load {folder} has no {TRACKER}; {instead}")
     checkpoint = checkpoint_of(folder, step)

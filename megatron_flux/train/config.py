@@ -22,7 +22,6 @@ from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.patch.megatron_core import shown
 from megatron_flux.patch.te_seam import SUPPORTED_TE
 from megatron_flux.settings import Wire
-from megatron_flux.train import tokenizer
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions
@@ -42,9 +41,6 @@ class Text(BaseModel):
     """Tokens."""
     sha256: str = ""
     """Result of :func:`megatron_flux.train.data.fingerprint`."""
-    split: str = "1,0,0"
-    tokenizer: str = ""
-    """Result of :func:`megatron_flux.train.tokenizer.fingerprint`, or ``bytes``; empty where that is not known."""
 
 
 class RunConfig(RunOptions):
@@ -85,17 +81,6 @@ class RunConfig(RunOptions):
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
-    def split(self) -> str:
-        """Shares of the documents for training, validation and test, in megatron-core's form."""
-        return "1,0,0" if self.eval_interval is None else "97,3,0"
-
-    @property
-    def text_tokenizer(self) -> tuple[tokenizer.Kind, Path] | None:
-        """The text's tokenizer; None for bytes."""
-        kind, model = self.tokenizer_type, self.tokenizer_model
-        return None if kind is None or model is None else (kind, model)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -103,10 +88,8 @@ class RunConfig(RunOptions):
     @property
     def flux_config(self) -> FluxConfig:
         """Options of flux layers."""
-        # The directions' backends are options with other names.
-        other = {"forward": "forward_backend", "dgrad": "dgrad_backend", "wgrad": "wgrad_backend"}
-        names = [f.name for f in fields(FluxConfig) if f.name != "fp8"]  # here that is the model's recipe
-        return FluxConfig(**{name: getattr(self, other.get(name, name)) for name in names})
+        names = {f.name for f in fields(FluxConfig)} & RunConfig.model_fields.keys() - {"fp8"}  # that is a recipe here
+        return FluxConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def adapters(self) -> dict[str, Any] | None:
@@ -149,7 +132,7 @@ def resolve(
         raise UserError(f"--lora {options.lora} must be a multiple of tp {tp}, which divides it; give another rank")
     if options.strict and flux and tp == 1:
         raise UserError("--strict with tp 1: no layer can run flux; use tp > 1")
-    shape = _with_vocabulary(_shape(options, preset.shape), options)
+    shape = _shape(options, preset.shape)
     _check_shape(shape, tp, options)
     micro = options.micro_batch_size or preset.micro_batch_size
     if options.fp8 is not None:
@@ -163,8 +146,6 @@ def resolve(
         raise UserError(f"min_lr {options.min_lr} is above the learning rate {lr}; lower it or raise --lr")
     if decay is not None and decay <= options.lr_warmup_steps:
         raise UserError(f"lr_decay_steps {decay} must be more than lr_warmup_steps {options.lr_warmup_steps}")
-    if options.eval_iters is not None and options.eval_interval is None:
-        raise UserError(f"eval_iters {options.eval_iters} without --eval-interval: nothing would be evaluated; add it")
     if options.nvtx and device != "cuda":
         raise UserError(f"nvtx names what runs on GPUs, this run is on {device}; leave it out")
     values = {name: value for name, value in options if name in RunConfig.model_fields}
@@ -222,7 +203,7 @@ def _check_backends(options: TrainOptions | CompareOptions, device: str, precisi
     for choice in options.layer_backend:
         if not all(choice.rpartition("=")[::2]):
             raise UserError(f"layer_backend {choice!r} must be NAMES=BACKEND, for instance '*.mlp.*=reference'")
-    for name in [options.backend, *_named_backends(options)]:
+    for name in _named_backends(options):
         if name not in backend_names():
             raise UserError(f"unknown backend {name!r}; use one of: {', '.join(backend_names())}")
         if name != "auto" and get_backend(name).needs_cuda and (device, precision) != ("cuda", "bf16"):
@@ -237,18 +218,17 @@ def _checked_wires(options: TrainOptions | CompareOptions, device: str) -> Wires
     if device != "cuda" and options.link in ("nvlink", "p2p"):
         raise UserError(f"--link {options.link} needs GPUs, this run is on {device}; use --link host or none")
     wires = Wires.of(options.wire, options.grad_wire)
-    for wire, option, backend in zip(wires, ("--wire", "grad_wire"), ("--backend", "dgrad_backend"), strict=True):
+    for wire, option in zip(wires, ("--wire", "grad_wire"), strict=True):
         if wire != "exact" and (device != "cuda" or not {"auto", "tuned"} & set(_named_backends(options))):
             given = f"{option} {wire} is for the backends auto and tuned, on GPUs"
-            raise UserError(f"{given}; leave it out, and to send nothing else use {backend} chunked_{wire}")
+            raise UserError(f"{given}; leave it out, and to send nothing else use --backend chunked_{wire}")
     return wires
 
 
 def _named_backends(options: TrainOptions | CompareOptions) -> list[str]:
-    """List the backends of forward, dgrad and wgrad, and those of layers by name but for stock."""
-    directions = (options.forward_backend, options.dgrad_backend, options.wgrad_backend)
+    """List the backend of all layers, and those of layers by name but for stock."""
     layers = [choice.rpartition("=")[2] for choice in options.layer_backend]
-    return [name or options.backend for name in directions] + [name for name in layers if name != STOCK]
+    return [options.backend, *(name for name in layers if name != STOCK)]
 
 
 def _check_transformer_engine(options: TrainOptions | CompareOptions, device: str, precision: str) -> None:
@@ -277,8 +257,6 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str) -> N
     given = f"cuda_graph_impl {options.cuda_graph_impl}"
     if device != "cuda":
         raise UserError(f"{given} needs GPUs, this run is on {device}; leave it out")
-    if options.eval_interval is not None:
-        raise UserError(f"{given} with --eval-interval: graphs are captured of training steps alone; leave one out")
     if isinstance(options, CompareOptions):
         # The graphs of a process are made once, when its first step ends: those of the other side never would be.
         raise UserError(
@@ -289,8 +267,7 @@ def _check_cuda_graphs(options: TrainOptions | CompareOptions, device: str) -> N
         raise UserError(f"{given} with --lora: captured layers with adapters have not been tried; leave one out")
     if options.recompute == "full":
         raise UserError(f"{given} with --recompute full: megatron-core captures no recomputed layer; use selective")
-    backends = {options.backend, *_named_backends(options)}
-    if options.flux and (reason := cuda_graphs.why_not(backends, options.link or settings.link())):
+    if options.flux and (reason := cuda_graphs.why_not({*_named_backends(options)}, options.link or settings.link())):
         raise UserError(f"{given} with {reason}")
 
 
@@ -303,21 +280,6 @@ def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelS
         per_group = preset.num_attention_heads // preset.num_query_groups
         overrides["num_query_groups"] = heads // per_group if heads % per_group == 0 else heads
     return ModelShape(**{**preset.model_dump(), **overrides})
-
-
-def _with_vocabulary(shape: ModelShape, options: TrainOptions | CompareOptions) -> ModelShape:
-    """Return ``shape`` with the tokenizer's vocabulary, or a larger one that was given."""
-    kind, model = options.tokenizer_type, options.tokenizer_model
-    if kind is None and model is None:
-        return shape
-    if kind is None or model is None:
-        given, other = ("type", "model") if model is None else ("model", "type")
-        raise UserError(f"--tokenizer-{given} without --tokenizer-{other}; give both, or neither to read bytes")
-    size = tokenizer.load(kind, model).vocab_size
-    if options.vocab_size is not None and options.vocab_size < size:
-        fewer = f"--vocab-size {options.vocab_size} is fewer than the {size} tokens of --tokenizer-model {model}"
-        raise UserError(f"{fewer}; leave it out, or give {size} or more")
-    return shape.model_copy(update={"vocab_size": options.vocab_size or size})
 
 
 def _check_shape(shape: ModelShape, tp: int, options: TrainOptions | CompareOptions) -> None:

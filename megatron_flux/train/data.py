@@ -1,7 +1,8 @@
 """The text of a run: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
 
-Tokens are bytes unless there is a tokenizer (:mod:`megatron_flux.train.tokenizer`): 0-255 are the bytes, 256 ends a
-document, 257 pads. Without ``--data`` the text is the source code of Python's standard library, which every user has.
+Text files are read as bytes: tokens 0-255, 256 ends a document, 257 pads. Other tokens come in a .bin/.idx pair, as
+Megatron-LM's preprocessing makes it. Without ``--data`` the text is the source code of Python's standard library, which
+every user has.
 
 Tokenized text and megatron-core's indices lie in a cache folder, under names made from the files' paths, sizes and
 times. One process builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
@@ -29,7 +30,6 @@ from megatron_flux.errors import UserError, one_line
 from megatron_flux.files import locked
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import cache_folder
-from megatron_flux.train import tokenizer
 from megatron_flux.train.config import RunConfig, Text
 
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
@@ -47,13 +47,6 @@ class Corpus(NamedTuple):
     tokens: int
     documents: int
     is_bytes: bool
-
-
-class Datasets(NamedTuple):
-    """megatron-core's datasets of a run; ``validation`` is None without ``--eval-interval``."""
-
-    train: Any
-    validation: Any
 
 
 def find_sources(data: list[Path]) -> list[Path] | Path:
@@ -74,25 +67,21 @@ def prepare(config: RunConfig) -> Corpus:
     tokens outside the vocabulary, or no text.
     """
     sources, vocab_size = find_sources(config.data), config.shape.vocab_size
-    with_tokenizer = config.text_tokenizer
     if isinstance(sources, Path):
         corpus = _check_pair(sources, vocab_size)
-    elif with_tokenizer is None and vocab_size < _BYTE_VOCAB_SIZE:
+    elif vocab_size < _BYTE_VOCAB_SIZE:
         needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
-        raise UserError(f"{needs}; raise --vocab-size or give a .bin/.idx pair")
+        raise UserError(f"{needs}; set vocab_size higher, or give a .bin/.idx pair")
     else:
-        prefix = _tokenized(sources, cache_folder(config.data_cache), with_tokenizer)
-        corpus = _check_pair(prefix, vocab_size)._replace(is_bytes=with_tokenizer is None)
+        prefix = _tokenized(sources, cache_folder(config.data_cache))
+        corpus = _check_pair(prefix, vocab_size)._replace(is_bytes=True)
     _indices(config, corpus)
     return corpus
 
 
 def text_of(config: RunConfig, corpus: Corpus) -> Text:
     """Return what identifies the text of a run."""
-    kind = "bytes" if corpus.is_bytes else ""
-    by = kind if config.text_tokenizer is None else tokenizer.fingerprint(*config.text_tokenizer)
-    name, digest = name_of(config.data), fingerprint(corpus)
-    return Text(name=name, length=corpus.tokens, sha256=digest, split=config.split, tokenizer=by)
+    return Text(name=name_of(config.data), length=corpus.tokens, sha256=fingerprint(corpus))
 
 
 def fingerprint(corpus: Corpus) -> str:
@@ -147,14 +136,13 @@ def _is_text(path: Path) -> bool:
     return bool(head) and b"\0" not in head
 
 
-def _tokenized(files: list[Path], cache: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> Path:
+def _tokenized(files: list[Path], cache: Path) -> Path:
     """Return the prefix of the pair in the cache."""
-    digest = hashlib.sha256(b"" if with_tokenizer is None else tokenizer.fingerprint(*with_tokenizer).encode())
+    digest = hashlib.sha256()
     for file in files:
         status = file.stat()
         digest.update(os.fsencode(file.resolve()) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    name = f"{'bytes' if with_tokenizer is None else 'tokens'}-{digest.hexdigest()[:16]}"
-    return _cached(cache, name, lambda folder: _build(files, folder / "text", with_tokenizer)) / "text"
+    return _cached(cache, f"bytes-{digest.hexdigest()[:16]}", lambda folder: _build(files, folder / "text")) / "text"
 
 
 def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
@@ -209,17 +197,12 @@ def _fill(folder: Path, build: Callable[[Path], object]) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _build(files: list[Path], prefix: Path, with_tokenizer: tuple[tokenizer.Kind, Path] | None) -> None:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+def _build(files: list[Path], prefix: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    by = None if with_tokenizer is None else tokenizer.load(*with_tokenizer)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(by.vocab_size) if by else np.uint16)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for file in files:
-        if by is None:
-            tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
-        else:
-            text = file.read_text(encoding="utf-8", errors="replace")
-            tokens = np.array([*by.encode(text), by.end_of_document], dtype=np.int32)
+        tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.int32(END_OF_DOCUMENT))
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     builder.finalize(f"{prefix}.idx")
 
@@ -274,12 +257,12 @@ def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str
     """Refuse tokens outside ``[0, vocab_size)``: Megatron's embedding would silently read them as zeros."""
     if not (lowest >= 0 and highest < vocab_size):  # a pair of floats can hold NaN
         outside = highest if lowest >= 0 else lowest
-        raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set --vocab-size")
+        raise UserError(f"{where} has token {outside}, outside the vocabulary of {vocab_size}; set vocab_size")
 
 
-def build_datasets(config: RunConfig, corpus: Corpus) -> Datasets:
-    """Return an epoch of each part of the corpus as megatron-core's GPTDataset, shuffled by the seed. Collective."""
-    return _datasets(config, corpus, _indices(config, corpus))
+def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
+    """Return an epoch of the corpus as megatron-core's GPTDataset, shuffled by the seed. Collective."""
+    return _dataset(config, corpus, _indices(config, corpus))
 
 
 def _indices(config: RunConfig, corpus: Corpus) -> Path:
@@ -289,12 +272,12 @@ def _indices(config: RunConfig, corpus: Corpus) -> Path:
     for all that follow, and one that begins would cut those that another has mapped.
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
-    order = config.seed, config.shape.seq_length, config.shape.vocab_size, config.split, installed_megatron_core()
+    order = config.seed, config.shape.seq_length, config.shape.vocab_size, installed_megatron_core()
     name = f"indices-{hashlib.sha256(repr((*corpus, changed, *order)).encode()).hexdigest()[:16]}"
-    return _cached(cache_folder(config.data_cache), name, lambda folder: _datasets(config, corpus, folder))
+    return _cached(cache_folder(config.data_cache), name, lambda folder: _dataset(config, corpus, folder))
 
 
-def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
+def _dataset(config: RunConfig, corpus: Corpus, indices: Path) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -305,7 +288,7 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
         random_seed=config.seed,
         sequence_length=config.shape.seq_length,
         blend=([str(corpus.prefix)], None),
-        split=config.split,
+        split="1,0,0",  # all of it for training
         path_to_cache=str(indices),
         tokenizer=SimpleNamespace(vocab_size=vocab_size, pad=pad, eod=eod, unique_identifiers={}),
         reset_position_ids=False,
@@ -318,14 +301,13 @@ def _datasets(config: RunConfig, corpus: Corpus, indices: Path) -> Datasets:
     try:
         # megatron-core allows pickles in its index files, which can run any code.
         with mock.patch.object(np, "load", lambda *given, **more: load(*given, **{**more, "allow_pickle": False})):
-            parts = builder.build()
+            dataset, *_ = builder.build()
     except (ValueError, EOFError) as error:  # NumPy's, of a file that is no array
         raise UserError(f"{indices} is damaged: {one_line(error)}; remove it") from None
-    for name, part in zip(("training", "validation"), parts, strict=False):
-        if part is not None and len(part) == 0:
-            few = f"{name_of(config.data)} has no sequence of {config.shape.seq_length} + 1 tokens for {name}"
-            raise UserError(f"{few}; give more text or a smaller --seq-length")
-    return Datasets(*parts[:2])
+    if len(dataset) == 0:
+        few = f"{name_of(config.data)} has no sequence of {config.shape.seq_length} + 1 tokens"
+        raise UserError(f"{few}; give more text or a smaller --seq-length")
+    return dataset
 
 
 class MicroBatches:

@@ -65,29 +65,6 @@ def run_info(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def megatron_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that Megatron-LM's argument parser has under other names: its dashboards ask for these."""
-    shape = config.shape
-    same = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length"}
-    return {
-        **shape.model_dump(include={*same, "normalization"}),
-        "max_position_embeddings": shape.seq_length,
-        "position_embedding_type": shape.position_embedding,
-        "swiglu": shape.activation == "swiglu",
-        "tensor_model_parallel_size": config.tp,
-        "pipeline_model_parallel_size": config.pp,
-        "data_parallel_size": config.dp,
-        "train_iters": config.steps,
-        "lr_decay_style": "constant" if config.lr_decay_steps is None else "cosine",
-        "lr_decay_iters": config.lr_decay_steps,
-        "lr_warmup_iters": config.lr_warmup_steps,
-        "bf16": config.precision == "bf16",
-        "hidden_dropout": config.dropout,
-        "attention_dropout": config.dropout,
-        "use_distributed_optimizer": config.distributed_optimizer,
-    }
-
-
 def without_gpu(config: RunConfig) -> str:
     """Return :func:`megatron_flux.metrics.summary.without_gpu` for a run on CPUs that has yet to start."""
     link = environment.link(config.link)["kind"]
@@ -104,7 +81,7 @@ def _wandb_names(config: RunConfig) -> WandbNames:
             names = load_wandb_names(config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
-    if (given := config.wandb_group or os.environ.get("WANDB_RUN_GROUP")) is None:
+    if (given := os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")
 

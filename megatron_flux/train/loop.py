@@ -30,7 +30,6 @@ from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint
 from megatron_flux.train.checkpoint_access import folders, is_saved, loads_base, sources
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.trainer import Trainer
 from megatron_flux.train.variant import Variant
@@ -40,12 +39,12 @@ logger = logging.getLogger("megatron_flux")
 Save = Callable[[Trainer, Path], None]
 
 
-def run(config: RunConfig, datasets: Datasets, device: torch.device) -> None:
+def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
     """Train what ``config.command`` says, to the last step or until a signal comes. A collective call."""
     comparing = config.command == "compare"
     with StopRequest(device, Peers()) as stop:
         names = VARIANTS if comparing else ("flux" if config.flux else "baseline",)
-        variants = {name: Variant(name, config, datasets, device) for name in names}
+        variants = {name: Variant(name, config, dataset, device) for name in names}
         if config.load is not None:
             for variant, saved in zip(variants.values(), sources(config), strict=True):
                 checkpoint.load(variant.trainer, saved)
@@ -116,13 +115,11 @@ def _train(
 
 
 def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
-    """Log a step on rank 0, every ``config.log_interval`` steps, at the end and where a validation follows."""
-    if iteration % config.log_interval and iteration != config.steps and result.validation is None:
+    """Log a step on rank 0, every ``config.log_interval`` steps and at the end."""
+    if iteration % config.log_interval and iteration != config.steps:
         return
     text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
     text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
-    if result.validation is not None:
-        text += f"  validation loss {result.validation:.4f}"
     logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
 
 

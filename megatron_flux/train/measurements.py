@@ -49,7 +49,6 @@ class StepResult(NamedTuple):
     lr: float
     seconds: float  # of the slowest rank
     ranks: dict[str, list[float | None]]  # one value per rank: of ``seconds``, and of what else the ranks gave
-    validation: float | None = None  # mean loss over the validation's tokens, where the step is followed by one
 
 
 def gathered(local: LocalStep, values: Mapping[str, float | None], device: torch.device) -> StepResult:

@@ -48,9 +48,6 @@ class FluxOptions(GradWireOptions):
     """Options of flux layers."""
 
     backend: str = option("auto", "Operator backend of flux layers: auto, or one by name.")
-    forward_backend: str | None = _in_file(None, "Operator backend of forward, if another.")
-    dgrad_backend: str | None = _in_file(None, "Operator backend of dgrad, if another.")
-    wgrad_backend: str | None = _in_file(None, "Backend of the gather for wgrad, if another.")
     layer_backend: list[str] = _in_file(
         [], "NAMES=BACKEND for some layers: '*.mlp.*=reference', 'output_layer=stock'. Repeatable."
     )
@@ -76,7 +73,7 @@ class ModelOptions(Options):
     num_query_groups: int | None = option(None, "Key/value heads (GQA), instead of the preset's.", ge=1)
     ffn_hidden_size: int | None = option(None, "MLP hidden size, instead of the preset's.", ge=1)
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=2)
-    vocab_size: int | None = option(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
+    vocab_size: int | None = _in_file(None, "Vocabulary, instead of the preset's; padded for tp.", ge=2)
     activation: Literal["gelu", "swiglu"] | None = _in_file(None, "MLP activation, instead of the preset's.")
     normalization: Literal["LayerNorm", "RMSNorm"] | None = _in_file(None, "Norm, instead of the preset's.")
     transformer_impl: Literal["local", "transformer_engine"] = option(
@@ -164,12 +161,6 @@ class DataOptions(Options):
         "Text files or folders (repeatable), or a .bin/.idx pair's prefix. Default: Python's own library.",
         long="data-path",
     )
-    tokenizer_type: Literal["HuggingFaceTokenizer", "SentencePieceTokenizer"] | None = option(
-        None, "Kind of --tokenizer-model. Default: text is read as bytes."
-    )
-    tokenizer_model: Path | None = option(
-        None, "Tokenizer file, or a Hugging Face model's folder; its vocabulary becomes the model's."
-    )
     data_cache: Path | None = _in_file(
         None,
         "Folder of tokenized text. Default: the user's cache folder, or MEGATRON_FLUX_CACHE.",
@@ -196,29 +187,13 @@ class MetricsOptions(Options):
     sample_interval: int = _in_file(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
     profile_steps: str | None = option(None, "Steps to trace with torch.profiler, as 5-7 (from the start of training).")
     nvtx: bool = _in_file(False, "Name operators for nsys; with profile_steps nsys captures, not torch.profiler.")
-    tensorboard_dir: Path | None = option(None, "Mirror the metrics to TensorBoard, below this folder.")
     wandb: Literal["disabled", "offline", "online", "auto"] = option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
     )
     wandb_project: str | None = _in_file(
         None, "wandb project. Default: wandb's own (WANDB_PROJECT), else megatron-flux."
     )
-    wandb_group: str | None = _in_file(None, "wandb group. Default: WANDB_RUN_GROUP, else one for this job or run.")
     wandb_tags: list[str] = _in_file([], "wandb tags, beside the preset. Default: WANDB_TAGS.")
-    wandb_ranks: bool = _in_file(False, "Also send every rank's figures to wandb.")
-
-
-class EvalOptions(Options):
-    """Validation."""
-
-    group: ClassVar[str] = "Validation"
-
-    eval_interval: int | None = option(
-        None,
-        "Steps between validation losses, on 3 % of the documents, which training leaves out. Default: none.",
-        ge=1,
-    )
-    eval_iters: int | None = _in_file(None, "Global batches per validation. Default: 10.", ge=1)
 
 
 class SaveOptions(Options):
@@ -232,7 +207,7 @@ class SaveOptions(Options):
     save_interval: int | None = option(None, "Steps between checkpoints; 0: only when stopped, not at the end.", ge=0)
     save_keep: int | None = _in_file(None, "Newest checkpoints to keep. Default: all.", ge=1)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
-    ckpt_step: int | None = option(None, "Resume from this iteration in --load, not from the latest.", ge=1)
+    ckpt_step: int | None = _in_file(None, "Resume from this iteration in --load, not from the latest.", ge=1)
     other_data: bool = _in_file(False, "Allow other text than the checkpoint was trained on.")
 
 
@@ -244,7 +219,6 @@ class AdapterOptions(LoraOptions):
 
 class RunOptions(
     SaveOptions,
-    EvalOptions,
     MetricsOptions,
     FolderOptions,
     FluxOptions,

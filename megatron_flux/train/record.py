@@ -45,7 +45,7 @@ class Records:
         config, iteration, tflops = self._config, self._trainer.iteration, self._tflop / result.seconds
         counted = counts.since(counts.totals(before), counts.totals(after))
         self._fallbacks += Counter(after["fallbacks"]) - Counter(before["fallbacks"])
-        record = {
+        return {
             "iteration": iteration,
             "lm loss": result.loss,
             "grad-norm": result.grad_norm,
@@ -67,9 +67,6 @@ class Records:
             "timestamp": time.time(),
             **self._measurements.fields(result, config.tp, config.dp),
         }
-        if result.validation is not None:
-            record["lm loss validation"] = result.validation
-        return record
 
     def about(self, hosts: list[str], wandb_id: str | None) -> dict[str, Any]:
         """Return ``flux/run`` of the first record; ``hosts``: each rank's."""

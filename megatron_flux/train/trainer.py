@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -28,18 +27,16 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.data import Datasets, MicroBatches
+from megatron_flux.train.data import MicroBatches
 from megatron_flux.train.measurements import LocalStep
 from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
-
-EVAL_ITERS = 10
 
 
 class Trainer:
     """A model in training, built from ``config.seed``. Building one and every step are collective calls."""
 
-    def __init__(self, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, dataset: Any, device: torch.device) -> None:
         self.config, self.device = config, device
         self._scales: dict[str, Any] = {}
         self.memory = OwnMemory(device, captured=config.cuda_graph_impl != "none")
@@ -49,8 +46,7 @@ class Trainer:
             self.model: Any = self._build_model()
             self.optimizer, self.scheduler = self._build_optimizer()
             self._graphs = CudaGraphs(config, self.model, self._mcore_config, self.optimizer)
-            self._dp_rank, self._validation = parallel_state.get_data_parallel_rank(), datasets.validation
-            self.batches = MicroBatches(config, datasets.train, self._dp_rank, device)
+            self.batches = MicroBatches(config, dataset, parallel_state.get_data_parallel_rank(), device)
         self.iteration = 0
         self._random_state = random_state()
 
@@ -70,39 +66,17 @@ class Trainer:
         self._graphs.before_step()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._passes(self.batches, config.micro_batches, forward_only=False)
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step, data_iterator=self.batches, model=self.model,
+            num_microbatches=config.micro_batches, seq_length=config.shape.seq_length,
+            micro_batch_size=config.micro_batch_size, forward_only=False,
+        )  # fmt: skip
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         with call_events.named(OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=config.global_batch_size)
         self.iteration += 1
         return losses, float(grad_norm or 0.0), lr
-
-    def evaluate(self) -> float:
-        """Return the mean loss per token of the first ``eval_iters`` global batches for validation. A collective call.
-
-        Training is not affected: without dropout no random number is drawn, and amaxes of delayed scaling are restored.
-        """
-        config = self.config
-        saved = [(amax, amax.clone()) for of in self._scales.get("global_amax_buffer", {}).values() for amax in of]
-        self.model.eval()
-        with torch.no_grad():
-            batches = MicroBatches(config, self._validation, self._dp_rank, self.device)
-            losses = self._passes(batches, config.micro_batches * (config.eval_iters or EVAL_ITERS), forward_only=True)
-        self.model.train()
-        for amax, before in saved:
-            amax.copy_(before)
-        sums = torch.tensor(_sums(losses), dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        return float(sums[0] / sums[1])
-
-    def _passes(self, batches: MicroBatches, count: int, *, forward_only: bool) -> Any:
-        """Run forward, and backward, over ``count`` micro-batches; returns their losses."""
-        return get_forward_backward_func()(
-            forward_step_func=_forward_step, data_iterator=batches, model=self.model, num_microbatches=count,
-            seq_length=self.config.shape.seq_length, micro_batch_size=self.config.micro_batch_size,
-            forward_only=forward_only,
-        )  # fmt: skip
 
     def close(self) -> None:
         """Destroy CUDA graphs while there are process groups, which would wait for the graphs' collectives."""

@@ -20,13 +20,11 @@ from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.errors import UserError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.tensorboard_mirror import TensorBoardMirror
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.data import Datasets
 from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered
 from megatron_flux.train.record import Records
 from megatron_flux.train.trainer import Trainer, require_finite
@@ -37,10 +35,10 @@ logger = logging.getLogger("megatron_flux")
 class Variant:
     """Trains in blocks of steps and, inside the context, records every step. Rank 0 writes, all ranks take part."""
 
-    def __init__(self, name: str, config: RunConfig, datasets: Datasets, device: torch.device) -> None:
+    def __init__(self, name: str, config: RunConfig, dataset: Any, device: torch.device) -> None:
         """Build the trainer of ``name``, ``baseline`` or ``flux``. A collective call."""
         self.name, self.config = name, config
-        self.trainer = Trainer(config, datasets, device)
+        self.trainer = Trainer(config, dataset, device)
         self.folder = config.out / name
         self._device = device
         for choice in config.layer_backend:
@@ -53,7 +51,7 @@ class Variant:
         """What the first record alone says; empty once it is written."""
         self._metrics_ms: float | None = None
         self._exits = ExitStack()
-        self._writers: list[JsonlRecorder | WandbMirror | TensorBoardMirror] = []
+        self._writers: list[JsonlRecorder | WandbMirror] = []
         self._mirror: WandbMirror | None = None
 
     def __enter__(self) -> Variant:
@@ -71,11 +69,9 @@ class Variant:
         if self.config.nvtx:
             self._exits.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
-            board = self.config.tensorboard_dir
             recorder = self._exits.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
             self._mirror = self._exits.enter_context(self._open_mirror())
             self._writers = [recorder, self._mirror]
-            self._writers.append(self._exits.enter_context(TensorBoardMirror(board and board / self.name, begin)))
             self._first = {"flux/run": (about := self._records.about(hosts, self._mirror.id))}
             if about["peak_tflops"] is None:
                 logger.info(about["peak_source"])
@@ -117,19 +113,11 @@ class Variant:
                     **self._measurements.values(),
                 }
                 result = gathered(local, values, self._device)
-                if self._evaluates(iteration):
-                    paused = time.perf_counter()
-                    result = result._replace(validation=self.trainer.evaluate())
-                    began += time.perf_counter() - paused  # no part of what recording takes
                 if self._writers:
                     self._write(self._records.step(result, before, after, block))
                 self._metrics_ms = 1e3 * (time.perf_counter() - began)
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
-
-    def _evaluates(self, iteration: int) -> bool:
-        every = self.config.eval_interval
-        return every is not None and (iteration % every == 0 or iteration == self.config.steps)
 
     def conclude(self, values: Mapping[str, Any]) -> None:
         """Show what a comparison found in this variant's wandb run; does nothing on other ranks."""
@@ -162,10 +150,9 @@ class Variant:
         names = description.load_wandb_names(config)
         return WandbMirror(
             config.wandb,
-            description.megatron_arguments(config) | config.model_dump(mode="json") | description.run_info(config),
+            config.model_dump(mode="json") | description.run_info(config),
             self.folder,
             resuming=self.trainer.iteration > 0,
-            per_rank=config.wandb_ranks,
             project=config.wandb_project,
             group=names.group,
             job_type=self.name,

@@ -62,26 +62,26 @@ def _no_meeting(cause: str, timeout: float) -> str:
 
 
 @contextmanager
-def world(config: RunConfig) -> Iterator[tuple[data.Datasets, torch.device]]:
-    """Open what a run needs on this rank: data, process groups, shims; yields ``(datasets, device)``."""
+def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
+    """Open what a run needs on this rank: data, process groups, shims; yields ``(dataset, device)``."""
     corpus = data.prepare(config)
     fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
     with cpu_shims(), fused, process_groups(config) as device:
-        yield data.build_datasets(config, corpus), device
+        yield data.build_dataset(config, corpus), device
 
 
 def run(config: RunConfig) -> None:
     """Train or compare on this rank, from process groups to the last record."""
     gc.disable()  # megatron-core is imported meanwhile, of which nothing is garbage: looking took an eighth of a start
     try:
-        with world(config) as (datasets, device):
+        with world(config) as (dataset, device):
             from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
 
             # Under a launcher of the user's own, every rank has named the default folder by its own clock.
             dist.broadcast_object_list(out := [config.out], src=0)
             gc.freeze()  # megatron-core collects garbage in every save, and need not look through what was imported
             gc.enable()
-            loop.run(config.model_copy(update={"out": out[0]}), datasets, device)
+            loop.run(config.model_copy(update={"out": out[0]}), dataset, device)
     finally:
         gc.enable()
         gc.unfreeze()  # extension modules complain of leaks at exit otherwise

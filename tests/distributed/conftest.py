@@ -1,7 +1,5 @@
 """The worker pools, started on first use and ended with these tests: idle ones would slow down those that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,10 +1,4 @@
-"""Inputs that every rank can make for every rank, and comparisons that say how far off they are.
-
-Integers: products and sums of small integers are exact in every dtype used, so results must be equal to the bit in
-whatever order they were added. ``largest`` bounds what a dtype can hold without rounding.
-"""
-
-from __future__ import annotations
+"""Inputs that every rank can make for every rank, and comparisons that say how far off they are."""
 
 import time
 from collections.abc import Callable

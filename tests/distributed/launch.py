@@ -1,7 +1,5 @@
 """``python -m tests.distributed.launch WORDS``: the launcher with two ranks, which do what the words say."""
 
-from __future__ import annotations
-
 import sys
 
 from megatron_flux.errors import FluxError

@@ -1,7 +1,5 @@
 """Work for ranks that ``test_launcher.py`` starts by the launcher: one thing on every rank."""
 
-from __future__ import annotations
-
 from tests import uncollected  # isort: skip # noqa: F401
 
 import os

@@ -1,10 +1,4 @@
-"""megatron-core's parallel state in a pool worker, and models and layers small enough for it.
-
-The parallel state is kept from one test to the next while it is the same: megatron-core makes dozens of process groups
-for it, and does not end them, so that making it anew for every test would leave thousands of threads.
-"""
-
-from __future__ import annotations
+"""megatron-core's parallel state in a pool worker, and models and layers small enough for it."""
 
 import contextlib
 from collections.abc import Iterator

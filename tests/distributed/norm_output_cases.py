@@ -1,15 +1,4 @@
-"""A norm and column-parallel layer with an adapter, as frameworks for fine-tuning build it, against the same in one
-process.
-
-The layer is megatron-core's over TransformerEngine and returns its norm's output, gathered or not. The adapter is two
-of megatron-core's own column-parallel linears of low rank, built as Megatron-Bridge builds them: the first one's ``dx``
-is summed where its input was gathered. The oracle is plain torch in fp32 on the same numbers: TP 1.
-
-Stock is wrong where it returns the output gathered. Its error is therefore that of a layer that returns the local
-output, which megatron-core gathers for the adapter.
-"""
-
-from __future__ import annotations
+"""A norm and column-parallel layer with an adapter, as frameworks for fine-tuning build it."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,11 +1,4 @@
-"""Flash-attention over a paged cache of keys and values, in torch: for machines without its kernels.
-
-No value goes to the host, so that a CUDA graph may hold a call. Shapes are flash-attention's: ``q`` ``[tokens, heads,
-channels]``, or one token a request; caches ``[blocks, rows of a block, groups, channels]``; a request's blocks by its
-row of ``block_table``. Tokens of no request get finite numbers that nobody reads.
-"""
-
-from __future__ import annotations
+"""Flash-attention over a paged cache of keys and values, in torch: for machines without its kernels."""
 
 from typing import Any
 

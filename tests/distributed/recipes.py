@@ -1,10 +1,4 @@
-"""Helpers for tests of ``examples/``: train a framework's model stock, then with ``MEGATRON_FLUX=1``.
-
-The frameworks are the real packages, fetched without their dependencies by ``scripts/test.sh``. What they import and do
-not use here is a mock.
-"""
-
-from __future__ import annotations
+"""Helpers for tests of ``examples/``: train a framework's model stock, then with ``MEGATRON_FLUX=1``."""
 
 import contextlib
 import importlib

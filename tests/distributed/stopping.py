@@ -1,7 +1,5 @@
 """Ranks for ``test_stopping.py`` that listen for SIGTERM. The first then waits without end."""
 
-from __future__ import annotations
-
 from tests import uncollected  # isort: skip # noqa: F401
 
 import os

@@ -1,10 +1,4 @@
-"""Layers over TransformerEngine built and run the same way on CPUs and on GPUs, and what ranks check of them.
-
-On CPUs (gloo) TransformerEngine's Python runs over a stand-in for its compiled part, in fp32 or bf16; on GPUs (nccl) it
-is the installed one, whose own GEMMs round as they like: fp32 through TF32. Hence tolerances by device and dtype.
-"""
-
-from __future__ import annotations
+"""Layers over TransformerEngine built and run the same way on CPUs and on GPUs, and what ranks check of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,10 +1,4 @@
-"""Layers over TransformerEngine in FP8 trained the same way stock and patched, on CPUs and on GPUs, and what ranks
-check of them.
-
-A training is a few steps of micro-batches, as Megatron runs them: forward inside of TransformerEngine's FP8 autocast
-with the tensor-parallel group, backward outside, weights changed between steps. All inputs are given, so that what is
-quantised is the same for both, to the bit, and so must be amaxes and scales.
-"""
+"""Layers over TransformerEngine in FP8 trained the same way stock and patched, on CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -139,10 +133,7 @@ def state_of(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def train(
-    case: Case,
-    layer: Any,
-    recipes: tuple[str | None, ...],
-    call: Callable[[torch.Tensor], Any] | None = None,
+    case: Case, layer: Any, recipes: tuple[str | None, ...], call: Callable[[torch.Tensor], Any] | None = None
 ) -> Training:
     """A step for every recipe (None: without FP8)."""
     training, weight = Training(), layer.weight

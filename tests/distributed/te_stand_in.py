@@ -15,8 +15,6 @@ Hazard: megatron-core decides at import whether there is a TransformerEngine, so
 processes of their own.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

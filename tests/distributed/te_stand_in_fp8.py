@@ -7,8 +7,6 @@ laid out as ``Float8Quantizer``, ``Float8CurrentScalingQuantizer`` and ``Float8B
 error here as it is there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,11 +1,4 @@
-"""The linears that adapters are made of, ranks of 8 to 64: patched against stock, to the bit, and on fused kernels.
-
-Megatron-Bridge builds them of megatron-core's own linears without sequence parallelism, whose dgrad nobody sums where
-their input was gathered for them (``disable_grad_reduce``); mcore-bridge of layers over TransformerEngine. Numbers are
-small integers, so that the order of sums does not matter.
-"""
-
-from __future__ import annotations
+"""The linears that adapters are made of, ranks of 8 to 64: patched against stock, to the bit, and on fused kernels."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -1,9 +1,4 @@
-"""GEMM + reduce-scatter with an addend on every rank, and gathered inputs that stay: on all backends of CPUs.
-
-Numbers are small integers, so that results are exact. The fused kernels run in Triton's interpreter.
-"""
-
-from __future__ import annotations
+"""GEMM + reduce-scatter with an addend on every rank, and gathered inputs that stay: on all backends of CPUs."""
 
 from typing import Any
 
@@ -18,11 +13,7 @@ from tests.distributed.data import integers, require_close, summed
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.twins import NEEDS_TRITON, PLANS, registered, use_tma
 
-BACKENDS = [
-    "reference",
-    "chunked",
-    pytest.param("twin", marks=NEEDS_TRITON),
-]
+BACKENDS = ["reference", "chunked", pytest.param("twin", marks=NEEDS_TRITON)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -1,9 +1,4 @@
-"""First calls in which one rank alone fails: every rank gets an OperatorError in seconds, and the next call is right.
-
-On the CPU twin with real processes; allocations fail where those of a GPU would.
-"""
-
-from __future__ import annotations
+"""First calls in which one rank alone fails: every rank gets an OperatorError in seconds."""
 
 import os
 import signal

@@ -1,12 +1,4 @@
-"""gemm_all_reduce by every kernel in Triton's interpreter: real processes over shared memory, small shapes.
-
-Covered: one and two shots, the own GEMM and tiles with descriptors and pointers; both weight forms, all dtypes,
-sizes that fill no block, m = 1; numbers that are special to the protocol (-0.0, NaN, infinity); halves left empty; all
-ranks' results bit-equal; calls of other operators in between, two groups, graphs replayed in any order, late ranks,
-a peer that never comes; backends that do not have the operator.
-"""
-
-from __future__ import annotations
+"""gemm_all_reduce by every kernel in Triton's interpreter: real processes over shared memory, small shapes."""
 
 import os
 import random

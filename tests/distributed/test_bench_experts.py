@@ -1,20 +1,17 @@
 """``bench layer`` on layers of experts over TransformerEngine's own Python, with and without delayed wgrad."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.train.presets import EXPERTS
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.megatron_world import splits_on_the_host
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_bench_layer import COLLECTIVES, sent_by_the_bound
 
 pytestmark = te_stand_in.needed
 
@@ -23,9 +20,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ff
 SIZES |= {"num_moe_experts": 8, "moe_router_topk": 2}
 SMALL = {
     "experts": EXPERTS["qwen3-30b-a3b"].shape.model_copy(update=SIZES),
-    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(
-        update=SIZES | {"moe_shared_expert_intermediate_size": 96},
-    ),
+    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(update=SIZES | {"moe_shared_expert_intermediate_size": 96}),
 }
 WORKLOADS = tuple(
     Workload(model=model, seq=32, micro_batch=2, layers=2, delay_wgrad=delayed)
@@ -69,43 +64,20 @@ def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
             assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
 
 
-def rank_observed(out: Path) -> tuple[list[bool], list[dict[str, int]]]:
-    """Return where delayed results are the others to the bit, and the collectives in a step of the bound."""
-    from megatron.core.tensor_parallel import mappings
-
+@on_ranks("te_world2")
+def test_delayed_gradients_and_what_the_bound_sends(tmp_path: Path) -> None:
+    """Tokens to their experts and back, with their probabilities, and how many they are; nothing of linears."""
     from megatron_flux.bench import layer
 
     found: dict[tuple[bool, str], list[torch.Tensor]] = {}
-    called: list[dict[str, int]] = []
-    stock_observe, stock_look = layer.LayerBench._observe, variants.look_inside
+    stock = layer.LayerBench._observe
 
     def observed(self: Any, variant: Any) -> Any:
-        found[self.workload.delay_wgrad, variant.name] = stock_observe(self, variant)
+        found[self.workload.delay_wgrad, variant.name] = stock(self, variant)
         return found[self.workload.delay_wgrad, variant.name]
 
-    def looked(variant: Any) -> None:
-        names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-        with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
-            gathers = mock.patch.object(mappings, "dist_all_gather_func", dist.all_gather_into_tensor)
-            scatters = mock.patch.object(mappings, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
-            with gathers, scatters:
-                stock_look(variant)
-            if variant.name == "no_communication":
-                called.append({name: getattr(dist, name).call_count for name in names})
-
-    with (
-        mock.patch.object(layer.LayerBench, "_observe", observed),
-        mock.patch.object(variants, "look_inside", looked),
-    ):
-        run(out, WORKLOADS[2:], VARIANTS)
-    same = [
-        all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
-        for name in ("te", "flux_te")
-    ]
-    return same, called
-
-
-def test_delayed_gradients_and_what_the_bound_sends(te_world2: WorkerPool, tmp_path: Path) -> None:
-    """Tokens to their experts and back, with their probabilities, and how many they are; nothing of linears."""
-    calls = {"all_reduce": 0, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 0, "all_to_all_single": 12}
-    assert te_world2.run(rank_observed, tmp_path) == [([True, True], [calls, calls])] * 2
+    with mock.patch.object(layer.LayerBench, "_observe", observed), sent_by_the_bound() as sent:
+        run(tmp_path, WORKLOADS[2:], VARIANTS)
+    for name in ("te", "flux_te"):
+        assert all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
+    assert sent == [dict.fromkeys(COLLECTIVES, 0) | {"all_gather_into_tensor": 2, "all_to_all_single": 12}] * 2

@@ -1,12 +1,9 @@
-"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py): everything but
-the speed.
-"""
-
-from __future__ import annotations
+"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py)."""
 
 import json
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +15,9 @@ from megatron_flux.bench.options import LayerRun
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.presets import PRESETS
 from tests.distributed import te_stand_in
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_fp8_cases import fp8_megatron, state_of
+from tests.distributed.test_bench_layer import COLLECTIVES, sent_by_the_bound
 
 pytestmark = te_stand_in.needed
 
@@ -52,10 +50,6 @@ def run(
         if spoil:
             patch.setattr(linears.ops, "all_gather_gemm", _zeroed_shard(linears.ops.all_gather_gemm))
         return layer.run(LayerRun(tp=2, **{**how, **changes}), log=lambda text: None)
-
-
-def run_with(out: Path, model: str, recipes: tuple[Any, ...], names: tuple[str, ...], changes: dict[str, Any]) -> Any:
-    return run(out, model, recipes, names, **changes)
 
 
 def _attention_of_the_cpu(stock: Any) -> Any:
@@ -98,19 +92,6 @@ def test_every_recipe_has_its_rows(
         assert (row["agreement"] is None) is not row["training"]
         if row["arm"] == "flux_te":
             check_flux(row)
-
-
-def test_without_sequence_parallelism_and_gradients(te_world2: WorkerPool, tmp_path: Path) -> None:
-    how = {"seq": 128, "micro_batch": 2, "layers": 1, "sequence_parallel": False, "frozen": True}
-    workloads = (Workload(model="swiglu", fp8="current", **how),)
-    changes = {"workloads": workloads, "backend": "auto", "rounds": 6}
-    rows = te_world2.run(run_with, tmp_path, "swiglu", (), ("te", "flux_te", "no_communication"), changes)[0]["rows"]
-    _, flux, bound = rows
-    assert flux["agreement"]["ok"], flux
-    assert flux["flux_layers"] == 4
-    low, high = flux["speedup_vs_te_ci95"]
-    assert low <= flux["speedup_vs_te"] <= high
-    assert bound["flux_calls_per_step"] == {"gemm_all_reduce/no_communication": 4}
 
 
 def check_flux(row: dict[str, Any]) -> None:
@@ -164,54 +145,33 @@ def test_blocks_have_scales_of_their_own(te_world2: WorkerPool, tmp_path: Path) 
     assert te_world2.run(rank_scales, tmp_path) == [[], []]
 
 
-def rank_spoilt(out: Path) -> Any:
-    return run(out, "gelu", ("current", "blockwise"), ("te", "flux_te"), spoil=True)
-
-
 def test_a_shard_that_is_lost_is_no_rounding(te_world2: WorkerPool, tmp_path: Path) -> None:
-    rows = te_world2.run(rank_spoilt, tmp_path)[0]["rows"]
+    rows = te_world2.run(run, tmp_path, "gelu", ("current", "blockwise"), ("te", "flux_te"), True)[0]["rows"]
     assert [(row["arm"], row["agreement"]["ok"]) for row in rows] == [("te", True), ("flux_te", False)] * 2
 
 
-def rank_bound(out: Path, recipe: str) -> tuple[dict[str, Any], list[str], bool]:
-    """Return the bound's row, collectives in a step of it, and whether its buffers hold numbers that are not zero."""
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("te_world2")
+def test_the_bound_communicates_nothing(tmp_path: Path, recipe: str) -> None:
+    """And its buffers hold numbers that are not zero, of which the first rows are x's now."""
     from megatron_flux.bench import no_communication
 
-    called: list[str] = []
-    filled: list[bool] = []
     current: list[bool] = []
-    """True where the rows that are handed out are those of x now."""
-    stock_gathered = no_communication.NoCommunication._gathered_fp8
+    stock = no_communication.NoCommunication._gathered_fp8
 
     def gathered(self: Any, x: Any, group: Any) -> Any:
-        found = stock_gathered(self, x, group)
-        filled.append(bool(found.data.count_nonzero() > found.data.numel() // 2) and bool(found.scale_inv.all()))
+        found = stock(self, x, group)
+        assert found.data.count_nonzero() > found.data.numel() // 2
+        assert found.scale_inv.all()
         rows = x.data.shape[0]
         current.append(torch.equal(found.data[:rows], x.data))
         assert all(torch.equal(found.data[i * rows :][:rows], found.data[:rows]) for i in range(group.size()))
         return found
 
-    stock_step = variants.look_inside
-
-    def looked(variant: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-                patch.setattr(dist, name, lambda *_, name=name, **__: called.append(name))
-            stock_step(variant)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(no_communication.NoCommunication, "_gathered_fp8", gathered)
-        patch.setattr(variants, "look_inside", looked)
-        (row,) = run(out, "gelu", (recipe,), ("no_communication",))["rows"]
+    with mock.patch.object(no_communication.NoCommunication, "_gathered_fp8", gathered), sent_by_the_bound() as sent:
+        (row,) = run(tmp_path, "gelu", (recipe,), ("no_communication",))["rows"]
+    assert sent == [dict.fromkeys(COLLECTIVES, 0)]
     assert current[-8], "QKV of the first layer in the last step: scales had settled when its buffer was filled"
-    return row, called, bool(filled) and all(filled)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_bound_communicates_nothing(te_world2: WorkerPool, tmp_path: Path, recipe: str) -> None:
-    for row, called, filled in te_world2.run(rank_bound, tmp_path, recipe):
-        assert called == []
-        assert filled
-        assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {"no_communication"}
-        assert row["flux_calls_per_step"]["all_gather/no_communication"] == 4 * (4 if recipe == "blockwise" else 1)
-        assert row["flux_layers"] == 8
+    assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {"no_communication"}
+    assert row["flux_calls_per_step"]["all_gather/no_communication"] == 4 * (4 if recipe == "blockwise" else 1)
+    assert row["flux_layers"] == 8

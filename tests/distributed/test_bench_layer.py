@@ -1,12 +1,13 @@
 """``bench layer`` on real megatron-core layers over gloo: everything but the speed."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import math
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +21,12 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Ranks, Variant
 from megatron_flux.bench.options import VARIANTS, LayerRun
 from megatron_flux.comm import links
-from megatron_flux.errors import UserError
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.train.presets import PRESETS, Preset
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import normals, relative_error, require_close
 from tests.distributed.megatron_world import inference, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 
 def small(preset: str, heads: int) -> Preset:
@@ -58,10 +58,6 @@ def run(tp: int, out: Path, spoil: bool = False, **changes: Any) -> dict[str, An
                 return layer.run(LayerRun(tp=tp, **{**how, **changes}), log=lambda text: None)
         finally:
             links.want(links.Wanted())
-
-
-def run_with(tp: int, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return run(tp, out, **changes)
 
 
 def test_variants_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
@@ -102,7 +98,7 @@ def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen
     workload = Workload(model="swiglu", seq=64, micro_batch=2, layers=1, sequence_parallel=False, frozen=frozen)
     variants = ("local", "local_again", "flux_local", "no_communication")
     changes = {"workloads": (workload,), "variants": variants}
-    _, again, flux, bound = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    _, again, flux, bound = world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"]
     assert again["agreement"] == {**again["agreement"], "with": "local", "y": 0.0, "ok": True}
     assert (flux["sequence_parallel"], flux["frozen"], flux["agreement"]["ok"]) == (False, frozen, True)
     assert ("wgrad" in flux["agreement"]) is not frozen
@@ -114,7 +110,7 @@ def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
     """Forward operators alone: nothing of backward, and nothing that the bound sends."""
     prefill = Workload(model="gelu", seq=16, micro_batch=2, layers=1, mode="prefill")
     changes = {"workloads": (prefill, DECODE), "variants": ("local", "flux_local", "no_communication")}
-    rows = world2.run(run_with, 2, tmp_path, changes)[0]["rows"]
+    rows = world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"]
     assert [(row["mode"], row["arm"]) for row in rows] == [
         (mode, arm) for mode in ("prefill", "decode") for arm in changes["variants"]
     ]
@@ -133,10 +129,9 @@ def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
             assert row["agreement"]["y"] < 1e-5
 
 
-def rank_cache() -> None:
-    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass. On the
-    random ones of the benchmark both agree; other ones give other results, and so does no cache.
-    """
+@on_ranks("world")
+def test_a_decode_step_is_that_of_megatron_core_s_cache() -> None:
+    """A decode step, stock and flux, on keys and values of real tokens: the last row of a whole sequence's pass."""
     from megatron_flux import patched
     from megatron_flux.bench import variants
     from megatron_flux.bench.layer import cache_of, static_context
@@ -175,66 +170,8 @@ def rank_cache() -> None:
             assert relative_error(block(hidden_states=x[-1:], attention_mask=None), whole) > 1e-2
 
 
-def test_a_decode_step_is_that_of_megatron_core_s_cache(world: WorkerPool) -> None:
-    world.run(rank_cache)
-
-
-def rank_unused_cache(out: Path) -> list[str]:
-    from megatron_flux.bench import layer
-
-    stock = layer.static_context
-
-    def others(*given: Any) -> Any:
-        context = stock(*given)
-        context.key_value_memory_dict[7] = context.key_value_memory_dict.pop(1)
-        return context
-
-    with (
-        mock.patch.object(layer, "static_context", others),
-        mock.patch("torch.cuda.current_device", return_value="cpu"),  # where megatron-core makes a cache of its own
-    ):
-        summary = run(2, out, workloads=(DECODE.model_copy(update={"layers": 1}),), variants=("local",))
-    assert summary["rows"] == []
-    return [one["reason"] for one in summary["skipped"]]
-
-
-def test_a_cache_that_no_layer_uses_is_no_measurement(world2: WorkerPool, tmp_path: Path) -> None:
-    said = "rank 0: FluxError: its layers do not write to the cache of keys and values that was filled for them"
-    assert world2.run(rank_unused_cache, tmp_path) == [[said]] * 2
-
-
-def test_layers_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
-    eight_bit = "flux_local:backend=chunked_fp8"
-    variants = ("local", "flux_local", eight_bit, "unsynchronised", "no_communication")
-    changes = {"variants": variants, "link": "host", "backend": "chunked"}
-    summary = world2.run(run_with, 2, tmp_path, changes)[0]
-    assert (summary["link"], summary["config"]["link"]) == ("host", "host")
-    assert {s["arm"]: s["reason"] for s in summary["skipped"]} == {
-        "unsynchronised": "it needs peer access between GPUs; the link is host"
-    }
-    ran = {"flux_local": "chunked", eight_bit: "chunked_fp8", "no_communication": "no_communication"}
-    for row in summary["rows"]:
-        assert (row["link"], row["wire"]) == ("host", "fp8" if row["arm"] == eight_bit else "exact")
-        if (backend := ran.get(row["arm"])) is not None:
-            assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}
-    flux = [row["agreement"] for row in summary["rows"] if row["arm"].startswith("flux")]
-    for exact, coarse in zip(flux[::2], flux[1::2], strict=True):
-        assert max(exact[name] for name in ("y", "dx", "wgrad")) < 1e-5 < coarse["y"]
-        assert exact["ok"]
-        assert coarse["ok"]
-
-
-def graphs_between_hosts(out: Path) -> str:
-    with pytest.raises(UserError) as error:
-        run(2, out, link="none", cuda_graphs=True)
-    return str(error.value)
-
-
-def test_no_graphs_between_hosts(world2: WorkerPool, tmp_path: Path) -> None:
-    assert "cannot capture what goes over the link none" in world2.run(graphs_between_hosts, tmp_path)[1]
-
-
-def rank_unsynchronised() -> None:
+@on_ranks("world2")
+def test_unsynchronised_sends_what_a_collective_would() -> None:
     """Check that peers receive what a collective would have sent, while results are those without communication."""
     from megatron_flux.bench.no_communication import NoCommunication, Unsynchronised
 
@@ -260,17 +197,10 @@ def rank_unsynchronised() -> None:
     busy.close()
 
 
-def test_unsynchronised_sends_what_a_collective_would(world2: WorkerPool) -> None:
-    world2.run(rank_unsynchronised)
-
-
 def test_a_wrong_variant_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> None:
-    rows = world2.run(rank_spoilt, tmp_path)[0]["rows"]
+    how = {"spoil": True, "variants": ("local", "flux_local")}
+    rows = world2.run(partial(run, **how), 2, tmp_path)[0]["rows"]
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
-
-
-def rank_spoilt(out: Path) -> dict[str, Any]:
-    return run(2, out, spoil=True, variants=("local", "flux_local"))
 
 
 def here() -> Ranks:
@@ -300,7 +230,7 @@ def test_time_is_kept(world2: WorkerPool, tmp_path: Path) -> None:
     for _, counts in world2.run(count_steps, True):
         assert counts == {"a": 1, "b": 1, "c": 1}
     changes = {"variants": ("local",), "seconds": 1e-9}
-    assert world2.run(run_with, 2, tmp_path, changes)[0]["rows"] == []
+    assert world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"] == []
 
 
 class Gpu:
@@ -312,14 +242,11 @@ class Gpu:
         return Reading(1500.0 - 100 * dist.get_rank(), None, None, None, 0)
 
 
-def clocks() -> list[float | None]:
+@on_ranks("world2")
+def test_clocks_are_the_slowest_gpus_from_the_second_round_on() -> None:
     gpu: Any = Gpu()
     found = harness.measure([Variant("a", lambda: time.sleep(0.05))], here(), rounds=3, burst=2, gpu=gpu)
-    return found["a"]["sm_clock_mhz"]
-
-
-def test_clocks_are_the_slowest_gpus_from_the_second_round_on(world2: WorkerPool) -> None:
-    assert world2.run(clocks) == [[None, 1400.0, 1400.0]] * 2
+    assert found["a"]["sm_clock_mhz"] == [None, 1400.0, 1400.0]
 
 
 def attempt(fails_on: int) -> tuple[Any, Any]:
@@ -355,3 +282,29 @@ def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> N
     assert "small-16x1 local: ready" in done.stderr
     assert "small-16x1 te: skipped: TransformerEngine needs a GPU" in done.stderr
     assert "ms per layer" in done.stdout
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+@contextlib.contextmanager
+def sent_by_the_bound() -> Iterator[list[dict[str, int]]]:
+    """Count torch's collectives in each step of ``no_communication``."""
+    from megatron.core.tensor_parallel import mappings
+
+    from megatron_flux.bench import variants
+
+    found: list[dict[str, int]] = []
+    stock = variants.look_inside
+
+    def looked(variant: Any) -> None:
+        seen = {name: mock.Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}
+        gathers, scatters = seen["all_gather_into_tensor"], seen["reduce_scatter_tensor"]
+        of_megatron = {"dist_all_gather_func": gathers, "dist_reduce_scatter_func": scatters}
+        with mock.patch.multiple(dist, **seen), mock.patch.multiple(mappings, **of_megatron):
+            stock(variant)
+        if variant.name == "no_communication":
+            found.append({name: one.call_count for name, one in seen.items()})
+
+    with mock.patch.object(variants, "look_inside", looked):
+        yield found

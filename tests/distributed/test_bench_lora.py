@@ -1,7 +1,6 @@
 """``bench layer --lora``: adapters beside frozen weights, shared by all variants and compared gradient by gradient."""
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +10,8 @@ import pytest
 from megatron_flux.bench.cases import Workload
 from megatron_flux.train.options import LORA_TARGETS
 from tests.distributed import te_stand_in, test_bench_fp8
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_bench_layer import run, run_with
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_bench_layer import COLLECTIVES, run, sent_by_the_bound
 
 VARIANTS = ("local", "local_again", "flux_local", "no_communication")
 
@@ -26,7 +25,7 @@ def workload(**changes: Any) -> Workload:
 @pytest.mark.parametrize("targets", [LORA_TARGETS, ("linear_qkv",)], ids=["all", "qkv"])
 def test_variants_agree(world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool) -> None:
     work = workload(lora_targets=targets, sequence_parallel=sequence_parallel)
-    rows = world2.run(run_with, 2, tmp_path, {"workloads": (work,), "variants": VARIANTS})[0]["rows"]
+    rows = world2.run(partial(run, workloads=(work,), variants=VARIANTS), 2, tmp_path)[0]["rows"]
     assert [row["arm"] for row in rows] == list(VARIANTS)
     assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
     _, again, flux, bound = rows
@@ -39,11 +38,12 @@ def test_variants_agree(world2: WorkerPool, tmp_path: Path, targets: Any, sequen
     assert {name.split("/")[1] for name in bound["flux_calls_per_step"]} == {"no_communication"}
 
 
-def rank_spoilt(out: Path) -> Any:
-    """One adapter of the flux variant has its gradient twice."""
+@on_ranks("world2")
+def test_a_wrong_gradient_of_an_adapter_is_seen(tmp_path: Path) -> None:
     from megatron_flux.bench import variants
     from megatron_flux.bench.harness import Variant
 
+    out = tmp_path
     made = variants.make
 
     def make(name: str, block: Any, *given: Any, **more: Any) -> Variant:
@@ -59,66 +59,18 @@ def rank_spoilt(out: Path) -> Any:
         return variant
 
     with mock.patch.object(variants, "make", make):
-        return run(2, out, workloads=(workload(),), variants=("local", "flux_local"))["rows"][1]["agreement"]
-
-
-def test_a_wrong_gradient_of_an_adapter_is_seen(world2: WorkerPool, tmp_path: Path) -> None:
-    for found in world2.run(rank_spoilt, tmp_path):
-        assert found["wgrad"] == pytest.approx(1, rel=1e-3)
-        assert not found["ok"]
-
-
-def rank_without_communication(out: Path, sequence_parallel: bool) -> list[Any]:
-    """The bound starts no collective of torch, in forward or backward."""
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel import mappings
-
-    from megatron_flux.bench import variants
-
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
-    seen: list[str] = []
-    active, made = [False], variants.make
-
-    def make(name: str, *given: Any, **more: Any) -> Any:
-        variant = made(name, *given, **more)
-        step = variant.run
-
-        def watched() -> Any:
-            active[0] = True
-            try:
-                return step()
-            finally:
-                active[0] = False
-
-        variant.run = watched if name == "no_communication" else step
-        return variant
-
-    def watch(name: str) -> Any:
-        stock = getattr(dist, name)
-
-        def call(*given: Any, **more: Any) -> Any:
-            if active[0]:
-                seen.append(name)
-            return stock(*given, **more)
-
-        return call
-
-    kept = {
-        name: watch(getattr(mappings, name).__name__) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
-    }
-    with (
-        mock.patch.multiple(dist, **{name: watch(name) for name in names}),
-        mock.patch.multiple(mappings, **kept),
-        mock.patch.object(variants, "make", make),
-    ):
-        work = workload(sequence_parallel=sequence_parallel)
-        run(2, out, workloads=(work,), variants=("local", "no_communication"))
-    return seen
+        found = run(2, out, workloads=(workload(),), variants=("local", "flux_local"))["rows"][1]["agreement"]
+    assert found["wgrad"] == pytest.approx(1, rel=1e-3)
+    assert not found["ok"]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
-def test_the_bound_has_no_collective_of_adapters(world2: WorkerPool, tmp_path: Path, sequence_parallel: bool) -> None:
-    assert world2.run(rank_without_communication, tmp_path, sequence_parallel) == [[], []]
+@on_ranks("world2")
+def test_the_bound_has_no_collective_of_adapters(tmp_path: Path, sequence_parallel: bool) -> None:
+    work = workload(sequence_parallel=sequence_parallel)
+    with sent_by_the_bound() as sent:
+        run(2, tmp_path, workloads=(work,), variants=("local", "no_communication"))
+    assert sent == [dict.fromkeys(COLLECTIVES, 0)]
 
 
 @te_stand_in.needed
@@ -128,7 +80,7 @@ def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPo
     recipes = (None, "current", "blockwise")
     changes = {"workloads": tuple(workload(fp8=recipe, **how) for recipe in recipes)}
     names = ("te", "te_again", "flux_te", "no_communication", "unsynchronised")
-    rows = te_world2.run(test_bench_fp8.run_with, tmp_path, "swiglu", (), names, changes)[0]["rows"]
+    rows = te_world2.run(partial(test_bench_fp8.run, **changes), tmp_path, "swiglu", (), names)[0]["rows"]
     assert [(row["fp8"], row["arm"]) for row in rows] == [(recipe, name) for recipe in recipes for name in names]
     for row in rows:
         found = row["agreement"]

@@ -1,16 +1,10 @@
-"""``bench ops`` and ``tune`` on two real ranks without GPUs.
+"""``bench ops`` and ``tune`` on two real ranks without GPUs."""
 
-The variants really run, over gloo. What only GPUs have is replaced: the clock, the link's rate, the fused kernels, and
-the tuner's trials. Keys, files, cache and agreement of the ranks are real.
-"""
-
-from __future__ import annotations
-
-import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +30,7 @@ from megatron_flux.ops.tuner import trial as trials
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 CASES = [
     Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
@@ -191,14 +185,18 @@ def test_the_first_rank_s_clock_stops_all(world2: WorkerPool, tmp_path: Path, la
     assert late or said[-1] == "stopped after 1e-09 s, 4 of 4 left out"
 
 
-def compare_fp8(case: Case) -> None:
+@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
+@on_ranks("world2")
+def test_fp8_calls(case: Case, fp8: Any) -> None:
     """Operands have the scales and formats of the recipe; serial is the operator."""
+    case = replace(case, fp8=fp8)
     group = dist.group.WORLD
     torch.manual_seed(group.rank())
     made = ops.operands(case, group, torch.bfloat16, CPU)
     pair: Any = made.pair
     blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
-    assert (pair.x.scaling, pair.weight.scaling) == (("1x128", "128x128") if blocks else ("tensor", "tensor"))
+    assert (pair.x.scaling, pair.weight.scaling) == ("1x128", "128x128") if blocks else ("tensor", "tensor")
     assert pair.x.dtype == (torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn)
     assert pair.promoted is (blocks or dgrad)
     assert (pair.weight.rows, pair.weight.k) == (case.n, case.k), "k-major in both directions"
@@ -213,25 +211,6 @@ def compare_fp8(case: Case) -> None:
         runs["nccl"]()
 
 
-@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
-def test_fp8_calls(world2: WorkerPool, case: Case, fp8: Any) -> None:
-    world2.run(compare_fp8, replace(case, fp8=fp8))
-
-
-def test_rows_of_fp8(world2: WorkerPool, tmp_path: Path) -> None:
-    cases = [replace(case, fp8=fp8) for case in FP8_CASES for fp8 in ("delayed", "blockwise")]
-    summary, _ = world2.run(bench, tmp_path, cases)[0]
-    assert all(set(row) >= ROW_KEYS and row["e_overlap"] == 0.6 for row in summary["rows"])
-    keys = list(json.loads((tmp_path / "tuned.json").read_text()))
-    for words in ("e4m3fn x e4m3fn by tensor, to bfloat16", "e5m2 x e4m3fn by tensor, split, to bfloat16",
-                  "e4m3fn x e4m3fn by blocks, to bfloat16"):  # fmt: skip
-        assert any(words in key for key in keys), words
-    text = io.StringIO()
-    tables.show_ops(summary, text)
-    assert "forward, FP8 blockwise" in text.getvalue()
-
-
 def test_bytes_of_a_gather() -> None:
     gather, scatter = FP8_CASES[:2]
     assert gather.bytes_received(2) == 128 * 384 * 2
@@ -239,27 +218,6 @@ def test_bytes_of_a_gather() -> None:
     assert replace(gather, fp8="blockwise").bytes_received(2) == 128 * (384 + 3 * 4)
     assert replace(scatter, fp8="blockwise").bytes_received(2) == scatter.bytes_received(2) == 128 * 256 * 2
     assert DECODE.bytes_received(4) == 3 * 3 * 4 * 2
-
-
-def bench_over_host(folder: Path, cases: list[Case]) -> dict[str, Any]:
-    return bench(folder, cases, "host", wire="fp8", link="host")[0]
-
-
-def test_a_run_over_host_memory(world2: WorkerPool, tmp_path: Path) -> None:
-    cases = [*CASES, *(replace(case, fp8="blockwise") for case in FP8_CASES[:2])]
-    summary = world2.run(bench_over_host, tmp_path, cases)[0]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert (summary["link"], summary["wire"], summary["link_gb_per_s"]) == ("host", "fp8", 40.0)
-    for row in summary["rows"]:
-        found = {name.removesuffix("_ms") for name in row if name.endswith("_ms")} - {"bound"}
-        own = {"chunked_fp8"} if row["fp8"] is None else set()
-        assert found == {"gemm", "nccl", "serial", "chunked", "tuned"} | own
-        assert (row["link"], row["wire"]) == ("host", "fp8" if row["fp8"] is None else "exact")
-        assert row["tuned_choice"].startswith("chunked_fp8" if row["fp8"] is None else "chunked")
-        assert row["shared_bytes"] > 1 << 20
-    text = io.StringIO()
-    tables.show_ops(summary, text)
-    assert " E chunked fp8 " in text.getvalue()
 
 
 def fill(
@@ -298,12 +256,8 @@ def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path
     stored = json.loads(cache.read_text())
     stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
-    assert world2.run(forced, cache)[0] == 4
+    assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
-
-
-def forced(cache: Path) -> int:
-    return fill(cache, CASES, force=True)[2]
 
 
 def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> None:
@@ -314,12 +268,9 @@ def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> Non
     assert "forward FP8 blockwise m=256" in said[2]
 
 
-def over_host(cache: Path) -> list[tuple[Case, str, str]]:
-    return fill(cache, CASES, "host", link="host", wire="fp8")[0]
-
-
 def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
-    done = world2.run(over_host, tmp_path / "tuned.json")[0]
+    run = partial(fill, kind="host", link="host", wire="fp8")
+    done = world2.run(run, tmp_path / "tuned.json", CASES)[0][0]
     assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
     assert {(case.direction, "wire=fp8" in key, plan) for case, key, plan in done} == {
         ("forward", True, "chunked_fp8 x1"),

@@ -1,9 +1,4 @@
-"""Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks.
-
-NCCL cannot be had: groups of gloo are taken for groups of NCCL.
-"""
-
-from __future__ import annotations
+"""Process groups that count as running beside tensor parallelism: Megatron's and others, on real ranks."""
 
 from collections.abc import Iterable
 

@@ -1,12 +1,4 @@
-"""LoRA of Megatron-Bridge, as users have it, over a GPTModel of TransformerEngine's layers: all linears run flux, and
-adapters' gradients are those of TP 1.
-
-Megatron-Bridge asks its layers for their norm's output, gathered where there is sequence parallelism. Stock's
-TransformerEngine drops a gradient then, which is tested too. Its ``peft`` package is used as released; the package's
-own start, which imports its hub of models, is left out. ``scripts/test.sh`` fetches it.
-"""
-
-from __future__ import annotations
+"""LoRA of Megatron-Bridge, as users have it, over a GPTModel of TransformerEngine's layers: all linears run flux."""
 
 import importlib
 import sys

@@ -1,9 +1,4 @@
-"""The chunked backends on processes: through host memory and peers' memory, exact and 8-bit.
-
-Integers small enough that sums are exact in any order; results and workspaces begin as NaN; shapes are random.
-"""
-
-from __future__ import annotations
+"""The chunked backends on processes: through host memory and peers' memory, exact and 8-bit."""
 
 import os
 import random
@@ -311,26 +306,3 @@ def test_the_kernels_of_the_wire() -> None:
         wire_kernels.add(exact.view(dtype).unflatten(-1, (rows, k)), None, x, 1, others, {})
         assert torch.equal(sums, others)
         assert torch.equal(sums, (3 * x.float()).to(dtype))
-
-
-@pytest.mark.parametrize("way", ["two lanes", "peers' memory"])
-@on_ranks("world2")
-def test_layers_over_it(way: str) -> None:
-    """A column- and a row-parallel layer, forward and backward, against stock's collectives: equal to the bit."""
-    from megatron_flux.layers import column_parallel_linear, row_parallel_linear
-
-    group, rank = dist.group.WORLD, dist.get_rank()
-    use(way, group)
-    found = {}
-    for backend in ("chunked", "reference"):
-        x = integers(6, 2, 8, seed=rank, high=1).requires_grad_()
-        first = integers(10, 8, seed=10 + rank, high=1).requires_grad_()
-        second = integers(8, 10, seed=20 + rank, high=1).requires_grad_()
-        bias = integers(10, seed=30 + rank, high=1).requires_grad_()
-        hidden = column_parallel_linear(x, first, bias, group, backend=backend)
-        y = row_parallel_linear(hidden, second, group, backend=backend)
-        y.backward(integers(*y.shape, seed=40 + rank, high=1))
-        found[backend] = [y.detach(), x.grad, first.grad, second.grad, bias.grad]
-    for one, other in zip(*found.values(), strict=True):
-        assert torch.equal(one, other)
-    state_of(group).transports.clear()

@@ -1,10 +1,4 @@
-"""Delayed wgrad in Megatron's own schedule for experts: combined 1F1B, which runs a layer's forward of one micro-batch
-between the parts of another's backward, and ``backward_dw`` behind each. Losses and gradients are stock's to the bit,
-over TransformerEngine's Python, with a shared expert and recomputed parts: on one stage, and on two with two virtual
-stages each.
-"""
-
-from __future__ import annotations
+"""Delayed wgrad in Megatron's own schedule for experts: combined 1F1B."""
 
 import contextlib
 import functools

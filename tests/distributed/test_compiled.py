@@ -1,8 +1,4 @@
-"""torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers; and what was
-compiled of them before patch(), or before unpatch(), is compiled anew.
-"""
-
-from __future__ import annotations
+"""torch.compile around patched layers: they run flux between the compiled pieces, with stock's numbers."""
 
 from typing import Any
 

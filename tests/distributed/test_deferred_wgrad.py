@@ -1,11 +1,4 @@
-"""Deferred wgrad of the output layer (``defer_embedding_wgrad_compute``), patched against stock.
-
-Backward puts ``dy`` into the list that Megatron has given the layer; behind the pipeline's last backward Megatron's own
-function gathers the inputs, which the layer's forward has kept, and computes the gradients. Numbers are small integers,
-so that results are exact.
-"""
-
-from __future__ import annotations
+"""Deferred wgrad of the output layer (``defer_embedding_wgrad_compute``), patched against stock."""
 
 import sys
 from types import SimpleNamespace

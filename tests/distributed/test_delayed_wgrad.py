@@ -1,12 +1,4 @@
-"""Delayed wgrad of layers over TransformerEngine, patched against stock: its own ``backward_dw`` takes what flux has
-put into its store.
-
-Micro-batches run as in Megatron's combined 1F1B: all forwards, all backwards, then a ``backward_dw`` for each.
-Gradients of weights and biases are stock's to the bit: TransformerEngine's GEMM gets stock's operands. On fused kernels
-in Triton's interpreter what is gathered lies in memory of the group, which the next micro-batches write to.
-"""
-
-from __future__ import annotations
+"""Delayed wgrad of layers over TransformerEngine, patched against stock."""
 
 from dataclasses import replace
 from itertools import cycle, product
@@ -19,7 +11,7 @@ import torch.distributed as dist
 from megatron_flux import FallbackError, FluxConfig, ops
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux, on_gpu
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import (
     CLASSES,
     STRICT,
@@ -190,8 +182,11 @@ def gathered_again(backend: str) -> None:
     ops.all_gather(torch.zeros(8, 16, dtype=torch.bfloat16), backend=backend).wait()
 
 
-def rank_pair(backend: str, ahead: bool) -> dict[str, int]:
-    """Two layers, of which the second gathers the input of the first ahead; another gather comes in between."""
+@NEEDS_TRITON
+@pytest.mark.parametrize("ahead", [True, False])
+@on_ranks("te_world2")
+def test_two_layers(ahead: bool) -> None:
+    backend = "twin"
     first = delayed("norm column", 0, dtype=torch.bfloat16)
     second = replace(first, kind="row", sizes=replace(first.size, k=first.size.n, n=first.size.k))
 
@@ -219,17 +214,12 @@ def rank_pair(backend: str, ahead: bool) -> dict[str, int]:
     for name, expected in stock.items():
         error = float((ours[name].float() - expected.float()).norm() / expected.float().norm())
         assert error < (2**-5 if backend == "twin" else 2**-7), (name, error)
-    return seen.calls
+    calls = seen.calls
+    assert calls["all_gather/twin"] == 2 * MICRO_BATCHES, "what has been gathered is still there"
 
 
-@NEEDS_TRITON
-@pytest.mark.parametrize("ahead", [True, False])
-def test_two_layers(te_world2: WorkerPool, ahead: bool) -> None:
-    for calls in te_world2.run(rank_pair, "twin", ahead):
-        assert calls["all_gather/twin"] == 2 * MICRO_BATCHES, "what has been gathered is still there"
-
-
-def rank_no_main_grad() -> None:
+@on_ranks("te_world2")
+def test_fusion_without_main_grad() -> None:
     """``backward_dw`` would drop the gradient: stock's backward says that it is missing."""
     case = delayed("column", 1)
     with te_megatron(dist.get_world_size()):
@@ -242,7 +232,3 @@ def rank_no_main_grad() -> None:
             with torch.no_grad():
                 layer(x)
         assert seen.active_layers == 1
-
-
-def test_fusion_without_main_grad(te_world2: WorkerPool) -> None:
-    te_world2.run(rank_no_main_grad)

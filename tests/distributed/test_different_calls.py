@@ -1,7 +1,5 @@
 """Ranks that make different calls of equal size, each made by both before: no wait sees that, so the host does."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

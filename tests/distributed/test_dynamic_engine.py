@@ -1,10 +1,4 @@
-"""Megatron-core's dynamic engine on CPUs, stock against patched: greedy tokens of requests of different lengths.
-
-The engine needs flash-attention's kernels over a paged cache, NVTX, CUDA's events and einops. Their place is taken by
-what they compute, in torch (:func:`engine_shims`); engine, context, controller and model are megatron-core's.
-Covered: steps of a prompt, of prompts beside single tokens, and of single tokens, without sequence parallelism and with
-it, for which the engine pads the tokens.
-"""
+"""Megatron-core's dynamic engine on CPUs, stock against patched: greedy tokens of requests of different lengths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The example script for users runs as written, on two CPU processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

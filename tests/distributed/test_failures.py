@@ -1,10 +1,4 @@
-"""A peer that is killed: the survivor's operators raise within seconds and say what, where and with whom.
-
-Covered: the peer dying while the survivor waits inside the collective, and every operator after that; through autograd
-as well. The processes are this file's own: the shared pools would be lost.
-"""
-
-from __future__ import annotations
+"""A peer that is killed: the survivor's operators raise within seconds and say what, where and with whom."""
 
 import os
 import re

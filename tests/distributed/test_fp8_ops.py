@@ -1,10 +1,4 @@
-"""The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter, on two and four ranks.
-
-Small integers with scales that are powers of two: sums are exact, so results are equal to the bit. Scales differ by
-block and by rank: one that is read from another place shows.
-"""
-
-from __future__ import annotations
+"""The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter."""
 
 import pytest
 import torch

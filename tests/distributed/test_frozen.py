@@ -1,10 +1,4 @@
-"""Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs.
-
-No gather for wgrad, no gathered ``dy`` handed out, no input saved for backward or kept, ``main_grad`` untouched; also
-recomputed, without sequence parallelism, and with primary weights in FP8.
-"""
-
-from __future__ import annotations
+"""Linears with a frozen weight, in bf16 and in each recipe of FP8: stock's dx, and nothing that only wgrad needs."""
 
 from itertools import product
 from typing import Any
@@ -15,7 +9,7 @@ import torch
 
 from megatron_flux import ops
 from megatron_flux.layers import keep
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import Case
 from tests.distributed.te_fp8_cases import (
     FP8,
@@ -47,8 +41,25 @@ def frozen(case: Case, primary: str | None = None) -> Any:
     return layer
 
 
-def rank_frozen(kind: str, recipe: str | None, whole: bool, recompute: bool, primary: bool) -> dict[str, int]:
-    """Calls, by operator and backend, of two steps of two micro-batches; checks all else."""
+HOW = {
+    "": (False, False, False),
+    "recompute": (False, True, False),
+    "no sequence parallelism": (True, False, False),
+    "primary weights": (False, False, True),
+}
+CASES = [
+    *((kind, recipe, "") for kind, recipe in product(KINDS, EVERY)),
+    *((KINDS[i % 3], recipe, "recompute") for i, recipe in enumerate(EVERY)),
+    *((KINDS[(i + 1) % 3], recipe, "no sequence parallelism") for i, recipe in enumerate(EVERY)),
+    *((KINDS[(i + 2) % 3], recipe, "primary weights") for i, recipe in enumerate(RECIPES)),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "how"), CASES)
+@on_ranks("te_world2")
+def test_stocks_dx_and_no_gather_for_wgrad(kind: str, recipe: str | None, how: str) -> None:
+    whole, recompute, primary = HOW[how]
+    column = kind != "row"
     case = fp8_case(kind, options={"sequence_parallel": not whole})
     asked: list[bool] = []
 
@@ -70,38 +81,19 @@ def rank_frozen(kind: str, recipe: str | None, whole: bool, recompute: bool, pri
     assert not any(asked)
     assert keep.report()["total"] == before
     assert seen.fallbacks == {}
-    return seen.calls
+    calls = seen.calls
+    forward, backward = 4 * (1 + recompute), 4
+    if whole:
+        assert calls == {"gemm_all_reduce/reference": backward if column else forward}
+    else:
+        gathers, sums = (forward, backward) if column else (backward, forward)
+        assert calls == {"all_gather_gemm/reference": gathers, "gemm_reduce_scatter/reference": sums}
 
 
-HOW = {
-    "": (False, False, False),
-    "recompute": (False, True, False),
-    "no sequence parallelism": (True, False, False),
-    "primary weights": (False, False, True),
-}
-CASES = [
-    *((kind, recipe, "") for kind, recipe in product(KINDS, EVERY)),
-    *((KINDS[i % 3], recipe, "recompute") for i, recipe in enumerate(EVERY)),
-    *((KINDS[(i + 1) % 3], recipe, "no sequence parallelism") for i, recipe in enumerate(EVERY)),
-    *((KINDS[(i + 2) % 3], recipe, "primary weights") for i, recipe in enumerate(RECIPES)),
-]
-
-
-@pytest.mark.parametrize(("kind", "recipe", "how"), CASES)
-def test_stocks_dx_and_no_gather_for_wgrad(te_world2: WorkerPool, kind: str, recipe: str | None, how: str) -> None:
-    whole, recompute, primary = HOW[how]
-    column = kind != "row"
-    for calls in te_world2.run(rank_frozen, kind, recipe, whole, recompute, primary):
-        forward, backward = 4 * (1 + recompute), 4
-        if whole:
-            assert calls == {"gemm_all_reduce/reference": backward if column else forward}
-        else:
-            gathers, sums = (forward, backward) if column else (backward, forward)
-            assert calls == {"all_gather_gemm/reference": gathers, "gemm_reduce_scatter/reference": sums}
-
-
-def rank_saved(kind: str, recipe: str | None) -> list[int]:
-    """Count the tensors as large as the input that stock and ours save for backward."""
+@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, EVERY))
+@on_ranks("te_world2")
+def test_no_input_is_saved(kind: str, recipe: str | None) -> None:
+    """But the norm's, which its own backward reads."""
     case = fp8_case(kind)
 
     def saved() -> int:
@@ -119,17 +111,13 @@ def rank_saved(kind: str, recipe: str | None) -> list[int]:
         y.sum().backward()
         return len(memory.keys() - known)
 
-    return list(both(saved, FP8)[:2])
+    stock, ours = both(saved, FP8)[:2]
+    assert ours == (kind == "norm column") <= stock
 
 
-@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, EVERY))
-def test_no_input_is_saved(te_world2: WorkerPool, kind: str, recipe: str | None) -> None:
-    """But the norm's, which its own backward reads."""
-    for stock, ours in te_world2.run(rank_saved, kind, recipe):
-        assert ours == (kind == "norm column") <= stock
-
-
-def rank_nothing_to_do(kind: str, recipe: str | None) -> None:
+@pytest.mark.parametrize(("kind", "recipe"), zip(KINDS, RECIPES, strict=True))
+@on_ranks("te_world2")
+def test_an_input_without_gradient(kind: str, recipe: str | None) -> None:
     """The first layer of a model that is frozen up to there: no gradient, and no graph."""
     case = fp8_case(kind)
 
@@ -141,8 +129,3 @@ def rank_nothing_to_do(kind: str, recipe: str | None) -> None:
             return bool(layer(input_of(case, 7))[0].requires_grad)
 
     assert both(forward, FP8)[:2] == (False, False)
-
-
-@pytest.mark.parametrize(("kind", "recipe"), zip(KINDS, RECIPES, strict=True))
-def test_an_input_without_gradient(te_world2: WorkerPool, kind: str, recipe: str | None) -> None:
-    te_world2.run(rank_nothing_to_do, kind, recipe)

@@ -1,10 +1,4 @@
-"""Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused, never stale.
-
-The CPU twin with real processes. One rank comes late to the call that follows, so that whoever does not wait for it
-reads what an older call left behind.
-"""
-
-from __future__ import annotations
+"""Exceptions in the middle of fused calls, which the caller catches: what comes next is right or refused."""
 
 import os
 import time
@@ -194,9 +188,7 @@ def test_a_call_broken_off_is_the_last_on_its_workspace(operator: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks("world2")
 def test_peers_of_a_call_broken_off_read_nothing_stale(operator: str) -> None:
-    """Every result that a rank gets is right; sooner or later each is refused one. Of the other rank nothing has come
-    when who broke a call off makes the next one: it is told the cause, and waits for nothing.
-    """
+    """Every result that a rank gets is right; sooner or later each is refused one."""
     with fresh(HALVES, 1) as backend:
         for _ in range(2):
             right(call_of(backend, operator))
@@ -295,21 +287,3 @@ def test_an_exception_inside_a_capture_ends_with_it() -> None:
                 right(call_of(backend, operator), late=True)
             with captured_calls():
                 right(call_of(backend, operator))
-
-
-@on_ranks("world2")
-def test_a_broken_workspace_outlives_unpatch() -> None:
-    """Stock layers have nothing to do with it, and patching anew does not forget it."""
-    import megatron_flux
-
-    with fresh(HALVES, 20) as backend:
-        right(call_of(backend, "gemm_reduce_scatter"))
-        with megatron_flux.patched():
-            run, _ = call_of(backend, "gemm_reduce_scatter")
-            with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
-                run()
-        x = torch.ones(4)
-        dist.all_reduce(x)
-        assert x.eq(2).all()
-        with megatron_flux.patched():
-            assert "gemm_reduce_scatter" in refusal(run)

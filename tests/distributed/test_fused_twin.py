@@ -1,11 +1,4 @@
-"""The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes.
-
-Covered: both operators and ``all_gather``, both weight forms, every transport and schedule, descriptors and plain
-pointers, sizes that fill no tile, reuse of both halves, calls of different shapes in turn, calls as in CUDA
-graphs, a peer that never comes (time-out names it), epochs that wrap, ranks that disagree about the shape.
-"""
-
-from __future__ import annotations
+"""The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes."""
 
 import os
 import random
@@ -247,9 +240,7 @@ def test_a_gather_of_a_failed_capture_is_forgotten() -> None:
 
 @on_ranks("world2")
 def test_captured_gather_stays_open_beside_captured_gemms() -> None:
-    """Like a captured backward: x is gathered for wgrad while fused calls, captured too, run on the other slab; and a
-    rank that is late to read the result, which peers must not overwrite before it begins the next.
-    """
+    """Like a captured backward: x is gathered for wgrad while fused calls, captured too, run on the other slab."""
     from megatron_flux.ops.cuda_graphs import captured_calls
 
     backend, group = twin(KernelConfig(**TINY)), dist.group.WORLD

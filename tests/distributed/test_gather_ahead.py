@@ -1,8 +1,4 @@
-"""The gather of a column-parallel layer's input ahead of its backward: the order of operators, equal gradients, and
-what overtakes it, holds it back or leaves it out.
-"""
-
-from __future__ import annotations
+"""The gather of a column-parallel layer's input ahead of its backward: the order of operators, equal gradients."""
 
 import contextlib
 import gc
@@ -234,9 +230,6 @@ def test_half_a_graph() -> None:
     require_equal(blocks.results(True), plain)
 
 
-# Whole models.
-
-
 @pytest.mark.parametrize("names", ["*.linear_proj", "*.0.mlp.linear_fc1"])
 @on_ranks("world2")
 def test_some_layers_run_stock(names: str) -> None:
@@ -253,23 +246,6 @@ def test_some_layers_run_stock(names: str) -> None:
         require_close("loss", loss, plain_loss)
         for name, gradient in plain.items():
             require_close(name, gradients[name], gradient)
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-@on_ranks("world")
-def test_whole_model(recompute: str | None) -> None:
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    options = {"recompute_granularity": recompute, **full} if recompute else {}
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("llama", **options)
-        with flux(IN_TURN):
-            loss, plain = loss_and_gradients(model)
-        with flux(AHEAD) as seen:
-            other, gradients = loss_and_gradients(model)
-        assert torch.equal(loss, other)
-        assert plain.keys() == gradients.keys()
-        require_equal(list(gradients.values()), list(plain.values()))
-        assert seen.calls["all_gather/reference"] == 2 * 2 + 1  # each column layer's once: none in vain
 
 
 @pytest.mark.parametrize(
@@ -311,9 +287,6 @@ def test_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
         require_equal(found, plain)
         assert sorted(order) == sorted(in_turn)
         assert order != in_turn
-
-
-# The fused kernels, in Triton's interpreter: gathers that stay open while other operators of the group run.
 
 
 @pytest.mark.parametrize(("late", "captured"), [(None, False), (1, True)], ids=["eager", "late, as in a CUDA graph"])

@@ -1,11 +1,4 @@
-"""Whole GPTModels of megatron-core, patched against stock: loss, every gradient, checkpoint contents, what ran flux.
-
-Covered: LayerNorm with GELU and bias, RMSNorm with SwiGLU and grouped queries (also fewer groups than ranks), the
-output layer with its own and with the embedding's weight, full and selective recompute, bf16, mixture of experts; the
-layers that stay stock, counted and strict; state_dict and sharded_state_dict; a model built before patch().
-"""
-
-from __future__ import annotations
+"""Whole GPTModels of megatron-core, patched against stock: loss, every gradient, what ran flux."""
 
 from importlib.metadata import version
 from typing import Any
@@ -16,8 +9,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from megatron_flux import FallbackError, FluxConfig, report, set_backend
-from megatron_flux.ops import cuda_graphs as capture
+from megatron_flux import FallbackError, FluxConfig, set_backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
@@ -30,7 +22,7 @@ from tests.distributed.megatron_world import (
     megatron,
     splits_on_the_host,
 )
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 
 
 def skip_what_megatron_refuses(world: WorkerPool, family: str) -> None:
@@ -44,9 +36,7 @@ STRICT = FluxConfig(strict=True)
 
 
 def expected_calls(layers: int, recomputed: int = 0, output: int = 1, sequence_parallel: bool = True) -> dict[str, int]:
-    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round. Without
-    sequence parallelism proj and fc2 are summed in forward, the others in backward.
-    """
+    """Of one forward and backward: qkv and fc1 gather, proj and fc2 scatter, backward the other way round."""
     if not sequence_parallel:
         return {"gemm_all_reduce/reference": 2 * layers + 2 * layers + output + 2 * recomputed}
     gathers_again = 2 * layers + output
@@ -116,51 +106,16 @@ def test_recompute_and_bf16(
     assert world2.run(rank_model, family, False, options, tolerance) == [expected] * 2
 
 
-def rank_graphs() -> tuple[list[bool], dict[str, Any]]:
-    """Until graphs are captured, which takes a GPU, a model that asks for them runs as it is."""
-    with megatron(tp=dist.get_world_size()):
-        # Its layers do nothing on their own; those of "local" ask for CUDA when they are built.
-        model = gpt_model("gpt3", cuda_graph_impl="transformer_engine")
-        stock = loss_and_gradients(model)
-        modes = [capture.capturing(stock[0])]
-        with flux(STRICT) as seen:
-            modes += [capture.capturing(stock[0]), report()["cuda_graphs"]]
-            ours = loss_and_gradients(model)
-            modes += [capture.capturing(stock[0]), report()["cuda_graphs"]]
-        require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        return [*modes, capture.capturing(stock[0])], seen.as_dict()
-
-
-def test_a_model_that_asks_for_cuda_graphs_switches_the_mode(world2: WorkerPool) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
-    assert world2.run(rank_graphs) == [([False, False, False, True, True, False], expected)] * 2
-
-
-def rank_dropout() -> None:
-    """Dropout draws the same numbers patched and stock: the operators use no random state."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("gpt3", hidden_dropout=0.1, attention_dropout=0.1)
-
-        def seeded(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            model_parallel_cuda_manual_seed(seed)
-            torch.manual_seed(seed)
-            return loss_and_gradients(model)
-
-        stock = seeded(3)
-        with flux(STRICT):
-            ours = seeded(3)
-        require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        assert not torch.equal(seeded(4)[0], stock[0])
-
-
-def test_dropout(world2: WorkerPool) -> None:
-    world2.run(rank_dropout)
-
-
-def rank_choices() -> dict[str, Any]:
-    """Layers and directions on other backends, one layer on stock: the same numbers, and who ran says so."""
+@on_ranks("world2")
+def test_backends_by_layer_and_direction() -> None:
+    calls = {
+        "all_gather_gemm/other": 3 + 1,  # forward of qkv, fc1 and output; dgrad of fc2
+        "gemm_reduce_scatter/other": 1,  # forward of proj
+        "gemm_reduce_scatter/reference": 1 + 3,  # forward of fc2; dgrad of qkv, fc1 and output
+        "all_gather_gemm/reference": 1,  # dgrad of proj
+        "all_gather/reference": 3,
+    }
+    chosen = {"column: chosen with set_backend": 2, "row: chosen with set_backend": 2}
 
     class Other(ReferenceBackend):
         name = "other"
@@ -177,22 +132,8 @@ def rank_choices() -> dict[str, Any]:
         with flux(FluxConfig(strict=True, forward="other")) as seen:
             ours = loss_and_gradients(model)
         require_same(stock, ours, {name for name, _ in model.named_parameters()})
-        return seen.as_dict()
+        assert seen.as_dict() == Seen(5, chosen, calls).as_dict()
 
-
-def test_backends_by_layer_and_direction(world2: WorkerPool) -> None:
-    calls = {
-        "all_gather_gemm/other": 3 + 1,  # forward of qkv, fc1 and output; dgrad of fc2
-        "gemm_reduce_scatter/other": 1,  # forward of proj
-        "gemm_reduce_scatter/reference": 1 + 3,  # forward of fc2; dgrad of qkv, fc1 and output
-        "all_gather_gemm/reference": 1,  # dgrad of proj
-        "all_gather/reference": 3,
-    }
-    chosen = {"column: chosen with set_backend": 2, "row: chosen with set_backend": 2}
-    assert world2.run(rank_choices) == [Seen(5, chosen, calls).as_dict()] * 2
-
-
-# Layers that stay stock.
 
 MOE = {
     "num_moe_experts": 4,
@@ -205,10 +146,16 @@ MOE = {
 }
 
 
-def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[dict[str, Any], str]:
+@pytest.mark.parametrize(
+    ("ep", "etp", "shared", "overlap"), [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)]
+)
+@on_ranks("world2")
+def test_mixture_of_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> None:
+    """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
 
+    reason = "expert layer with explicit communication"
     # Without TransformerEngine the router fails over this name, which is then never bound (0.16.1).
     vars(moe_utils).setdefault("te_general_gemm", None)
     layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
@@ -224,89 +171,17 @@ def rank_experts(ep: int, etp: int, shared: int | None, overlap: bool) -> tuple[
         require_same(stock, ours, set(stock[1]))
         with flux(STRICT), pytest.raises(FallbackError) as refused:
             loss_and_gradients(model)
-        return seen.as_dict(), str(refused.value)
+        seen, refused = seen.as_dict(), str(refused.value)
+    experts = LAYERS * (4 // ep + overlap)
+    assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
+    # Attention, the output layer and shared experts run flux as in a dense model.
+    linears = LAYERS * (4 if shared and not overlap else 2) + 1
+    assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
+    assert f"cannot run flux: {reason}" in refused
 
 
-@pytest.mark.parametrize(
-    ("ep", "etp", "shared", "overlap"),
-    [(1, 2, None, False), (1, 2, 32, False), (2, 1, None, False), (2, 1, 32, True)],
-)
-def test_mixture_of_experts(world2: WorkerPool, ep: int, etp: int, shared: int | None, overlap: bool) -> None:
-    """With ``overlap`` Megatron communicates for the shared experts too, beside the dispatcher."""
-    reason = "expert layer with explicit communication"
-    for seen, refused in world2.run(rank_experts, ep, etp, shared, overlap):
-        experts = LAYERS * (4 // ep + overlap)
-        assert seen["fallbacks"] == {f"column: {reason}": experts, f"row: {reason}": experts}
-        # Attention, the output layer and shared experts run flux as in a dense model.
-        linears = LAYERS * (4 if shared and not overlap else 2) + 1
-        assert seen["active_layers"] == seen["calls"]["all_gather_gemm/reference"] == linears
-        assert f"cannot run flux: {reason}" in refused
-
-
-# Checkpoints and identity.
-
-
-def rank_checkpoint_contents(family: str) -> int:
-    """Classes, attributes, state_dict and sharded_state_dict of a model built stock or patched."""
-    from megatron.core import parallel_state
-
-    with megatron(tp=dist.get_world_size()):
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-
-        def contents(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-            return model.state_dict(), model.sharded_state_dict(metadata=metadata)
-
-        def build() -> Any:
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(123)
-            torch.manual_seed(1234)
-            return gpt_model(family)
-
-        model = build()
-        plain, sharded = contents(model)
-        with flux(STRICT):
-            loss_and_gradients(model)  # built before patch(), of classes imported before patch()
-            patched_contents = contents(model)
-            built_patched = build()
-        assert [type(m) for m in built_patched.modules()] == [type(m) for m in model.modules()]
-        attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-        for (name, one), (_, other) in zip(model.named_parameters(), built_patched.named_parameters(), strict=True):
-            assert [getattr(one, a, None) for a in attributes] == [getattr(other, a, None) for a in attributes], name
-        for other_plain, other_sharded in (patched_contents, contents(built_patched), contents(model)):
-            assert list(other_plain) == list(plain)
-            for key, value in plain.items():
-                assert type(other_plain[key]) is type(value), key
-                assert value is None or torch.equal(_tensor(other_plain[key]), _tensor(value)), key
-            assert list(other_sharded) == list(sharded)
-            for key, value in sharded.items():
-                _require_same_shard(key, other_sharded[key], value)
-        return sum(isinstance(v, torch.Tensor) for v in plain.values())
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    return torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8)
-
-
-def _require_same_shard(key: str, other: Any, value: Any) -> None:
-    assert type(other) is type(value), key
-    for name in ("key", "global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype"):
-        assert getattr(other, name, None) == getattr(value, name, None), (key, name)
-    assert hasattr(value, "data"), key
-    if isinstance(value.data, torch.Tensor):
-        assert torch.equal(other.data, value.data), key
-
-
-@pytest.mark.parametrize(("family", "tensors"), [("gpt3", 4 + 12 * LAYERS + 1), ("llama", 3 + 6 * LAYERS)])
-def test_checkpoint_contents(world: WorkerPool, family: str, tensors: int) -> None:
-    skip_what_megatron_refuses(world, family)
-    assert world.run(rank_checkpoint_contents, family) == [tensors] * world.size
-
-
-def rank_active_layers_of_dead_models() -> tuple[int, int]:
-    """Layers that are gone are not counted as active."""
+@on_ranks("world2")
+def test_active_layers_are_those_alive() -> None:
     import gc
 
     from megatron_flux import patched, report
@@ -317,8 +192,4 @@ def rank_active_layers_of_dead_models() -> tuple[int, int]:
         alive = report()["active_layers"]
         del model
         gc.collect()
-        return alive, report()["active_layers"]
-
-
-def test_active_layers_are_those_alive(world2: WorkerPool) -> None:
-    assert world2.run(rank_active_layers_of_dead_models) == [(5, 0)] * 2
+        assert (alive, report()["active_layers"]) == (5, 0)

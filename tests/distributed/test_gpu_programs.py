@@ -1,7 +1,5 @@
 """Programs of tests/gpu that run on CPUs, too, without what only GPUs have: so they follow the package in CI."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

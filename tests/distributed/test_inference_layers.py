@@ -1,7 +1,5 @@
 """Layers where no gradient is wanted: the operator alone, and nothing left behind that a later training would meet."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

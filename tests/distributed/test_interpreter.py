@@ -1,61 +1,11 @@
-"""``tests/interpreter.py`` changes no result of Triton's interpreter."""
-
-from __future__ import annotations
+"""What ``tests/interpreter.py`` makes of Triton's interpreter."""
 
 import torch
 
 from tests.distributed.pool import on_ranks
-from tests.distributed.twins import NEEDS_TRITON, integers, twin
+from tests.distributed.twins import NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
-
-
-@on_ranks("world2")
-def test_narrow_floats_and_dtypes() -> None:
-    """Every number of the narrow types, to every other width; and the dtypes of scalars, pointers and blocks."""
-    import numpy as np
-    import triton.language as tl
-    from triton._C.libtriton import ir
-    from triton.runtime import interpreter
-
-    stock, narrow = interpreter._convert_float.__wrapped__, (tl.float8e5, tl.float8e4nv, tl.bfloat16, tl.float16)
-    compared = 0
-    for source in narrow:
-        bits = source.primitive_bitwidth
-        every = np.arange(1 << bits).astype(f"uint{bits}").reshape(16, -1)
-        for target in (*narrow, tl.float32):
-            if target.primitive_bitwidth == bits:
-                continue
-            for rounding in (None, ir.ROUNDING_MODE.RTNE):
-                got = interpreter._convert_float(every, source, target, rounding)
-                want = [stock(some, source, target, rounding) for some in every]  # normal and subnormal ones apart
-                assert got.dtype == want[0].dtype
-                assert np.array_equal(got, np.stack(want)), (source, target)
-                compared += 1
-    for dtype in (*narrow, tl.int1, tl.int32, tl.uint64, tl.pointer_type(tl.int8)):
-        for one in (dtype, tl.block_type(dtype, [4, 2])):
-            assert interpreter._get_np_dtype(one) == interpreter._get_np_dtype.__wrapped__(one)
-    assert compared == 24
-
-
-@on_ranks("world2")
-def test_the_language_is_patched_once_a_launch() -> None:
-    """A launch whose kernel calls others patches each module once, and leaves nothing of the interpreter behind."""
-    from unittest import mock
-
-    import torch.distributed as dist
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    from megatron_flux.ops.call import OperatorCall
-
-    backend, x, w = twin(), integers(32, 32, torch.float16), integers(32, 32, torch.float16)
-    assert not interpreter.interpreter_builder.options.debug, "overflows are looked for, and must be"
-    with mock.patch.object(interpreter, "_patch_builtin", wraps=interpreter._patch_builtin) as listed:
-        OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(backend)
-    for member in (tl.load, tl.tensor.to, tl.tensor.__add__, tl.math.exp):
-        assert tl.core.is_builtin(member)
-    assert 0 < listed.call_count <= 8  # of the modules and classes that a launch patches
 
 
 @on_ranks("world2")

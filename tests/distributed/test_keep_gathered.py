@@ -1,9 +1,4 @@
-"""Keeping the gathered input of column-parallel layers for wgrad: same numbers to the bit, fewer gathers, a budget.
-
-Which calls keep, and how much, without ranks: tests/unit/layers/test_keep.py.
-"""
-
-from __future__ import annotations
+"""Keeping the gathered input of column-parallel layers for wgrad: same numbers to the bit, fewer gathers, a budget."""
 
 import gc
 from typing import Any
@@ -85,26 +80,6 @@ def test_the_same_numbers_with_fewer_gathers(backend: str) -> None:
 
 
 @on_ranks("world2")
-def test_a_budget_is_never_exceeded() -> None:
-    plain, _ = Block("reference", False).results()
-    for room, gathers in ((0, 3), (gathered_bytes() - 1, 3), (2 * gathered_bytes() + 7, 1), (3 * gathered_bytes(), 0)):
-        block = Block("reference", True, room)
-        for _ in range(3):  # what backward gives back is there for the next step
-            for weight in block.weights:
-                weight.grad = None
-            found, begun = block.results()
-            assert begun == gathers, room
-            require_equal(found, plain)
-        outputs = []
-        for _ in range(4):
-            outputs.append(block.column(one_input()))
-            assert held()[1] <= room
-        for y in outputs:
-            y.sum().backward()
-        assert held() == (0, 0)
-
-
-@on_ranks("world2")
 def test_a_dropped_graph() -> None:
     """Graphs that nobody runs backward, of which one rank's waits for the garbage collector, count until a step."""
     plain, _ = Block("reference", False).results()
@@ -174,30 +149,6 @@ def test_exceptions_leak_nothing() -> None:
 
 
 @on_ranks("world2")
-def test_one_forward_one_backward() -> None:
-    """Like a pipeline's steady state, with room for one input fewer than are in flight."""
-
-    def results(block: Block) -> list[torch.Tensor]:
-        inputs = [normals(ROWS, BATCH, HIDDEN, seed=20 + i).requires_grad_() for i in range(6)]
-        flying = [block.forward(x) for x in inputs[:3]]
-        for x in (*inputs[3:], None, None, None):
-            flying.pop(0).square().sum().backward()
-            if x is not None:
-                flying.append(block.forward(x))
-        return [*(x.grad for x in inputs), *(weight.grad for weight in block.weights)]
-
-    plain = results(Block("chunked", False))
-    before = keep.report()
-    keep.reset_peak()
-    require_equal(results(Block("chunked", None, 2 * gathered_bytes())), plain)
-    now = keep.report()
-    assert (now["total"] - before["total"], now["no_room"] - before["no_room"]) == (4, 2)
-    assert now["peak_bytes"] == 2 * gathered_bytes()
-    keep.reset_peak()
-    assert keep.report()["peak_bytes"] == held()[1] == 0
-
-
-@on_ranks("world2")
 def test_two_backwards() -> None:
     """A second backward through a retained graph gathers; one for the input alone gives the memory back too."""
     block = Block()
@@ -235,9 +186,6 @@ def test_what_keeps_nothing() -> None:
         assert held() == (0, 0), "nothing before backward runs forward again"
         y.sum().backward()
         assert held() == (0, 0)
-
-
-# Whole models.
 
 
 @pytest.mark.parametrize(

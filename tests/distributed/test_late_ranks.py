@@ -1,10 +1,4 @@
-"""A rank that is late is waited for in every call, by every transport, and beyond the largest epoch, on the CPU twin.
-
-Each call has fresh operands, so that what an earlier call left in a workspace is wrong; what is expected is known
-before; the late rank sleeps right before its call, and what the others got is looked at before it wakes up again.
-"""
-
-from __future__ import annotations
+"""A rank that is late is waited for in every call, by every transport, and beyond the largest epoch."""
 
 import contextlib
 import gc
@@ -68,9 +62,7 @@ def test_every_transport_waits_for_a_late_rank(plan: KernelConfig) -> None:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @on_ranks("world2")
 def test_a_late_rank_is_waited_for_however_many_calls_there_were(plan: KernelConfig) -> None:
-    """After so many calls, flags that were never written are as far ahead of an epoch as behind it. Before them, the
-    epoch wraps: what flags hold then is far above it as a number.
-    """
+    """After so many calls, flags that were never written are as far ahead of an epoch as behind it."""
     from megatron_flux.comm import group_state
 
     backend, group, capture = twin(plan), dist.group.WORLD, iter(range(1, 10))

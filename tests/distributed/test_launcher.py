@@ -1,7 +1,5 @@
 """The launcher, with work that is neither training nor a benchmark: it starts ranks, and says how they failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

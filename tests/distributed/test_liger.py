@@ -1,8 +1,4 @@
-"""Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer, and its
-tensor-parallel fused linear cross entropy instead of the output layer. ``scripts/test.sh`` fetches it.
-"""
-
-from __future__ import annotations
+"""Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer."""
 
 import contextlib
 import importlib
@@ -89,11 +85,7 @@ def require_equal(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, str]]
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks("world2")
 def test_the_cross_entropy_behind_a_fused_output_layer(sequence_parallel: bool) -> None:
-    """Its all-reduces, of a number for each token, are stock's: flux replaces linears alone.
-
-    Only where Megatron's own is fused: to the other one megatron-core 0.16 gives no group, and Liger-Kernel 0.8.5 takes
-    that for a group of one.
-    """
+    """Its all-reduces, of a number for each token, are stock's: flux replaces linears alone."""
     with megatron(dist.get_world_size()):
         model = gpt_model("llama", sequence_parallel=sequence_parallel, cross_entropy_loss_fusion=True)
         stock, _ = loss_and_gradients(model)

@@ -1,8 +1,5 @@
 """LoRA's adapters on whole GPTModels: gradients against tensor parallelism of 1, and what TransformerEngine drops."""
 
-from __future__ import annotations
-
-import math
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import te_stand_in
-from tests.distributed.data import TOLERANCE, relative_error, require_close
-from tests.distributed.megatron_world import FAMILIES, flux, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.data import TOLERANCE, require_close
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
 
 RANK = 4
@@ -46,7 +43,18 @@ def whole(model: Any, values: Gradients) -> Gradients:
     return found
 
 
-def rank_gradients(family: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt3", {}),
+        ("llama", {}),
+        ("llama", {"sequence_parallel": False}),
+        ("llama", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ],
+    ids=["gpt3", "llama", "no sequence parallelism", "recompute"],
+)
+@on_ranks("world2")
+def test_gradients_are_those_of_one_rank(family: str, options: dict[str, Any]) -> None:
     with megatron(dist.get_world_size()):
         model = adapted(family, **options)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -73,55 +81,12 @@ def rank_gradients(family: str, options: dict[str, Any]) -> None:
             require_close(name, gradients[name], expected[name], 5 * TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("gpt3", {}),
-        ("llama", {}),
-        ("llama", {"sequence_parallel": False}),
-        ("llama", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    ],
-    ids=["gpt3", "llama", "no sequence parallelism", "recompute"],
-)
-def test_gradients_are_those_of_one_rank(world2: WorkerPool, family: str, options: dict[str, Any]) -> None:
-    world2.run(rank_gradients, family, options)
-
-
-def rank_dropped_gradient(family: str) -> float:
-    """Return how far stock TransformerEngine's gradients are from right ones, relative to their norm."""
-    from megatron_flux.train.lora import own_gathers
-
-    with te_megatron(dist.get_world_size()):
-        model = adapted(family, te=True)
-        losses, stock = loss_and_gradients(model)
-        with own_gathers(model) as any_gathered:
-            assert any_gathered
-            same, right = loss_and_gradients(model)
-        require_close("loss", same, losses, TOLERANCE)
-        # Behind the last layer's FC1 there is no gathered norm output whose gradient could be missing.
-        for name, gradient in right.items():
-            if f"layers.{model.config.num_layers - 1}.mlp" in name:
-                require_close(name, stock[name], gradient, 5 * TOLERANCE)
-        return max(relative_error(stock[name], gradient) for name, gradient in right.items())
-
-
 @te_stand_in.needed
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_te_drops_the_gradient_of_a_gathered_norm_output(te_world2: WorkerPool, family: str) -> None:
-    """The upstream fault of docs/fine-tuning.md. A TransformerEngine without it fails here: then say so there."""
-    found = te_world2.run(rank_dropped_gradient, family)
-    assert all(error > 0.01 and math.isfinite(error) for error in found), found
-
-
-def rank_upstream_script() -> dict[str, float]:
+@on_ranks("te_world2")
+def test_what_is_reported_upstream() -> None:
+    """With the local output dx is right, with the gathered one it is zero."""
+    right, dropped = pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5)
     script = Path(__file__).parents[2] / "docs" / "upstream" / "gathered_norm_gradient.py"
     with te_megatron(dist.get_world_size()):
         found: dict[str, float] = runpy.run_path(str(script))["errors"](torch.device("cpu"))
-    return found
-
-
-@te_stand_in.needed
-def test_what_is_reported_upstream(te_world2: WorkerPool) -> None:
-    """With the local output dx is right, with the gathered one it is zero."""
-    right, dropped = pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5)
-    assert te_world2.run(rank_upstream_script) == [{"local": right, "gathered": dropped}] * 2
+    assert found == {"local": right, "gathered": dropped}

@@ -1,9 +1,4 @@
-"""NVIDIA's ModelOpt quantises megatron-core's linears, patched or not, to the same numbers: real nvidia-modelopt.
-
-It exchanges functions of megatron-core, or of TransformerEngine's autograd functions, while a layer's forward runs.
-"""
-
-from __future__ import annotations
+"""NVIDIA's ModelOpt quantises megatron-core's linears, patched or not, to the same numbers: real nvidia-modelopt."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The norm and column-parallel linear in one function, against torch's norm before the plain column-parallel linear."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_flux.layers import keep
 from tests.distributed.data import TOLERANCE, normals, require_close
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 
 S_PER_RANK, B, K, N = 3, 2, 8, 6
 EPS = 1e-5
@@ -85,40 +83,6 @@ def gradients(o: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: t.grad for name, t in o.items() if t is not None and t.grad is not None}
 
 
-def rank_same(kind: str, bias: bool, frozen: tuple[str, ...]) -> None:
-    dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
-    expected, actual = operands(kind, bias, frozen), operands(kind, bias, frozen)
-    y = sequential(kind, expected)
-    z = ours(kind, actual)
-    y.backward(dy)
-    z.backward(dy)
-    require_close("y", z.detach(), y.detach(), TOLERANCE)
-    wanted, found = gradients(expected), gradients(actual)
-    assert found.keys() == wanted.keys() == {n for n, t in actual.items() if t is not None and n not in frozen}
-    for name, gradient in wanted.items():
-        require_close(f"gradient of {name}", found[name], gradient, TOLERANCE)
-
-
-@pytest.mark.parametrize(("kind", "bias"), [("LayerNorm", True), ("RMSNorm", False)])
-def test_same_as_sequential(world: WorkerPool, kind: str, bias: bool) -> None:
-    world.run(rank_same, kind, bias, ())
-
-
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        ("x",),
-        ("norm_weight",),
-        ("x", "norm_weight", "norm_bias"),
-        ("weight",),
-        ("weight", "bias", "norm_weight", "norm_bias"),
-    ],
-    ids=" ".join,
-)
-def test_operands_without_gradient(world2: WorkerPool, frozen: tuple[str, ...]) -> None:
-    world2.run(rank_same, "LayerNorm", True, frozen)
-
-
 @on_ranks("world2")
 def test_an_input_that_is_not_contiguous() -> None:
     o = operands("LayerNorm", False)
@@ -126,27 +90,6 @@ def test_an_input_that_is_not_contiguous() -> None:
     o["x"] = wide[:, :, :K].requires_grad_()
     assert not o["x"].is_contiguous()
     require_close("y", ours("LayerNorm", o).detach(), sequential("LayerNorm", o).detach(), TOLERANCE)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@on_ranks("world2")
-def test_main_grad(overwrite: bool) -> None:
-    dy = normals(S_PER_RANK * dist.get_world_size(), B, N, seed=60 + dist.get_rank())
-    plain, o = operands("LayerNorm", False), operands("LayerNorm", False)
-    sequential("LayerNorm", plain).backward(dy)
-    o["weight"].main_grad = torch.full((N, K), 3.0)
-    o["weight"].grad_added_to_main_grad = False
-    # Both forwards before either backward, as in a pipeline.
-    first, second = (
-        ours("LayerNorm", o, gradient_accumulation_fusion=True, overwrite_main_grad=overwrite and i == 0)
-        for i in range(2)
-    )
-    first.backward(dy)
-    second.backward(dy)
-    assert o["weight"].grad_added_to_main_grad is True
-    start = 0.0 if overwrite else 3.0
-    require_close("main_grad", o["weight"].main_grad, start + 2 * plain["weight"].grad, TOLERANCE)
-    require_close("dx", o["x"].grad, 2 * plain["x"].grad, TOLERANCE)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,12 +1,4 @@
-"""Layers that also return their norm's output, for adapters: against TP 1 in fp32, no further off than twice stock.
-
-Covered: gathered and local output, base weights frozen and trained, bias, LayerNorm and RMSNorm, two micro-batches in a
-pipeline's order, recompute, hooks on saved tensors, three recipes of FP8, with sequence parallelism and without,
-torch's collectives, chunks and fused kernels. TransformerEngine's own Python runs over a stand-in for its compiled
-part; that it drops a gradient is tested too.
-"""
-
-from __future__ import annotations
+"""Layers that also return their norm's output, for adapters: against TP 1 in fp32, no further off than twice stock."""
 
 import contextlib
 from dataclasses import replace
@@ -97,13 +89,7 @@ ON = {
 
 
 @pytest.mark.parametrize("lora", ON.values(), ids=ON)
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "chunked",
-        pytest.param("twin", marks=NEEDS_TRITON),
-    ],
-)
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("twin", marks=NEEDS_TRITON)])
 @on_ranks("te_world2")
 def test_other_backends(lora: Lora, backend: str) -> None:
     """Two forwards come before either backward: what the adapter has saved must not lie in memory of the group."""
@@ -114,9 +100,6 @@ def test_other_backends(lora: Lora, backend: str) -> None:
 
 def test_four_ranks(te_world4: WorkerPool) -> None:
     te_world4.run(rank_lora, Lora(dtype=FP32, frozen=False))
-
-
-# What stock does
 
 
 @on_ranks("te_world2")
@@ -138,9 +121,6 @@ def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
         assert {name for name, error in lost.items() if error > 1e-2} == {"dx0", "dx1"}
         assert counted == {"added": 0, "dropped": 1}
         assert seen.fallbacks == {"TE norm column: chosen with set_backend": 2}
-
-
-# One of both outputs alone
 
 
 @pytest.mark.parametrize("reads", ["result", "norm output"])

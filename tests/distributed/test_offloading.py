@@ -1,9 +1,4 @@
-"""Activation offloading, Megatron's fine-grained one and TransformerEngine's: what layers save goes to the CPU by hooks
-on saved tensors, and comes back in backward. Flux layers run under both, with stock's losses and gradients, and as much
-is offloaded.
-"""
-
-from __future__ import annotations
+"""Activation offloading, Megatron's fine-grained one and TransformerEngine's."""
 
 import contextlib
 import importlib

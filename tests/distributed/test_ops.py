@@ -1,14 +1,6 @@
-"""The operators over gloo, against a single-process computation in float64.
-
-Covered: both operators and ``all_gather``; both weight forms; two and more dimensions of x; bias; the gathered x;
-fp32, bf16, fp16; world and sub-groups, two at a time; x not contiguous, or of no rows; async; traffic counted; a
-registered backend is really used.
-"""
-
-from __future__ import annotations
+"""The operators over gloo, against a single-process computation in float64."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +9,6 @@ import torch.distributed as dist
 from megatron_flux import UserError, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
-from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import TOLERANCE, integers, normals, relative_error, require_close
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -265,61 +255,3 @@ def test_operands_and_earlier_results_are_left_alone() -> None:
     ops.all_gather_gemm(x + 1, weight, group, bias=bias)
     assert torch.equal(first, kept)
     assert all(torch.equal(a, b) for a, b in zip((x, weight, bias), copies, strict=True))
-
-
-class Spy(ReferenceBackend):
-    """The reference, with a name of its own, that can refuse and writes down what it was asked."""
-
-    name = "spy"
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-
-    def _note(self, call: OperatorCall) -> None:
-        asked = {"all_gather_gemm": ("transposed", "bias", "return_gathered"), "all_gather": ()}
-        names = asked.get(call.operator, ("transposed", "bias", "async_op"))
-        options = {name: getattr(call, name) for name in names}
-        self.asked.append((call.operator, call.x.dim(), call.x.is_contiguous(), options))
-
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        return "the spy knows fp32 only" if x.dtype != torch.float32 else None
-
-    def all_gather_gemm(self, call: OperatorCall) -> Any:
-        self._note(call)
-        return super().all_gather_gemm(call)
-
-    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        self._note(call)
-        return super().gemm_reduce_scatter(call)
-
-    def all_gather(self, call: OperatorCall) -> Pending:
-        self._note(call)
-        return super().all_gather(call)
-
-
-@on_ranks("world2")
-def test_a_registered_backend_is_used() -> None:
-    spy, group = Spy(), dist.group.WORLD
-    ops.stats.reset()
-    with mock.patch.dict(registry._backends):
-        ops.register_backend(spy)
-        x, weight = integers(4, 2, K, seed=1).transpose(0, 1), integers(N, K, seed=2)
-        ops.all_gather_gemm(x, weight, group)
-        ops.gemm_reduce_scatter(x, weight.t(), group, transposed=True, async_op=True, backend="spy").wait()
-        ops.all_gather(x, group).wait()
-        ops.all_gather_gemm(x, weight, group, backend="reference")
-        ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group)
-        with pytest.raises(UserError, match="backend 'spy' cannot run this call: the spy knows fp32 only"):
-            ops.all_gather_gemm(x.bfloat16(), weight.bfloat16(), group, backend="spy")
-    assert spy.asked == [
-        ("all_gather_gemm", 3, True, {"transposed": False, "bias": None, "return_gathered": False}),
-        ("gemm_reduce_scatter", 3, True, {"transposed": True, "bias": None, "async_op": True}),
-        ("all_gather", 3, True, {}),
-    ]
-    assert ops.stats.calls == {
-        ("all_gather_gemm", "spy"): 1,
-        ("gemm_reduce_scatter", "spy"): 1,
-        ("all_gather", "spy"): 1,
-        ("all_gather_gemm", "reference"): 2,
-    }
-    ops.stats.reset()

@@ -1,9 +1,4 @@
-"""LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step. Without
-sequence parallelism losses and adapters' gradients are stock's to the bit, and caches stay bounded. With it, and in
-recomputed layers, gradients are right.
-"""
-
-from __future__ import annotations
+"""LoRA on packed sequences (THD: one row of tokens, cut by ``cu_seqlens``) whose number changes in every step."""
 
 from typing import Any
 from unittest import mock

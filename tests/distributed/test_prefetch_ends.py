@@ -1,7 +1,5 @@
 """A layer that runs stock ends what a column-parallel layer before it has registered: no pair reaches across it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The part of the pre-flight that all ranks run: three nodes of one rank each, over gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,10 +12,7 @@ from megatron_flux.slurm.profile import Floors
 
 
 def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environment: str) -> list[tuple[int, str]]:
-    """Exit code and output of each node's rank; their reports of themselves are alike.
-
-    With ``device`` cuda the GPU of each number is a node, so that NCCL runs between them.
-    """
+    """Exit code and output of each node's rank; their reports of themselves are alike."""
     folder.mkdir()
     for node in range(nodes):
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
@@ -55,27 +50,16 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
             process.kill()
 
 
-WRONG_CLOCK = """
-import os, time
-right = time.time
-if os.environ.get("RANK") == "1":
-    time.time = lambda: right() - 30
-"""
-
-
 def test_an_odd_number_of_nodes_measures_all_neighbours_and_names_the_floor(tmp_path: Path) -> None:
-    """A node without a partner takes part all the same: the others would wait for it for ever. One's clock is wrong."""
-    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6), nodes=3, PYTHONPATH=path)
+    """A node without a partner takes part all the same: the others would wait for it for ever."""
+    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6), nodes=3)
     assert ended[0][0] != 0
     found = json.loads((tmp_path / "slow" / "together.json").read_text())
     assert found["within"] == {}, "one rank has nobody to talk to within its node"
     assert list(found["between"]) == ["n0 n1", "n1 n2"]
     assert all(value > 0 for value in found["between"].values())
     assert "all_reduce between neighbouring nodes, GB/s (bus): n0 n1 " in ended[0][1]
-    clock, problem = (tmp_path / "slow" / "together.problems").read_text().splitlines()
-    assert re.match(r"n1: its clock is (29\.\d|30\.0) s behind that of n[02], 1 s is allowed; ", clock)
+    (problem,) = (tmp_path / "slow" / "together.problems").read_text().splitlines()
     assert re.sub(r"[\d.]+ to [\d.]+", "N", problem.split(";")[0]) == (
         "all 2 pairs of nodes: N GB/s (bus) in an all_reduce, the profile's floor is 1e+06"
     )

@@ -1,7 +1,5 @@
 """Random programs of calls (:mod:`tests.programs`) on the CPU twin and over every link, with real processes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -13,19 +11,11 @@ from tests import programs
 from tests.distributed.pool import WorkerPool
 from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 
-pytestmark = [
-    pytest.mark.slow,
-    NEEDS_TRITON,
-]
+pytestmark = [pytest.mark.slow, NEEDS_TRITON]
 
 COUNT = int(os.environ.get("RANDOM_PROGRAMS", "12"))
 ANY = [torch.float32, torch.float16]
-BACKENDS = {
-    "twin": [torch.float16],
-    "reference": ANY,
-    "chunked over host": ANY,
-    "chunked over p2p": ANY,
-}
+BACKENDS = {"twin": [torch.float16], "reference": ANY, "chunked over host": ANY, "chunked over p2p": ANY}
 
 
 def rank_runs(program: list[programs.Step]) -> list[list[str]]:

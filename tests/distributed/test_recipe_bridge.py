@@ -1,9 +1,4 @@
-"""examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA.
-
-LoRA with sequence parallelism is in ``test_bridge_lora.py``: there stock's TransformerEngine drops a gradient.
-"""
-
-from __future__ import annotations
+"""examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA."""
 
 import ast
 import importlib

@@ -1,9 +1,4 @@
-"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source.
-
-NeMo-RL needs Ray and CUDA, and is on no package index: three of its files are read.
-"""
-
-from __future__ import annotations
+"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source."""
 
 import ast
 from collections.abc import Iterator

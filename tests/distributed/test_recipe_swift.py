@@ -1,7 +1,5 @@
 """examples/ms-swift: mcore-bridge, which builds ms-swift's models, with its LoRA through peft."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

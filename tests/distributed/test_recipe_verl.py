@@ -1,9 +1,4 @@
-"""examples/verl: what verl adds to a model of Megatron-Bridge, its backward of recomputed layers; and its plugins.
-
-verl itself cannot be imported without Ray: two of its files are loaded by their paths.
-"""
-
-from __future__ import annotations
+"""examples/verl: what verl adds to a model of Megatron-Bridge, its backward of recomputed layers."""
 
 import importlib
 import importlib.util
@@ -18,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_flux import is_patched
 from tests.distributed import recipes
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +65,14 @@ def test_stocks_losses_beside_its_backward(te_world2: WorkerPool) -> None:
     assert f"layers that run flux: {len(first['layers'])}; " in first["printed"]
 
 
-def rank_imports_the_plugin(folder: str) -> tuple[bool, bool]:
-    """Return whether layers are patched after verl's import of plugins, and after that of its engine for Megatron."""
+@on_ranks("te_world2")
+def test_the_plugin_waits_for_the_engine(tmp_path: Path) -> None:
+    """Drivers and rollout workers import plugins too, and build no model of Megatron."""
+    start = (recipes.source("verl") / "verl" / "__init__.py").read_text()
+    assert 'os.getenv("VERL_USE_EXTERNAL_MODULES", "")' in start
+    assert (recipes.source("verl") / (ENGINE.replace(".", "/") + ".py")).is_file()
+    (tmp_path / "transformer_impl.py").touch()  # verl's own imports Ray
+    folder = str(tmp_path)
     parents = [ENGINE.rsplit(".", i)[0] for i in range(1, ENGINE.count(".") + 1)]
     verl = part("utils/import_utils.py")
     path = [str(ROOT / "examples" / "verl"), *sys.path]
@@ -81,13 +82,4 @@ def rank_imports_the_plugin(folder: str) -> tuple[bool, bool]:
         verl.import_external_libs(["flux_on"])
         before = is_patched()
         importlib.import_module(ENGINE)
-        return before, is_patched()
-
-
-def test_the_plugin_waits_for_the_engine(te_world2: WorkerPool, tmp_path: Path) -> None:
-    """Drivers and rollout workers import plugins too, and build no model of Megatron."""
-    start = (recipes.source("verl") / "verl" / "__init__.py").read_text()
-    assert 'os.getenv("VERL_USE_EXTERNAL_MODULES", "")' in start
-    assert (recipes.source("verl") / (ENGINE.replace(".", "/") + ".py")).is_file()
-    (tmp_path / "transformer_impl.py").touch()  # verl's own imports Ray
-    assert te_world2.run(rank_imports_the_plugin, str(tmp_path)) == [(False, True)] * 2
+        assert (before, is_patched()) == (False, True)

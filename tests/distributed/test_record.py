@@ -1,7 +1,5 @@
 """Every figure of a record, computed another way: from what each rank of a real training saw, and by hand."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -34,7 +32,6 @@ def training(folder: Path, begin: int) -> list[Row]:
     from megatron_flux.run.folder import make
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
-    from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
@@ -44,7 +41,7 @@ def training(folder: Path, begin: int) -> list[Row]:
             micro_batch_size=BATCH, global_batch_size=BATCH * MICRO * DP, sample_interval=2, lr=1e-3,
             profile_steps="3-3",
             ffn_hidden_size=FFN,
-            distributed_optimizer=False, eval_interval=2, eval_iters=1,
+            distributed_optimizer=False,
             keep_gathered=True, keep_gathered_bytes=str(2 * TP * SHARD),
         )  # fmt: skip
         config = resolve(options, world_size=TP * DP, device="cpu", out=folder / "run")
@@ -52,13 +49,13 @@ def training(folder: Path, begin: int) -> list[Row]:
         if dist.get_rank() == 0 and not config.out.exists():
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        variant = Variant("flux", config, Datasets(Zeros(SEQUENCE), Zeros(SEQUENCE)), torch.device("cpu"))
+        variant = Variant("flux", config, Zeros(SEQUENCE), torch.device("cpu"))
         trainer = variant.trainer
         trainer.iteration, trainer.batches.consumed = begin, begin * config.global_batch_size  # as a checkpoint's load
         linears = [m for m in trainer.model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
         seen: list[Row] = []
-        losses: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        trainer.model.register_forward_hook(lambda model, _, out: losses[model.training].append(out.detach().clone()))
+        losses: list[torch.Tensor] = []
+        trainer.model.register_forward_hook(lambda model, _, out: losses.append(out.detach().clone()))
         step, update = trainer.step, trainer.optimizer.step
 
         def norm() -> float:
@@ -86,9 +83,8 @@ def training(folder: Path, begin: int) -> list[Row]:
         with mock.patch.object(gpus, "device_peak", return_value=(PEAK, "this test")), variant:
             for _ in variant.steps(STEPS, block=BLOCK):
                 seen[-1] |= {"shown": time.time(), "memory": psutil.Process().memory_info().rss}
-                seen[-1] |= {kind: torch.stack(losses[train]) if losses[train] else None for kind, train in
-                             (("losses", True), ("validation", False))}  # fmt: skip
-                losses[True].clear(), losses[False].clear()
+                seen[-1]["losses"] = torch.stack(losses)
+                losses.clear()
         return seen
 
 
@@ -116,9 +112,8 @@ class Truth:
 ABSENT = object()
 
 
-def mean(ranks: list[Row], kind: str) -> Any:
-    found = [rank[kind] for rank in ranks]
-    return ABSENT if found[0] is None else pytest.approx(float(torch.stack(found).double().mean()), rel=1e-6)
+def mean_loss(ranks: list[Row]) -> Any:
+    return pytest.approx(float(torch.stack([rank["losses"] for rank in ranks]).double().mean()), rel=1e-6)
 
 
 REASON = "operators: reference: no GPU"
@@ -126,7 +121,7 @@ CALLS = MICRO * (COLUMN + ROW)
 AGAIN = MICRO * (COLUMN - 2)  # gathers for wgrad: two inputs have room
 EXPECTED: dict[str, Callable[[Truth], Any]] = {
     "iteration": lambda t: t.begin + t.steps,
-    "lm loss": lambda t: mean(t.ranks, "losses"),
+    "lm loss": lambda t: mean_loss(t.ranks),
     "grad-norm": lambda t: pytest.approx(math.sqrt(sum(rank["squares"] for rank in t.ranks[:TP])), rel=1e-5),
     "learning-rate": lambda t: 1e-3,
     "iteration-time": lambda t: t.seconds,
@@ -152,7 +147,6 @@ EXPECTED: dict[str, Callable[[Truth], Any]] = {
     "flux/kept_bytes": lambda t: 2 * TP * SHARD,
     "flux/inputs_kept": lambda t: MICRO * 2,
     "flux/inputs_gathered_again": lambda t: AGAIN,
-    "lm loss validation": lambda t: mean(t.ranks, "validation"),
     "flux/host_memory_bytes": lambda t: pytest.approx(max(rank["memory"] for rank in t.ranks), rel=0.1),
     "flux/sampled": lambda t: (t.begin + t.steps) % 2 == 0,
     "flux/operator_time_ms": lambda t: t.of_calls(lambda call: call["time_ms"]),

@@ -1,7 +1,5 @@
 """release(): memory of workspaces, slots and kept inputs goes between steps, and is there again at the next call."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

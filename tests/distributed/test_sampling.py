@@ -1,7 +1,5 @@
 """Operator calls as they are watched: counted and timed on real ranks."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

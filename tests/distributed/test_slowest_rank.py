@@ -1,10 +1,4 @@
-"""Joint decisions and measurements of ranks: every time is the slowest rank's, every yes is everybody's.
-
-One rank of two is slow in each test, first one, then the other: a number that is a rank's own, the first rank's or the
-fastest rank's shows.
-"""
-
-from __future__ import annotations
+"""Joint decisions and measurements of ranks: every time is the slowest rank's, every yes is everybody's."""
 
 import time
 from typing import Any

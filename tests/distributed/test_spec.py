@@ -1,8 +1,4 @@
-"""Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report, and
-what patch() does beside them.
-"""
-
-from __future__ import annotations
+"""Layer specs whose linears run flux without a patch, on real ranks: losses, gradients, checkpoints, the report."""
 
 import contextlib
 import copy
@@ -19,9 +15,9 @@ import torch.distributed as dist
 import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, ops, report
 from megatron_flux.patch import patcher
-from tests.distributed import megatron_world, recipes, te_stand_in
+from tests.distributed import megatron_world, te_stand_in
 from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls
 from tests.distributed.test_tune_ahead import counting
@@ -186,19 +182,6 @@ def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
 
 
 @on_ranks("world2")
-def test_the_variable_patches_what_no_spec_reaches() -> None:
-    """``MEGATRON_FLUX=1`` beside a spec: the output layer runs flux too, and rank 0 says so."""
-    with megatron(tp=dist.get_world_size()), process(), recipes.switched_on() as printed:
-        model = flux_model("gpt3")
-        loss_and_gradients(model)
-        torch.optim.SGD(model.parameters()).step()
-        assert ran(model) == FLUX | {"output_layer": "flux"}
-        assert report()["fallbacks"] == {}
-        said = printed.getvalue()
-        assert (" is on: " in said, " after the first optimizer step: " in said) == (dist.get_rank() == 0,) * 2
-
-
-@on_ranks("world2")
 def test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reason() -> None:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
@@ -301,19 +284,16 @@ def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
         assert megatron_flux.flux_spec(mlp, CONFIG) is mlp
 
 
-def rank_tunes(folder: Path) -> tuple[int, list[Any], list[Any]]:
-    """Calls tuned ahead, those of all layers but the output layer, and what the first step still measures."""
+@on_ranks("world2")
+def test_calls_are_tuned_ahead(tmp_path: Path) -> None:
+    folder = tmp_path
     with megatron(tp=dist.get_world_size()), process(), counting(folder) as tuned:
         model = flux_model("gpt3", config=FluxConfig())
         count = megatron_flux.tune_model(model, megatron_world.SEQUENCE, megatron_world.BATCH)
         before = list(tuned.measured)
         loss_and_gradients(model)
-        return count, before, tuned.measured[len(before) :]
-
-
-def test_calls_are_tuned_ahead(world2: WorkerPool, tmp_path: Path) -> None:
-    for count, before, during in world2.run(rank_tunes, tmp_path):
-        assert count == len(before) > 0
-        assert during == []
-        output = megatron_world.VOCABULARY // 2, 32  # n and k
-        assert output not in [call[2:4] for call in before], "the output layer was asked for, too"
+        count, before, during = count, before, tuned.measured[len(before) :]
+    assert count == len(before) > 0
+    assert during == []
+    output = megatron_world.VOCABULARY // 2, 32  # n and k
+    assert output not in [call[2:4] for call in before], "the output layer was asked for, too"

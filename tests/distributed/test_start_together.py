@@ -1,8 +1,4 @@
-"""Fused calls beside other process groups, on the CPU twin: they start on all ranks together, and end however few CTAs
-find room.
-"""
-
-from __future__ import annotations
+"""Fused calls beside other process groups, on the CPU twin: they start on all ranks together."""
 
 import contextlib
 import time
@@ -130,9 +126,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_reduce"])
 @on_ranks("world2")
 def test_one_cta_computes_the_tiles_of_those_that_do_not_start(operator: str) -> None:
-    """Triton's interpreter runs CTAs one after the other: the first one waits for its peers while the others have not
-    started, as where another group's kernels hold their SMs.
-    """
+    """Triton's interpreter runs CTAs one after the other."""
     from megatron_flux.ops.all_reduce_config import AllReduceConfig
     from megatron_flux.ops.device import CPU_CTAS
 

@@ -1,7 +1,5 @@
 """A destroyed group takes its state and its memory along, whatever ran on it: nothing in there refers to the group."""
 
-from __future__ import annotations
-
 import gc
 import time
 import types

@@ -1,10 +1,4 @@
-"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises.
-
-Also layers whose sequence parallelism is toggled, which are stock's in part, and trainings without it. All reasons are
-decided in tests/unit/patch/test_reasons.py.
-"""
-
-from __future__ import annotations
+"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises."""
 
 import re
 from collections.abc import Callable
@@ -110,10 +104,7 @@ def test_a_layer_runs_stock(name: str) -> None:
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_sequence_parallelism_toggled(kind: str) -> None:
-    """Megatron switches sequence parallelism of built layers off for inference, and on again.
-
-    A column layer's dgrad is then summed before it: what is left of the layer communicates nothing.
-    """
+    """Megatron switches sequence parallelism of built layers off for inference, and on again."""
     with megatron(tp=dist.get_world_size()):
         layer = make(kind, model_config())
         x = integers(S, B, width_of(kind), seed=3 + dist.get_rank())
@@ -134,34 +125,3 @@ def test_sequence_parallelism_toggled(kind: str) -> None:
         with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
             require_close("y without gradients", layer(x)[0], stock[False][0], 0)
         assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
-
-
-@pytest.mark.parametrize("value", [None, 1, torch.ones(2)], ids=["None", "1", "tensor"])
-@on_ranks("world2")
-def test_an_unknown_keyword(value: Any) -> None:
-    """A later release, or a subclass, passes a keyword that flux does not know."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    class Later(ColumnParallelLinear):
-        def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return super()._forward_impl(*args, **kwargs, new_option=value)
-
-    with megatron(tp=dist.get_world_size()):
-        layer = make("column", model_config(), cls=Later)
-        x = integers(S, B, IN, seed=3)
-        with flux() as seen, pytest.raises(TypeError, match="new_option"):  # stock does not know it either
-            layer(x)
-        assert list(seen.fallbacks) == [f"column: unsupported keyword new_option={value!r}"]
-        assert seen.calls == {}
-
-
-# Last: another parallel layout, made once.
-@on_ranks("world2")
-def test_autocast_and_tp_1() -> None:
-    with megatron(tp=2):
-        layer = make("row", model_config())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            # Forward only: megatron-core's own backward under autocast works on CUDA alone.
-            stock_either_way("row", layer, width_of("row"), "autocast", backward=False)
-    with megatron(tp=1):
-        stock_either_way("column", make("column", model_config()), IN, "tp = 1")

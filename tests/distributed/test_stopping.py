@@ -1,7 +1,5 @@
 """SIGTERM to ranks whose main thread waits where no Python runs: a request to stop, or the end of a run that failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

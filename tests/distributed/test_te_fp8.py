@@ -1,13 +1,4 @@
-"""megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock.
-
-Covered, for tp 2 and 4 and three recipes: what is multiplied and gathered, to the bit; forward, dx, gradients of
-weight, bias and norm; main_grad; amax histories, scales and the cached weight after several steps; primary weights in
-FP8; recipes that change between steps; recompute; no_grad; a row-parallel layer behind a column-parallel one, whose
-input is gathered ahead; checkpoints and extra state; reasons to run stock. TransformerEngine's own Python runs over a
-stand-in for its compiled part (te_stand_in_fp8.py). On GPUs: tests/gpu/test_te_fp8.py.
-"""
-
-from __future__ import annotations
+"""megatron-core's layers over TransformerEngine under its FP8 autocast, patched against stock."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
@@ -162,9 +154,7 @@ def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe:
     ],
 )
 def test_as_captured_in_a_cuda_graph(te_world2: WorkerPool, kind: str, recipe: str, how: str) -> None:
-    """Python's part of a graph's capture: the flag that skips the weight, amaxes, no reduction. Replays:
-    tests/gpu/test_megatron_graphs.py.
-    """
+    """Python's part of a graph's capture: the flag that skips the weight, amaxes, no reduction."""
     for calls in te_world2.run(rank_fp8_captured, kind, recipe, how == "primary", how != "cache off"):
         assert calls["all_gather_gemm/reference"] == calls["gemm_reduce_scatter/reference"] == 6
 
@@ -277,9 +267,6 @@ def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: s
     te_world2.run(rank_fp8_state, kind, recipe)
 
 
-# Frozen parameters, and an input without gradient
-
-
 @on_ranks("te_world2")
 def test_two_models_take_turns() -> None:
     """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
@@ -330,78 +317,43 @@ def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input
             torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
 
 
-# Calls that stay stock
+def _patched(path: str, **how: Any) -> Callable[[Any], Any]:
+    return lambda layer: mock.patch(path, **how)
 
 
-def _offloading(layer: Any) -> Any:
-    layer.config.fine_grained_activation_offloading = True
-    return contextlib.nullcontext()
+def _reason(recipe: Any = "tensorwise", change: Any = None, config: Any = None, **case: Any) -> tuple[Any, ...]:
+    """``recipe``: a name of ``recipe_of``, or a class of TransformerEngine's and its options."""
+    return recipe, change or setting(), config or {}, case
 
 
-def _te_offloading(layer: Any) -> Any:
-    return mock.patch("transformer_engine.pytorch.cpu_offload.is_cpu_offload_enabled", return_value=True)
-
-
-def _other_release(layer: Any) -> Any:
-    from megatron_flux.patch import te_fp8
-
-    return mock.patch.object(te_fp8, "SUPPORTED_FP8", type(te_fp8.SUPPORTED_FP8)(">=99"))
-
-
-def _any_layout(layer: Any) -> Any:
-    from transformer_engine.pytorch import utils
-
-    return mock.patch.object(utils, "is_non_tn_fp8_gemm_supported", return_value=True)
-
-
-def _attention() -> Any:
-    from transformer_engine.common.recipe import DelayedScaling
-
-    return DelayedScaling(fp8_dpa=True)
-
-
-def _blocks_of_weight() -> Any:
-    from transformer_engine.common.recipe import Float8BlockScaling
-
-    return Float8BlockScaling(w_block_scaling_dim=1)
-
-
-def _custom() -> Any:
-    from transformer_engine.common.recipe import CustomRecipe
-
-    return CustomRecipe(qfactory=lambda role: None)
-
-
-def _nothing(layer: Any) -> Any:
-    return contextlib.nullcontext()
-
-
-def _reason(
-    recipe: str | Callable[[], Any] | None = "tensorwise",
-    change: Callable[[Any], Any] = _nothing,
-    config: dict[str, Any] | None = None,
-    **case: Any,
-) -> tuple[Any, ...]:
-    return recipe, change, config or {}, case
-
-
+TE = "transformer_engine.pytorch"
 REASONS = {
     "fp8 (autocast)": _reason(config={"fp8": False}),
     "fp8 recipe MXFP8BlockScaling": _reason("mxfp8"),
     "fp8 recipe NVFP4BlockScaling": _reason("nvfp4"),
-    "fp8 recipe CustomRecipe": _reason(_custom),
-    "fp8 attention (fp8_dot_product_attention)": _reason(_attention),
-    "fp8 in blocks of 1, 1 and 1 dimensions (x, weight, gradient)": _reason(_blocks_of_weight),
+    "fp8 recipe CustomRecipe": _reason(("CustomRecipe", {"qfactory": lambda role: None})),
+    "fp8 attention (fp8_dot_product_attention)": _reason(("DelayedScaling", {"fp8_dpa": True})),
+    "fp8 in blocks of 1, 1 and 1 dimensions (x, weight, gradient)": _reason(
+        ("Float8BlockScaling", {"w_block_scaling_dim": 1})
+    ),
     "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
     "userbuffers (tp_comm_overlap)": _reason(change=setting(ub_overlap_ag_fprop=True)),
     "delayed fp8 scaling with save_original_input": _reason("delayed", change=setting(save_original_input=True)),
     "fp8 over backend chunked_fp8": _reason(config={"wgrad": "chunked_fp8"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
-    "fp8 on a GPU whose GEMMs take any layout": _reason(change=_any_layout),
+    "fp8 on a GPU whose GEMMs take any layout": _reason(
+        change=_patched(f"{TE}.utils.is_non_tn_fp8_gemm_supported", return_value=True)
+    ),
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
-    "fp8 with TransformerEngine": _reason(change=_other_release),
-    "activation offloading to the CPU": _reason(change=_te_offloading),
-    "activation offloading to the CPU (fine_grained_activation_offloading) in fp8": _reason(change=_offloading),
+    "fp8 with TransformerEngine": _reason(
+        change=_patched("megatron_flux.patch.te_fp8.SUPPORTED_FP8", new=SpecifierSet(">=99"))
+    ),
+    "activation offloading to the CPU": _reason(
+        change=_patched(f"{TE}.cpu_offload.is_cpu_offload_enabled", return_value=True)
+    ),
+    "activation offloading to the CPU (fine_grained_activation_offloading) in fp8": _reason(
+        change=lambda layer: setting(fine_grained_activation_offloading=True)(layer.config)
+    ),
 }
 
 
@@ -412,11 +364,12 @@ def test_reasons(kind: str, reason: str) -> None:
     recipe, change, config, options = REASONS[reason]
     case = fp8_case(kind, **options)
     with fp8_megatron():
+        from transformer_engine.common import recipe as recipes
         from transformer_engine.pytorch import quantization
 
         layer = built(case)
         x = input_of(case, 7)
-        given = recipe() if callable(recipe) else None if recipe is None else recipe_of(recipe)
+        given = recipe_of(recipe) if isinstance(recipe, str) else getattr(recipes, recipe[0])(**recipe[1])
         # From 2.14 on it is asked for what only other GPUs have, and raises.
         supported = mock.patch.object(quantization, "check_recipe_support", create=True)
         with (

@@ -1,11 +1,4 @@
-"""Whole GPTModels of megatron-core's TransformerEngine layer spec in FP8 by its own configuration, patched against
-stock.
-
-Covered: loss, every gradient, amaxes and scales of both families in delayed and tensorwise scaling over several steps,
-first and last layer in bf16, full recompute. Blockwise scaling wants more rows than these models have: test_te_fp8.py.
-"""
-
-from __future__ import annotations
+"""Whole GPTModels of megatron-core's TransformerEngine layer spec in FP8 by its own configuration."""
 
 import contextlib
 from typing import Any
@@ -63,10 +56,3 @@ def test_first_and_last_layers_in_bf16(te_world2: WorkerPool) -> None:
     options = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "num_layers": 3, "first_last_layers_bf16": True}
     for seen in te_world2.run(rank_model, "llama", options):
         assert (seen["active_layers"], seen["fallbacks"]) == (4 * 3 + 1, {})
-
-
-def test_full_recompute(te_world2: WorkerPool) -> None:
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    options = {"fp8": "hybrid", "fp8_recipe": "delayed", **recompute}
-    for seen in te_world2.run(rank_model, "gpt3", options):
-        assert (seen["active_layers"], seen["fallbacks"]) == (4 * LAYERS + 1, {})

@@ -1,11 +1,4 @@
-"""Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python.
-
-Covered: both families' loss and every gradient, full recompute, megatron-core's DistributedDataParallel with wgrad
-fused into main_grad over three micro-batches, checkpoint contents against stock and against the local spec, the layers
-that ``--transformer-impl transformer_engine`` builds.
-"""
-
-from __future__ import annotations
+"""Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python."""
 
 from typing import Any
 from unittest import mock
@@ -14,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import megatron_world, te_stand_in
+from tests.distributed import te_stand_in
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import (
     FAMILIES,
@@ -23,11 +16,10 @@ from tests.distributed.megatron_world import (
     flux,
     gpt_model,
     loss_and_gradients,
-    model_config,
     on_gpu,
 )
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import STRICT, mark_bias, model_tolerance, te_megatron
+from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
 
 pytestmark = te_stand_in.needed
@@ -50,26 +42,6 @@ def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_loss_and_gradients(te_world: WorkerPool, family: str) -> None:
     expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS)).as_dict()
     assert te_world.run(rank_model, family, {}) == [expected] * te_world.size
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_without_sequence_parallelism(te_world2: WorkerPool, family: str) -> None:
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, sequence_parallel=False)).as_dict()
-    assert te_world2.run(rank_model, family, {"sequence_parallel": False}) == [expected] * 2
-
-
-def test_full_recompute(te_world2: WorkerPool) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    expected = Seen(4 * LAYERS + 1, {}, expected_calls(LAYERS, recomputed=LAYERS)).as_dict()
-    assert te_world2.run(rank_model, "gpt3", options) == [expected] * 2
-
-
-def test_selective_recompute(te_world2: WorkerPool) -> None:
-    options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    calls = expected_calls(LAYERS)
-    for name in ("all_gather_gemm/reference", "gemm_reduce_scatter/reference"):
-        calls[name] += LAYERS  # fc1 and fc2 once more
-    assert te_world2.run(rank_model, "llama", options) == [Seen(4 * LAYERS + 1, {}, calls).as_dict()] * 2
 
 
 @on_ranks("te_world2")
@@ -102,98 +74,6 @@ def test_data_parallel_with_main_grad() -> None:
         for name, gradient in stock.items():
             assert gradient.any(), name
             require_close(name, ours[name], gradient, model_tolerance())
-
-
-def delaying_config(**options: Any) -> Any:
-    """The configuration allows delayed wgrad only beside experts whose communication overlaps; layers read it as they
-    are built.
-    """
-    config = model_config(**options)
-    config.delay_wgrad_compute = True
-    return config
-
-
-@pytest.mark.parametrize(
-    ("family", "fused", "recomputed"), [("gpt3", True, []), ("llama", True, ["mlp"]), ("llama", False, ["core_attn"])]
-)
-@on_ranks("te_world2")
-def test_delayed_wgrad_with_data_parallel(family: str, fused: bool, recomputed: list[str]) -> None:
-    """Like combined 1F1B: a micro-batch's forward comes before the last one's backward and ``backward_dw``."""
-    from megatron_flux.train.shims import gradient_accumulation_fusion
-
-    recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}
-
-    def train() -> dict[str, torch.Tensor]:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(123)
-        torch.manual_seed(1234)
-        with mock.patch.object(megatron_world, "model_config", delaying_config):
-            model = gpt_model(family, te=True, gradient_accumulation_fusion=fused, **recompute)
-        linears = [layer for layer in model.modules() if hasattr(layer, "wgrad_store")]
-        for layer in linears:
-            mark_bias(layer)
-        config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=True, delay_wgrad_compute=True
-        )
-        parallel, found = DistributedDataParallel(model.config, config, model), {}
-
-        def backward(losses: torch.Tensor) -> None:
-            losses.float().mean().backward()
-            for layer in reversed(model.decoder.layers):
-                layer.mlp.backward_dw()
-                layer.self_attention.backward_dw()
-
-        for step in range(2):
-            parallel.zero_grad_buffer()
-            for layer in linears:
-                layer.is_first_microbatch = True
-            with parallel.no_sync():
-                losses = [parallel(**batch(10 * step + i)) for i in range(2)]
-                backward(losses[0])
-                losses.append(parallel(**batch(10 * step + 2)))
-                backward(losses[1])
-            backward(losses[2])
-            parallel.finish_grad_sync()
-            found |= {f"losses {step}.{i}": loss.detach() for i, loss in enumerate(losses)}
-            found |= {f"{name} {step}": p.main_grad.clone() for name, p in model.named_parameters()}
-        return found
-
-    with te_megatron(dist.get_world_size()), gradient_accumulation_fusion():
-        stock = train()
-        with flux(STRICT) as seen:
-            ours = train()
-        assert seen.fallbacks == {}
-        assert stock.keys() == ours.keys()
-        for name, expected in stock.items():
-            assert expected.any(), name
-            assert torch.equal(ours[name], expected), (name, (ours[name] - expected).abs().max())
-
-
-@on_ranks("te_world2")
-def test_spec_of_train() -> None:
-    """``--transformer-impl transformer_engine`` builds layers of these classes, with TransformerEngine's final norm."""
-    from megatron_flux.train.presets import PRESETS
-
-    layers = {
-        "linear_qkv": "TELayerNormColumnParallelLinear",
-        "linear_proj": "TERowParallelLinear",
-        "core_attention": "TEDotProductAttention",
-        "linear_fc1": "TELayerNormColumnParallelLinear",
-        "linear_fc2": "TERowParallelLinear",
-    }
-    with te_megatron(dist.get_world_size()):
-        from megatron.core.extensions import transformer_engine as extension
-
-        from megatron_flux.train.model import layer_spec
-
-        layer, norm = layer_spec("transformer_engine", PRESETS["tiny"].shape, "cpu")
-        assert norm is extension.TENorm
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
-        mlp = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]  # from 0.18 on
-        found = {name: getattr(attention, name, None) or getattr(mlp, name) for name in layers}
-        assert found == {name: getattr(extension, cls) for name, cls in layers.items()}
 
 
 @on_ranks("te_world2")

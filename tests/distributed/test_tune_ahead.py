@@ -1,9 +1,4 @@
-"""A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself.
-
-Real: megatron-core's models, ranks, the tuner's questions and answers. Replaced: trials, which are counted.
-"""
-
-from __future__ import annotations
+"""A model's calls tuned before its first step: all of them, none twice, and with nothing left for the step itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +24,7 @@ from megatron_flux.ops.tuner.keys import operator_of
 from megatron_flux.ops.tuner.trial import Trial
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import BATCH, SEQUENCE, flux, gpt_model, loss_and_gradients, megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 
 
@@ -156,8 +151,9 @@ def test_only_directions_that_are_tuned(world2: WorkerPool, tmp_path: Path) -> N
     assert found == [{("all_gather_gemm", False), ("gemm_reduce_scatter", False)}] * 2
 
 
-def ahead_of_inference(folder: Path) -> set[tuple[str, bool]]:
-    """Without gradients there is nothing but forward, of a frozen column layer too."""
+@on_ranks("world2")
+def test_ahead_of_inference(tmp_path: Path) -> None:
+    folder = tmp_path
     with megatron(tp=2), counting(folder) as tuned:
         model = gpt_model("gpt3", sequence_parallel=False)
         model.output_layer.weight.requires_grad_(False)
@@ -172,23 +168,16 @@ def ahead_of_inference(folder: Path) -> set[tuple[str, bool]]:
         assert frozen == {("gemm_all_reduce", BATCH, 32, 32)}
         with flux():
             assert megatron_flux.tune_model(model, 64, BATCH) > 0, "of many rows too"
-        return {(call[0], call[4]) for call in forward}
+        assert {(call[0], call[4]) for call in forward} == {("gemm_all_reduce", False)}
 
 
-def test_ahead_of_inference(world2: WorkerPool, tmp_path: Path) -> None:
-    assert world2.run(ahead_of_inference, tmp_path) == [{("gemm_all_reduce", False)}] * 2
-
-
-def without_a_tuner() -> tuple[int, dict[str, int]]:
+@on_ranks("world2")
+def test_where_nothing_is_tuned_nothing_runs() -> None:
     with megatron(tp=2):
         model = gpt_model("gpt3")
         with flux() as seen:
             asked = megatron_flux.tune_model(model, SEQUENCE, BATCH)
-        return asked, seen.calls
-
-
-def test_where_nothing_is_tuned_nothing_runs(world2: WorkerPool) -> None:
-    assert world2.run(without_a_tuner) == [(0, {})] * 2
+        assert (asked, seen.calls) == (0, {})
 
 
 class Zeros:
@@ -211,7 +200,6 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
     from megatron_flux.run.folder import make
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
-    from megatron_flux.train.data import Datasets
     from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
@@ -221,7 +209,7 @@ def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
         if dist.get_rank() == 0:
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()
-        with Variant(name, config, Datasets(Zeros(32), None), torch.device("cpu")) as variant:
+        with Variant(name, config, Zeros(32), torch.device("cpu")) as variant:
             before = len(tuned.measured)
             next(variant.steps(1))
         return before, len(tuned.measured)

@@ -1,29 +1,17 @@
-"""A fine-tuning's calls are tuned before its first step: of layers that return their norm's output, and of adapters.
+"""A fine-tuning's calls are tuned before its first step: of layers that return their norm's output, and of adapters."""
 
-As test_tune_ahead.py and test_tune_ahead_fp8.py: real models, ranks and questions; trials are counted.
-"""
-
-from __future__ import annotations
-
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-import megatron_flux
-from megatron_flux import FluxConfig
-from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
-from tests.distributed.megatron_world import flux, gpt_model
 from tests.distributed.norm_output_cases import Adapter, Lora
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import Sizes
-from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed
-from tests.distributed.test_tune_ahead import counting
-from tests.distributed.test_tune_ahead_fp8 import BATCH, SEQUENCE, SIZES, step
+from tests.distributed.te_fp8_cases import needed
+from tests.distributed.test_tune_ahead_fp8 import BATCH, SEQUENCE, llama, require_all_ahead
 
 pytestmark = needed
 
@@ -44,28 +32,14 @@ class WithAdapter(torch.nn.Module):
         return y + self.adapter(norm_output), bias
 
 
-def adapted(sequence_parallel: bool, options: dict[str, Any]) -> torch.nn.Module:
-    model = gpt_model("llama", te=True, sequence_parallel=sequence_parallel, **SIZES, **options).bfloat16()
+def adapted(sequence_parallel: bool, **options: Any) -> torch.nn.Module:
+    model = llama(sequence_parallel=sequence_parallel, **options)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for block in model.decoder.layers:
         for owner, name in ((block.self_attention, "linear_qkv"), (block.mlp, "linear_fc1")):
             setattr(owner, name, WithAdapter(getattr(owner, name), sequence_parallel))
     return model
-
-
-def first_step(folder: Path, ahead: bool, recipe: Any, sequence_parallel: bool, chunks: bool) -> Any:
-    """Return what is measured ahead, and in the first step."""
-    by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
-    with fp8_megatron(), counting(folder) as tuned, by_chunks:
-        model = adapted(sequence_parallel, transformer_options(recipe) if recipe else {})
-        with flux(FluxConfig(backend="tuned", fp8=recipe is not None, strict=True)):
-            if ahead:
-                megatron_flux.tune_model([model], SEQUENCE, BATCH)
-            before = list(tuned.measured)
-            step(model)
-        fresh()
-        return before, tuned.measured[len(before) :]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +55,8 @@ def first_step(folder: Path, ahead: bool, recipe: Any, sequence_parallel: bool, 
 def test_the_first_step_finds_every_answer(
     te_world2: WorkerPool, tmp_path: Path, recipe: Any, sequence_parallel: bool, chunks: bool
 ) -> None:
-    how = recipe, sequence_parallel, chunks
-    in_step = te_world2.run(first_step, tmp_path / "a", False, *how)
-    done_ahead = te_world2.run(first_step, tmp_path / "b", True, *how)
-    for (none, wanted), (before, during) in zip(in_step, done_ahead, strict=True):
-        assert none == []
-        assert during == [], "the first step had something left to measure"
-        assert set(before) == set(wanted), "other calls than the step makes"
-        adapters = {call[:4] for call in wanted if RANK in call[2:4]}
-        assert {operator.partition(" ")[0] for operator, *_ in adapters} == (set() if chunks else {"gemm_all_reduce"})
-        assert (("all_gather", SEQUENCE * BATCH, 0, 128) in {call[:4] for call in wanted}) == chunks
+    options = {"sequence_parallel": sequence_parallel} | (transformer_options(recipe) if recipe else {})
+    wanted = require_all_ahead(te_world2, tmp_path, recipe is not None, chunks, adapted, **options)
+    adapters = {call[:4] for call in wanted if RANK in call[2:4]}
+    assert {operator.partition(" ")[0] for operator, *_ in adapters} == (set() if chunks else {"gemm_all_reduce"})
+    assert (("all_gather", SEQUENCE * BATCH, 0, 128) in {call[:4] for call in wanted}) == chunks

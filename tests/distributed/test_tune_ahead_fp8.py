@@ -1,10 +1,4 @@
-"""Calls of FP8 operands are tuned before the first step as others are: as the layers will make them, by recipe.
-
-As test_tune_ahead.py: real models, ranks and questions; trials are counted. TransformerEngine's Python runs
-over a stand-in for its compiled part.
-"""
-
-from __future__ import annotations
+"""Calls of FP8 operands are tuned before the first step as others are: as the layers will make them, by recipe."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +13,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed, state_of
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
@@ -43,11 +37,15 @@ def scales(model: Any) -> list[torch.Tensor]:
     return [t for layer in model.modules() if hasattr(layer, "fp8_meta") for t in state_of(layer).values()]
 
 
-def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options: dict[str, Any]) -> Any:
+def llama(**options: Any) -> Any:
+    return gpt_model("llama", te=True, **SIZES, **options).bfloat16()
+
+
+def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, make: Any, options: dict[str, Any]) -> Any:
     """Return what is measured ahead, in the first step, ahead of the second, and whether scales are as they were."""
     by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
-        model = gpt_model("llama", te=True, **SIZES, **options).bfloat16()
+        model = make(**options)
         found: list[Any] = []
         with flux(FluxConfig(backend="tuned", fp8=flux_fp8, strict=flux_fp8)):
             for again in range(2):
@@ -66,10 +64,11 @@ def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options:
 
 
 def require_all_ahead(
-    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, **options: Any
+    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, make: Any = llama, **options: Any
 ) -> list[tuple[Any, ...]]:
-    in_step = world.run(first_step, folder / "a", False, flux_fp8, chunks, options)
-    done_ahead = world.run(first_step, folder / "b", True, flux_fp8, chunks, options)
+    how = flux_fp8, chunks, make, options
+    in_step = world.run(first_step, folder / "a", False, *how)
+    done_ahead = world.run(first_step, folder / "b", True, *how)
     for (_, _, wanted, *_), (before, same, during, later, same_later) in zip(in_step, done_ahead, strict=True):
         assert during == [], "the first step had something left to measure"
         assert sorted(before) == sorted(wanted), "other calls than the step makes, or one twice"
@@ -132,16 +131,13 @@ def test_layers_that_run_stock_are_left_out(te_world2: WorkerPool, tmp_path: Pat
     assert formats(require_all_ahead(te_world2, tmp_path, flux_fp8=False, **transformer_options("delayed"))) <= {""}
 
 
-def ahead_in_user_autocast(folder: Path) -> set[str]:
-    """A script's own autocast, which no configuration tells of: then by where the call is made."""
+@on_ranks("te_world2")
+def test_inside_of_an_autocast(tmp_path: Path) -> None:
     from tests.distributed.te_fp8_cases import autocast, recipe_of
 
+    folder = tmp_path
     with fp8_megatron(), counting(folder) as tuned:
-        model = gpt_model("llama", te=True, **SIZES).bfloat16()
+        model = llama()
         with flux(FluxConfig(backend="tuned", fp8=True)), torch.no_grad(), autocast(recipe_of("blockwise")):
             megatron_flux.tune_model(model, SEQUENCE, BATCH)
-        return formats(tuned.measured)
-
-
-def test_inside_of_an_autocast(te_world2: WorkerPool, tmp_path: Path) -> None:
-    assert te_world2.run(ahead_in_user_autocast, tmp_path) == [{"", *BY_RECIPE["blockwise"]}] * 2
+        assert formats(tuned.measured) == {"", *BY_RECIPE["blockwise"]}

@@ -1,10 +1,4 @@
-"""Wire formats of a layer's calls: that of activations in forward, that of gradients in backward.
-
-On whole models over the link through shared memory, with the tuner, its cache and the chunked backends as they are; of
-the tuner only the times are made up: what sends fewer bytes is faster.
-"""
-
-from __future__ import annotations
+"""Wire formats of a layer's calls: that of activations in forward, that of gradients in backward."""
 
 import contextlib
 from collections import Counter

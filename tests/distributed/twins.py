@@ -1,7 +1,5 @@
 """The fused backend on the CPU twin, for tests: small plans, calls that are registered, captured or without TMA."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -17,10 +15,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
-PLANS = {
-    "halves of tiles": KernelConfig(**TINY),
-    "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2),
-}
+PLANS = {"halves of tiles": KernelConfig(**TINY), "whole tiles": KernelConfig(**TINY, split=False, reducers=2, band=2)}
 
 
 def twin(config: KernelConfig | None = None) -> Any:

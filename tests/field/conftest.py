@@ -1,6 +1,6 @@
 """Fixtures of other tests: the pools of tests/distributed, the commands of tests/train."""
 
-from tests.distributed.conftest import te_world2, templates, world2, world4
+from tests.distributed.conftest import templates, world2, world4
 from tests.train.conftest import command, corpus, environment
 
-__all__ = ["command", "corpus", "environment", "te_world2", "templates", "world2", "world4"]
+__all__ = ["command", "corpus", "environment", "templates", "world2", "world4"]

@@ -1,7 +1,5 @@
 """One command says whether stock and flux train alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

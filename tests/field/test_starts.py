@@ -1,7 +1,5 @@
 """Starting: what is said where ranks do not find each other."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -115,14 +115,7 @@ def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
-            for mp, n, k in (
-                (256, 1024, 512),
-                (128, 768, 1000),
-                (300, 1032, 520),
-                (100, 520, 264),
-                (37, 100, 77),
-                (1, 8, 8),
-            ):
+            for mp, n, k in ((256, 1024, 512), (300, 776, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
                 last = compare(group, mp, n, k, dtype, transposed)
     compare(group, 256, 512, 64, integer=True)
     return last

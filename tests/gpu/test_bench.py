@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpus(2), pytest.mark.slow]
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 COMMAND = ["-m", "megatron_flux.cli"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-CALLS = ["--preset", "llama2-70b", "--linears", "qkv,proj", "--tokens", "1024"]
+CALLS = ["--preset", "llama2-70b", "--set", "linears=qkv,proj", "--tokens", "1024"]
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_NVLS_ENABLE")
 TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms", "fused_ms", "tuned_ms", "bound_ms")
 
@@ -91,7 +91,6 @@ def test_tune_fills_a_cache(tmp_path: Path) -> None:
     again = json.loads(cache.read_text())
     assert set(again) == set(stored)
     assert again != stored
-    assert run(other, "tune", "--show", "--set", f"cache={cache}").stdout.count("all_gather_gemm") == 1
 
 
 def layers(out: Path, *words: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_adapters_on_loaded_weights(tmp_path: Path, layers: tuple[str, ...]) -> 
     assert (summary["flux_active_layers"], summary["flux_fallbacks"]) == (9 + 16, {})
     assert summary["max_relative_loss_difference"] < CLOSE
     assert summary["arms"]["flux"]["final_loss"] < summary["arms"]["flux"]["first_loss"]
-    went_on = ["--lora", "16", "--load", tmp_path / "adapters" / "flux", "--ckpt-step", "8"]
+    went_on = ["--lora", "16", "--load", tmp_path / "adapters" / "flux", "--set", "ckpt_step=8"]
     run("train", *common, *went_on, "--lr", "0.01", "--steps", "16", "--out", tmp_path / "on")
     assert relative(losses(tmp_path / "run" / "flux")[8:], losses(tmp_path / "on" / "flux")) < CLOSE
 

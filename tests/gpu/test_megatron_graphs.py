@@ -118,7 +118,6 @@ def rank_train(
 
     from megatron_flux import ops
     from megatron_flux.ops import cuda_graphs as capture
-    from megatron_flux.train.data import Datasets
     from megatron_flux.train.shims import gradient_accumulation_fusion
     from megatron_flux.train.trainer import Trainer
 
@@ -134,7 +133,7 @@ def rank_train(
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         flux_config = FluxConfig(backend=config.backend, link=link, strict=True, fp8=fp8 is not None)
         with flux(flux_config) if patched else nullcontext() as seen:
-            trainer = Trainer(config, Datasets(Counting(config.shape.seq_length), None), device)
+            trainer = Trainer(config, Counting(config.shape.seq_length), device)
             if te_default:
                 for module in trainer.model.modules():
                     if hasattr(module, "disable_parameter_transpose_cache"):

@@ -1,7 +1,5 @@
 """A stand-in Megatron-LM tree, and a way to run its script on two gloo processes or one."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

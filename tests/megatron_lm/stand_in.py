@@ -5,8 +5,6 @@ places that the patch set changes are the lines it expects. What they do is this
 tensor-parallel linears of the installed megatron-core, trained for a few steps over gloo, with writers that print.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PACKAGE_INFO = """

@@ -1,9 +1,6 @@
 """The entry point that torch loads: inert without the variable, hooks and nothing more with it."""
 
-from __future__ import annotations
-
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,7 @@ import pytest
 import megatron_flux_autoload
 from megatron_flux import settings
 from megatron_flux.megatron_lm import hooks
-from tests.distributed import te_stand_in
 from tests.megatron_lm.conftest import Run
-
-BRIDGE = Path(sys.prefix) / "bridge-source"
 
 LOADED = """
 import sys
@@ -79,10 +73,7 @@ def test_inert_without_the_variable(run: Run, installed: Path) -> None:
     assert result.out.split() == ["megatron_flux_autoload"]
 
 
-@pytest.mark.parametrize(
-    ("value", "waits"),
-    [(None, 0), ("", 0), ("False", 0), ("1", 1), ("maybe", 1)],
-)
+@pytest.mark.parametrize(("value", "waits"), [(None, 0), ("", 0), ("False", 0), ("1", 1), ("maybe", 1)])
 def test_what_the_variable_switches(monkeypatch: pytest.MonkeyPatch, value: str | None, waits: int) -> None:
     registered: list[int] = []
     monkeypatch.setattr(hooks, "register", lambda: registered.append(1))
@@ -100,15 +91,3 @@ def test_waits_with_any_other_value_which_the_parser_may_refuse(run: Run, instal
     loaded = result.out.split()
     assert {"megatron_flux.megatron_lm.hooks", "wrapt"} <= set(loaded)
     assert [name for name in loaded if name.partition(".")[0] in ("megatron", "triton", "wandb")] == []
-
-
-@pytest.mark.slow
-@te_stand_in.needed
-@pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"needs Megatron-Bridge in {BRIDGE}: scripts/test.sh puts it there")
-def test_megatron_bridge_is_switched_on(run: Run, installed: Path) -> None:
-    script = str(Path(__file__).with_name("bridge.py"))
-    result = run(script, path=(installed, BRIDGE), MEGATRON_FLUX="1")
-    assert result.code == 0, result.err
-    assert result.out.split()[-1] == "False", "megatron.training was not needed"
-    assert result.out.count("> megatron-flux ") == 1
-    assert " is on: megatron-core " in result.out

@@ -1,7 +1,5 @@
 """Refused arguments, their errors, and that nothing is trained before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

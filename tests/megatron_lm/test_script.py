@@ -1,7 +1,5 @@
 """A Megatron-LM script, unmodified and patched, with flux switched on in each way: real layers, two processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ Hazards: Slurm takes its role from the name it is started by, and as ``slurmctld
 build, it drops the nodes' GPUs without a word: hence the links. The emulator's builds must not be taken.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import secrets

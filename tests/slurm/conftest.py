@@ -1,7 +1,5 @@
 """One cluster for the session, and ways to submit to it as a user would."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -61,7 +59,7 @@ def user_of(cluster: daemons.Cluster, folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            cluster.cancel_all()  # a collecting job may be about to begin, and take a node of the next test's
+            cluster.cancel_all()
 
 
 # What a shell has that runs in an array task, a step and a requeued job of somebody's at once. `other` is a partition.

@@ -1,7 +1,5 @@
 """Examples for users: the scripts are clean shell, and run as written as far as this machine can."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -49,7 +47,7 @@ def test_your_own_job_runs_flux(
         return
     script = write_tree(tmp_path / "megatron-lm") / "pretrain_tiny.py"
     words = [str(script), "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    job = queue.submit(file, options=["--nodes=2", "--gpus-per-node=1"], arguments=words)
+    job = queue.slurm("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=1", str(file), *words)
     said = Path(at_the_cluster.wait_for_job(job)["StdOut"]).read_text()
     rows = [json.loads(line.split(" ", 1)[1]) for line in said.splitlines() if line.startswith("tensorboard ")]
     assert [value for _, name, value in rows if name == "flux/active_layers"] == [2, 2, 2], said

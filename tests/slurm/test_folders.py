@@ -1,8 +1,5 @@
-"""Folders of jobs: collected with their repetitions side by side, and described while they run."""
+"""Folders of jobs: how far their repetitions are, and what they have found."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +7,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.run import folder
-from megatron_flux.slurm import status
-from megatron_flux.slurm.status import collect
+from megatron_flux.slurm import queue, status
 from tests.unit.metrics.metrics_records import interleaved, write_run
 
 INFO = {"config": {"steps": 12}, "link": "nvlink", "versions": {}, "device": {}, "layout": {}, "command": "x"}
@@ -31,25 +27,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "gpt3-175b-compare-4711"
 
 
-def test_repetitions_side_by_side(root: Path) -> None:
+def test_what_repetitions_have_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repetition(root, 0, 0.16, "finished")
     repetition(root, 1, 0.20, "finished")
     repetition(root, 10, 0.10, "finished")
-    (repetition(root, 2, 0.02, "stopped") / "summary.json").unlink()
-    found = collect(root)
-    assert [one["index"] for one in found["repetitions"]] == ["0", "1", "2", "10"]
-    assert [one["speedup"] for one in found["repetitions"]] == pytest.approx([1.25, 1.0, 10.0, 2.0])
-    # What was stopped is shown and does not count.
-    assert found["speedup_median"] == pytest.approx(1.25)
-    assert (found["speedup_min"], found["speedup_max"]) == pytest.approx((1.0, 2.0))
-    assert found == json.loads((root / "collected.json").read_text())
-    text = (root / "collected.md").read_text()
-    assert "| 0 | finished | 1 | 200.0 | 160.0 | 1.250 |" in text
-    assert "| 2 | stopped | 1 |" in text
-    assert "median 1.250 (1.000…2.000)" in text
-    for one in found["repetitions"]:
-        assert "plotly" in (root / one["report"]).read_text()
-    assert not (root / "rep-2" / "run" / "summary.json").exists(), "figures of half a run are not its summary"
+    repetition(root, 2, 0.02, "stopped")
+    monkeypatch.setattr(queue, "job_states", lambda job: queue.JobStates(states={}, source="unknown"))
+    shown = "\n".join(status.describe(root, 0.0))
+    assert "flux 1.25x, no interval: " in shown
+    assert f"largest relative loss difference 0; see {root}/rep-0/run/report.html" in shown
+    assert "flux 10x" not in shown, "half a run has found nothing"
+    assert shown.endswith("speed-up of the 3 finished repetitions: median 1.250 (1.000…2.000)")
 
 
 def test_how_far_a_run_has_come(root: Path) -> None:
@@ -61,12 +49,9 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     assert (found.index, found.steps, found.state, found.starts) == ("3", 12, "not ended", 1)
 
 
-def test_nothing_to_collect_is_said(root: Path, tmp_path: Path) -> None:
+def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder of a job"):
-        collect(tmp_path)
-    root.mkdir(parents=True)
-    with pytest.raises(UserError, match="has no records yet"):
-        collect(root)
+        status.describe(tmp_path, 0.0)
 
 
 def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:

@@ -1,10 +1,4 @@
-"""The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say.
-
-Where a node's ranks would be started, a stand-in for Python writes down what it was started with: 128 real ranks do not
-fit into a machine for tests.
-"""
-
-from __future__ import annotations
+"""The 128-GPU scripts on sixteen real nodes of eight GPUs: accepted, placed, and started as they say."""
 
 import os
 import re
@@ -19,13 +13,13 @@ from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
-from tests.slurm.golden import FOLDER, JOBS
+from tests.slurm.golden import FOLDER
 
 # Records its words; a training "ends" as MF_ENDS says.
 STAND_IN = r"""#!/usr/bin/env bash
 work=$SLURM_SUBMIT_DIR/seen
 mkdir -p "$work"
-what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight\.ranks$|preflight\.node$|^tune$|^train$|^compare$|^collect$')
+what=$(printf '%s\n' "$@" | grep -m 1 -oE 'preflight\.ranks$|preflight\.node$|^tune$|^train$|^compare$')
 {
     printf '%s ' "$SLURM_NODEID" "$SLURMD_NODENAME" "${CUDA_VISIBLE_DEVICES-}" "$CUDA_DEVICE_MAX_CONNECTIONS"
     printf '%s ' "$@"
@@ -62,13 +56,13 @@ def test_every_script_is_accepted(at_the_cluster: Cluster) -> None:
     for file in sorted(FOLDER.glob("*/*.sbatch")):
         said = queue.slurm("sbatch", "--test-only", str(file))
         assert re.search(r"to start at .* using \d+ processors on nodes? ", said), said
-        assert ("on nodes n[00-15]" in said) is (file.name != "collect.sbatch")
+        assert "on nodes n[00-15]" in said
 
 
 @pytest.mark.usefixtures("inside_another_job")
 def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path) -> None:
     """And a script that sbatch alone submits is not taken for a task of the array that it was submitted in."""
-    link, name = "nvlink", JOBS[0]
+    link, name = "nvlink", "gpt3-175b"
     job = at_the_cluster.client("sbatch", "--parsable", FOLDER / link / f"{name}-flux.sbatch").stdout.strip()
     at_the_cluster.wait_for_job(job)
     launchers = notes(stand_in, "train")
@@ -110,45 +104,24 @@ def test_sixteen_launchers_of_eight_gpus(at_the_cluster: Cluster, stand_in: Path
 
 
 @pytest.mark.usefixtures("inside_another_job")
-def test_repetitions_and_what_comes_after_them(
-    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repetitions(at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in SUBMITS_ELSEWHERE.items():
         monkeypatch.setenv(variable, value)
     said = slurm("submit", "--profile", "nvlink-h100", "--set", "repetitions=2", "--set", "seed=7")
-    first, second = re.findall(r"job (\d+)", said)[:2]
-    root = Path(re.search(r"folder: (.*)", said)[1])
-    assert at_the_cluster.job(second)["Dependency"].startswith("afterok:")
-    assert at_the_cluster.job(second)["Partition"] == "gpus"
-    at_the_cluster.wait_for_job(second)
-    assert root == Path("runs").absolute() / f"gpt3-175b-compare-{first}"
-    assert {file.name for file in root.glob("*.sbatch")} == {"job.sbatch", "collect.sbatch"}
+    job, root = re.search(r"job (\d+)", said)[1], Path(re.search(r"folder: (.*)", said)[1])
+    assert at_the_cluster.job(f"{job}_1")["Partition"] == "gpus"
+    for task in range(2):
+        at_the_cluster.wait_for_job(f"{job}_{task}")
+    assert root == Path("runs").absolute() / f"gpt3-175b-compare-{job}"
+    assert (root / "job.sbatch").is_file()
     for repetition in range(2):
         launchers = notes(stand_in, "compare", repetition)
         assert len(launchers) == NODES
         assert f"--seed={7 + repetition}" in launchers[0]
         assert f"--out={root}/rep-{repetition}/run" in launchers[0]
-    (collector,) = notes(stand_in, "collect")
-    assert collector[-6:] == ["-m", "megatron_flux.cli", "slurm", "collect", "--", str(root)]
     shown = slurm("status", root)
-    assert f"gpt3-175b-compare job {first}: COMPLETED" in shown
+    assert f"gpt3-175b-compare job {job}: COMPLETED" in shown
     assert "rep-1: ended: all steps done, nothing recorded, 1 start(s), COMPLETED" in shown
-
-
-def test_a_job_waits_for_another_and_folders_can_be_named(
-    at_the_cluster: Cluster, stand_in: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["submit", "--profile", "local", "--job", "tiny", "--mode", "flux"]
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/some/where")
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", "/some/plans.json")
-    first = re.search(r"job (\d+)", slurm(*words))[1]
-    second = re.search(r"job (\d+)", slurm(*words, "--dependency", f"afterok:{first}"))[1]
-    at_the_cluster.wait_for_job(second)
-    assert at_the_cluster.job(second)["StartTime"] >= at_the_cluster.job(first)["EndTime"]
-    (caches,) = stand_in.glob(f"caches-train-0-{second}")
-    assert caches.read_text().splitlines() == ["/some/where", "/some/plans.json"]
-    refused = slurm(*words, "--dependency", "after me; touch x", code=2)
-    assert all(part in refused for part in ("--dependency after me; touch x: ", "allowed are", "afterok:123"))
 
 
 def test_bad_nodes_are_left_out_if_they_are_few(
@@ -194,8 +167,8 @@ def test_what_keeps_srun_from_starting_is_said(
 def test_dry_run_submits_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
     before = at_the_cluster.jobs()
     said = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--dry-run", "--partition", "gpus")
-    assert said.count("#!/usr/bin/env bash") == 2
+    assert said.count("#!/usr/bin/env bash") == 1
     assert "#SBATCH --partition=gpus" in said
-    assert "--dependency=afterok:JOB" in said
+    assert said.endswith(" job.sbatch\n")
     assert at_the_cluster.jobs() == before
     assert not (tmp_path / "runs").exists()

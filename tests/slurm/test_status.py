@@ -1,7 +1,5 @@
 """``slurm status`` for jobs that ended, that Slurm has forgotten, and that run and say nothing."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace
@@ -53,24 +51,6 @@ def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)"]
     (repetition.logs / "error").write_text("rank 1 on n01 was killed; logs in /x\n")
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x"]
-
-
-def test_logs_that_are_not_there_name_those_that_are(repetition: status.Repetition) -> None:
-    root = repetition.logs.parents[2]
-    with pytest.raises(
-        UserError, match=r"no line of rank 0 in .*; `megatron-flux slurm status .*` says what has begun"
-    ):
-        status.logs(root, rank=0)
-    (repetition.logs / "train-0-n-00.log").write_text("[rank 0] one\nsrun: two\n[rank 3] three\n")
-    (repetition.logs / "train-1-n-01.log").write_text("")
-    assert status.logs(root, rank=3) == ["three"]
-    assert status.logs(root, node="n-00")[1] == "srun: two"
-    with pytest.raises(UserError, match=r"no line of rank 2 in .*; ranks that wrote there: 0, 3$"):
-        status.logs(root, rank=2)
-    with pytest.raises(UserError, match=r"no line of node n-9 in .*; use one of the nodes n-00, n-01$"):
-        status.logs(root, node="n-9")
-    with pytest.raises(UserError, match=r"no line of node n-01 in .* says what has begun$"):
-        status.logs(root, node="n-01")
 
 
 def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Fixtures for the training commands: a small corpus with a cache of its own, and a way to run the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Bad input to train and compare: one line, exit code 2, and nothing started or written."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Callable
@@ -100,13 +98,13 @@ def test_index_that_lies(
     parts = np.int32(lengths), np.int64(pointers), np.int64(ends)
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(ends))  # 8: uint16
     (tmp_path / "tokens.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    line = refused("train", "--data", tmp_path / "tokens", "--vocab-size", "1000", data=False)
+    line = refused("train", "--data", tmp_path / "tokens", "--set", "vocab_size=1000", data=False)
     assert f"tokens.idx is damaged: {said}" in line
 
 
 @pytest.mark.parametrize(
     ("package", "option"),
-    [("wandb", "--wandb=online"), ("wandb", "--wandb=auto"), ("tensorboard", "--tensorboard-dir=t")],
+    [("wandb", "--wandb=online"), ("wandb", "--wandb=auto")],
 )
 def test_a_package_that_is_missing(
     package: str, option: str, refused: Refused, monkeypatch: pytest.MonkeyPatch

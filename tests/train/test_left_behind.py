@@ -1,7 +1,5 @@
 """However a run ends, in the middle of a save or after a hundred: no process of it is left."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re
@@ -111,9 +109,3 @@ def test_an_interrupted_run_says_so_in_one_line(endless: Endless, number: signal
         # Every side where it is, on all ranks: nothing that was trained is lost.
         assert at == [records(endless.out / side)[-1]["iteration"] for side in ("baseline", "flux")]
     assert "KeyboardInterrupt" not in errors
-
-
-def test_ranks_end_with_a_killed_launcher(endless: Endless) -> None:
-    endless.process.kill()
-    assert left(endless.mark, SECONDS) == []
-    assert records(endless.out / "flux")

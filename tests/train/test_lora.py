@@ -1,7 +1,5 @@
 """``--lora``: base weights are loaded and stay, adapters are trained, saved and resumed; stock and flux to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from tests.train.conftest import SMALL, Run, losses, summary
 
 pytestmark = pytest.mark.slow
 
-LLAMA = ("--set=normalization=RMSNorm", "--set=activation=swiglu", "--vocab-size", "512")
+LLAMA = ("--set=normalization=RMSNorm", "--set=activation=swiglu", "--set=vocab_size=512")
 """A vocabulary that is padded at no size."""
 ADAPTERS = ("--lora", "4", "--set=lora_alpha=8", "--lr", "0.01")
 
@@ -51,7 +49,7 @@ def test_adapters_on_loaded_weights(command: Run, tmp_path: Path) -> None:
     assert of_optimizer
     assert all("adapter" in name for name in of_optimizer), "the optimizer has state of frozen weights"
 
-    going_on = (*words, "--load", saved / "flux", "--ckpt-step", "2")
+    going_on = (*words, "--load", saved / "flux", "--set=ckpt_step=2")
     command("train", *going_on, "--nproc", "2", "--out", resumed)
     assert losses(resumed / "flux") == losses(both / "flux")[2:]
     command("train", *going_on, "--nproc", "1", "--no-flux", "--out", alone)

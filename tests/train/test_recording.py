@@ -1,7 +1,5 @@
 """Files of a run: killed, resumed, sampled, profiled and mirrored, without a secret in any file."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -25,7 +23,7 @@ SECRETS = {
     "SOME_VARIABLE": "value-of-a-variable",
 }
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "night-run", "SLURM_RESTART_COUNT": "1"}
-COMMON = ["--wandb", "offline", "--set", "wandb_group=the-group", "--set", "wandb_tags=night", "--set=wandb_ranks=true"]
+COMMON = ["--wandb", "offline", "--set", "wandb_tags=night"]
 COMMON += ["--set", "sample_interval=2", "--save-interval", "3", "--set", "log_interval=1"]
 
 
@@ -114,7 +112,7 @@ def check_samples(rows: list[dict[str, Any]]) -> None:
 
 
 def check_trace(flux: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:
-    """One trace per rank, with the operators by name; the parts add up to the step."""
+    """One trace per rank, with the operators by name."""
     slowed = [row["iteration"] for row in rows if row.get("profiled")]
     assert slowed == [first - 1, first, last]
     for rank in (0, 1):
@@ -125,8 +123,4 @@ def check_trace(flux: Path, first: int, last: int, rows: list[dict[str, Any]]) -
         assert len(calls) == 2 * 2 * (5 + 4)
         assert all(f"tp=2 rank={rank} " in name for name in calls)
         assert names.count("flux::optimizer") == 2
-    found = json.loads((flux / "breakdown.json").read_text())
-    assert (found["steps"], found["source"]) == ([first, last], "cpu")
-    assert sum(found["parts"].values()) == pytest.approx(found["span_ms"], rel=1e-3)
-    for part in ("gemm", "attention", "norm", "optimizer", "communication_exposed"):
-        assert found["parts"][part] > 0, part
+    assert not (flux / "breakdown.json").exists(), "only a GPU's time is divided"

@@ -1,7 +1,5 @@
 """Checkpoints of real runs: stopped, damaged, resumed, and on a disk that is full."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
@@ -58,7 +56,9 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     shard = damaged / "__1_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     said = complaint(command(*resume, "--out", out, code=1))
-    assert re.search(rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; --ckpt-step {older}", said)
+    assert re.search(
+        rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; --set ckpt_step={older}", said
+    )
     shutil.rmtree(out)
 
     # From somebody else who wants to run something. The file has the size that it had.
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     assert not ran.exists()
     shutil.rmtree(out)
 
-    command(*resume, "--ckpt-step", str(older), "--save-interval", str(newest), "--out", out)
+    command(*resume, f"--set=ckpt_step={older}", "--save-interval", str(newest), "--out", out)
     assert checkpoint_folder.tracked(saved) == newest + 1
     assert checkpoint_folder.iterations(saved) == [newest, newest + 1]
     assert any(shard.read_bytes()), "the damaged one was not replaced"

@@ -1,7 +1,5 @@
 """A process group that cannot communicate, and a slab without memory: for what is decided before any communication."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """megatron-core's module of TransformerEngine layers, as far as patch() and doctor look at it."""
 
-from __future__ import annotations
-
 import types
 
 from megatron_flux.patch.megatron_core import TE_LAYERS

@@ -1,7 +1,5 @@
 """YAML whose scalars stay as they are written, and what profiles, jobs and --config make of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +66,9 @@ def test_a_profile_has_what_was_written(tmp_path: Path) -> None:
 
 def test_options_from_a_file_have_what_was_written(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("lr: 1e-4\nwandb_group: 0123\nwandb_tags: [1.10]\nstrict: yes\nlink: none\nsteps: 7\n")
+    file.write_text("lr: 1e-4\nwandb_project: 0123\nwandb_tags: [1.10]\nstrict: yes\nlink: none\nsteps: 7\n")
     options = TrainOptions(**read_file(file, TrainOptions))
-    assert (options.lr, options.wandb_group, options.wandb_tags) == (1e-4, "0123", ["1.10"])
+    assert (options.lr, options.wandb_project, options.wandb_tags) == (1e-4, "0123", ["1.10"])
     assert (options.strict, options.link, options.steps) == (True, "none", 7)
-    file.write_text("wandb_group: 2026")
-    assert TrainOptions(**read_file(file, TrainOptions)).wandb_group == "2026"
+    file.write_text("wandb_project: 2026")
+    assert TrainOptions(**read_file(file, TrainOptions)).wandb_project == "2026"

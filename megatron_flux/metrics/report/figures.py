@@ -80,8 +80,8 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def curves(variants: Variants, name: str, unit: str, points_of: str = "") -> Drawn:
-    """Draw a field of both variants over the iterations; as points the field ``points_of`` where it is known."""
+def curves(variants: Variants, name: str, unit: str) -> Drawn:
+    """Draw a field of both variants over the iterations."""
     figure, notes = figure_of("iteration", f"{name} ({unit})" if unit else name, yaxis_hoverformat=".7g"), []
     for variant, records in variants.items():
         lost = sum(not math.isfinite(record[name]) for record in records)
@@ -89,8 +89,6 @@ def curves(variants: Variants, name: str, unit: str, points_of: str = "") -> Dra
             mode = "lines" if len(records) > 1 else "markers"
             points = [(record["iteration"], record[name]) for record in records]
             _scatter(figure, variant, variant, points, mode=mode, opacity=_OPACITIES[variant])
-        if points := [(r["iteration"], r[points_of]) for r in records if r.get(points_of) is not None]:
-            _scatter(figure, f"{variant}, {points_of}", variant, points)
         if lost:
             notes.append(f"The {variant} {name} is not finite in {counted(lost)}.")
         if not records:

@@ -1,4 +1,4 @@
-"""Show the ranks of a training run in its sampled steps: own times, and the straggler with its node.
+"""Show the ranks of a training run in its sampled steps: own times, and the one that was slowest most often.
 
 The record names each sampled step's slowest rank and how far it is behind the fastest of those it compares with
 (``flux/slowest_rank``, ``flux/rank_spread_ms``). Here these are counted.
@@ -6,7 +6,6 @@ The record names each sampled step's slowest rank and how far it is behind the f
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from megatron_flux.metrics.table import percent, short, shown
 
 MOST_LISTED = 16
 """Ranks in the table; of more ranks, the slowest."""
-STRAGGLER = 0.02
-"""A straggler is behind by at least this share of its own time: all ranks differ a little."""
 
 COLUMNS = {
     "own_ms": ("own (ms)", "{:,.1f}".format),
@@ -53,24 +50,6 @@ class Ranks:
     behind_ms: float | None
     """Its median distance from the fastest rank that it compares with, when it was slowest."""
 
-    @property
-    def behind(self) -> float:
-        """``behind_ms`` as a share of the rank's own time; 0 if that is not known."""
-        own = self.medians["own_ms"][self.worst] if self.worst is not None else None
-        return (self.behind_ms or 0.0) / own if own else 0.0
-
-    @property
-    def straggles(self) -> bool:
-        """True if ``worst`` is a straggler and not just the last of many that are alike.
-
-        It was slowest in half of the samples, and some rank would be so often in less than 1 % of runs of equal ranks:
-        of two ranks one always is slowest in half of them.
-        """
-        often, ranks = self.times / self.samples, len(self.nodes)
-        # Hoeffding's bound on how often any one of equal ranks is that often slowest.
-        chance = ranks * math.exp(-2 * self.samples * (often - 1 / ranks) ** 2)
-        return often >= 0.5 and chance < 0.01 and self.behind >= STRAGGLER
-
     def named(self, rank: int) -> str:
         """Return a rank with its node."""
         return f"rank {rank}" + (f" on {self.nodes[rank]}" if self.nodes[rank] else "")
@@ -81,9 +60,10 @@ class Ranks:
         if self.worst is None:
             return ""
         text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.variant}"
-        if not self.behind:
+        own = self.medians["own_ms"][self.worst]
+        if not self.behind_ms or not own:
             return text
-        behind = f"{short(self.behind_ms or 0.0)} ms ({percent(self.behind, 1)} of its own time)"
+        behind = f"{short(self.behind_ms)} ms ({percent(self.behind_ms / own, 1)} of its own time)"
         return f"{text}, {behind} behind the fastest that it compares with"
 
 
@@ -105,7 +85,7 @@ def _of_variant(variant: str, records: Sequence[Record]) -> Ranks | None:
     columns = {name: [record["flux/ranks"].get(name, unknown) for record in kept] for name in COLUMNS}
     known = {name: np.array(rows, dtype=float).reshape(len(kept), width) for name, rows in columns.items()}
     waits = known["operators_ms"] + np.nan_to_num(known["reduction_ms"])
-    known["own_ms"] = known["step_ms"] - np.where(np.any(known["operators_ms"] > 0), waits, math.nan)
+    known["own_ms"] = known["step_ms"] - np.where(np.any(known["operators_ms"] > 0), waits, np.nan)
     medians = {name: [median(column) for column in values.T.tolist()] for name, values in known.items()}
     slowest = Counter(record["flux/slowest_rank"] for record in kept if record.get("flux/slowest_rank") is not None)
     worst, times = max(slowest.items(), key=lambda of: (of[1], medians["own_ms"][of[0]] or 0.0), default=(None, 0))
@@ -119,24 +99,19 @@ def of_variants(variants: Variants) -> list[Ranks]:
     return [found for variant, records in variants.items() if (found := _of_variant(variant, records)) is not None]
 
 
-def findings(known: Sequence[Ranks]) -> list[tuple[str, str]]:
-    """Return a line for each variant that a straggler holds up."""
-    return [("straggler", of.finding) for of in known if of.straggles]
-
-
 def part(known: Sequence[Ranks]) -> Part:
     """Show every rank in a table: of many those with the longest times."""
     names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
     rows, findings, listed = [], [], ""
     for of in known:
         if of.finding:
-            findings.append(f"R{of.finding[1:]}{': a straggler.' if of.straggles else ': no straggler.'}")
+            findings.append(f"R{of.finding[1:]}.")
         times = of.medians["own_ms" if "own_ms" in names and of.medians["own_ms"][0] is not None else "step_ms"]
         slowest = sorted(range(len(of.nodes)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
         if len(slowest) < len(of.nodes):
             listed = f"Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
         for rank in sorted(slowest):
-            name = f"{of.variant}, {of.named(rank)}" + (", straggler" if rank == of.worst and of.straggles else "")
+            name = f"{of.variant}, {of.named(rank)}"
             rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
     head = ("", *(COLUMNS[name][0] for name in names))
     caption = " ".join(filter(None, (*findings, listed)))

@@ -13,7 +13,7 @@ from megatron_flux.metrics.report.figures import Variants
 from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
-from megatron_flux.metrics.summary import VALIDATION, Record, median, sampled
+from megatron_flux.metrics.summary import Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
@@ -36,7 +36,6 @@ TERMS = {
     "exposed communication": "time that communication adds because nothing hides it",
     "E, overlap efficiency": "the share of the communication that is hidden",
     "own time": "a rank's step without flux's operators and gradient reduction, in which it waits for others",
-    "straggler": "a rank that is slowest in most samples, by enough to hold up all others",
     "workspace": "symmetric memory, which the GPUs of a group read and write directly",
     "tp, pp, dp": "GPUs that share every layer; stages that share the layers; copies that share the batch",
 }
@@ -49,7 +48,6 @@ def chapter(run: Run, id_: str) -> Chapter:
 
     def rank_parts() -> list[Part] | str:
         known = ranks.of_variants(variants)
-        found.extend(ranks.findings(known))
         return [ranks.part(known)] if known else "no step sampled its ranks."
 
     def gpu_parts() -> list[Part] | str:
@@ -70,7 +68,7 @@ def chapter(run: Run, id_: str) -> Chapter:
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
         Part("findings", "Findings", table=Table(found)),
         Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
-        Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token", VALIDATION)),
+        Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),
@@ -115,14 +113,14 @@ def _breakdown(run: Run) -> list[Part] | str:
     found = run.breakdowns
     figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
     if figure is None:
-        return "no step was traced; --profile-steps traces some."
+        return "no step was traced on a GPU; --profile-steps traces some."
     about, columns = [], []
     for variant, one in found.items():
         parts, (first, last) = one["parts"], one["steps"]
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
-        about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}, timeline of the {one['source']}.")
+        about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}.")
     missing = [variant for variant, records in run.variants.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
     names = [name for name, _ in figures.TIME_PARTS.values()]

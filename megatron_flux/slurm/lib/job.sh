@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every job script does beside its own head, environment and command. A script sources this file and then calls
-# `run_job`, the last thing it does: it trains on all nodes of the job and ends the script. `run_collect` collects.
+# `run_job`, the last thing it does: it trains on all nodes of the job and ends the script.
 #
 # The script sets, before it sources this file,
 #   version             of this file that it is for: 1
@@ -91,15 +91,6 @@ _place() {
         fail "container_runtime=$container_runtime; give pyxis or apptainer, or leave it out"
     fi
     default MEGATRON_FLUX_CACHE "$runs/cache"
-}
-
-# run_collect FOLDER...: collect jobs that have ended.
-run_collect() {
-    set -uo pipefail
-    _place
-    (($#)) || fail "give the folders to collect: sbatch THIS_SCRIPT runs/NAME-JOB"
-    srun --nodes=1 --ntasks=1 ${srun_options[@]+"${srun_options[@]}"} ${outside[@]+"${outside[@]}"} \
-        ${inside[@]+"${inside[@]}"} "$python" -m megatron_flux.cli slurm collect -- "$@"
 }
 
 # The saved steps, as this start finds them. Recorded steps would not do: those after a checkpoint are lost.
@@ -328,16 +319,9 @@ _retry() {
 
 # _failed STEP: its ranks have; _retry without the node of the first, or end.
 _failed() {
-    local order cause node log hosts
+    local order cause node log
     _has_started "$1"
     read -r order _ cause < <(_failures)
-    # Where all that is known is that ranks waited, the flight recorder may know for whom.
-    if [[ $order == 3 && $TORCH_FR_DUMP_TEMP_FILE == "$logs"/* && -n $(_dumps) ]]; then
-        mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        _on_nodes 1 verdict --wait=0 "$python" -m megatron_flux.slurm.hang "$TORCH_FR_DUMP_TEMP_FILE" "$processes" "${hosts[@]}"
-        [[ -s $MEGATRON_FLUX_FAILURES/verdict ]] || MEGATRON_FLUX_FAILURES=$logs/failures/$1
-        read -r order _ cause < <(_failures)
-    fi
     node=$(_blamed)
     log=${node%%,*}
     tail -n 20 "$logs/$1"-*-"${log:-$first}".log

@@ -42,7 +42,6 @@ def main() -> None:
     report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if local == 0 else None
     reports = [one for one in _from_all(report) if one is not None]
     hosts: list[str] = _from_all(node_name())[::per_node]
-    met = dict(zip(hosts, _meet()[::per_node], strict=True))
 
     node, _ = dist.new_subgroups(per_node, timeout=timeout)
     of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
@@ -52,7 +51,7 @@ def main() -> None:
     problems: list[str] = []
     if dist.get_rank() == 0:
         _publish(expected, everywhere, within, between)
-        problems = rules.differences(reports, expected) + rules.clocks(met)
+        problems = rules.differences(reports, expected)
         if expected.device == "cuda":
             problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
         problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
@@ -82,16 +81,6 @@ def _from_all(mine: Any) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
-
-
-def _meet() -> list[tuple[float, float]]:
-    """Return every rank's Unix times before and after a moment that all share. Collective.
-
-    An exchange ends nowhere before it has begun everywhere.
-    """
-    before = time.time()
-    _from_all(None)
-    return _from_all((before, time.time()))
 
 
 def neighbours(count: int) -> list[list[tuple[int, int]]]:

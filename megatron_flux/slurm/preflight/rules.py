@@ -23,7 +23,6 @@ from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import DEFAULTS, Floors
 
 _OTHERS_GIB = 2.0  # device memory that drivers, displays and this process itself may hold on an empty GPU
-_CLOCK_S = 1.0  # seconds between two nodes' clocks; NTP keeps them within milliseconds
 _NETWORK = (
     "NCCL may have fallen back to TCP: run with NCCL_DEBUG=INFO and look for NET/Socket, at NCCL_IB_HCA, "
     "NCCL_IB_DISABLE and NCCL_SOCKET_IFNAME, `ibstat`, and whether libibverbs is where the job runs"
@@ -161,22 +160,6 @@ def differences(reports: Sequence[Mapping[str, Any]], expected: Expected) -> lis
         speeds = {r["node"]: statistics.median(gpu["gemm_tflops"] for gpu in r["gpus"]) for r in reports if r["gpus"]}
         problems += slow(speeds, "TFLOP/s per GPU", expected)
     return problems
-
-
-def clocks(met: Mapping[str, tuple[float, float]]) -> list[str]:
-    """List nodes whose clocks are off; ``met``: by node, its Unix times before and after a moment that all nodes share.
-
-    Two clocks differ at least by the gap between their times. The one in the middle is held to be right.
-    """
-    middle = sorted(met, key=lambda node: sum(met[node]))[(len(met) - 1) // 2]
-    begin, end = met[middle]
-    gaps = {node: max(before - end, begin - after) for node, (before, after) in met.items()}
-    return [
-        f"{node}: its clock is {gap:.1f} s {'ahead of' if met[node][0] > end else 'behind'} that of {middle}, "
-        f"{_CLOCK_S:g} s is allowed; look at `chronyc tracking` or `timedatectl`"
-        for node, gap in gaps.items()
-        if gap > _CLOCK_S
-    ]
 
 
 def within_nodes(gbps: Mapping[str, float], floors: Floors) -> list[str]:

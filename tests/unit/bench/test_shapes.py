@@ -1,7 +1,5 @@
 """The calls of large models that benchmarks and ``tune`` make."""
 
-from __future__ import annotations
-
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import OpsRun
 

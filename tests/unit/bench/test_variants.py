@@ -1,7 +1,5 @@
 """Variants of ``bench layer``: what their names mean, where they run, what they share, and how rows compare them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """However a command ends, the last line says why."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """doctor: what it finds here, what it says of a machine it cannot run on, and of GPUs (imitated: there are none)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Options from the command line, from ``--set`` and from files; help and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -102,18 +100,3 @@ def test_a_resumed_comparison_keeps_its_turns(cli: Cli, tmp_path: Path) -> None:
     resumed = ["compare", "--nproc", "2", "--steps", "160", "--load", saved]
     assert config(cli, *resumed)["block_steps"] == run["block_steps"] == 10
     assert config(cli, *resumed, "--set", "block_steps=7")["block_steps"] == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("num_layer: 3", "num_layer is no option of this command; did you mean num_layers?"),
-        ("steps: many", "steps many: input should be a valid integer"),
-    ],
-)
-def test_what_a_file_cannot_say(cli: Cli, tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    line = cli("train", "--config", file, "--dry-run", code=2)
-    assert line.startswith(f"--config {file}")
-    assert said in line

@@ -1,7 +1,5 @@
 """The commands ``report`` and ``watch``: what they write, print and exit with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable
@@ -25,7 +23,6 @@ def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_p
         full_run(root / f"rep-{index}" / "run")
         (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
     (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
-    (root / "collected.json").write_text("{}")
     cli("report", root)
     found = re.findall('<h2 class="chapter">(.*)</h2>', (root / "report.html").read_text())
     assert found == [f"gpt3-175b-compare-4711/rep-{index}" for index in (0, 1, 10)]
@@ -46,6 +43,6 @@ def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
         (["report", tmp_path / "file"], "file is no folder; name a run folder"),
         (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
-        (["watch", tmp_path / "no", "--wait", "0"], "no is missing; name the run folder of a training job"),
+        (["watch", tmp_path / "no"], "no is missing; name the run folder of a training job"),
     ):
         assert said in cli(*words, code=2)

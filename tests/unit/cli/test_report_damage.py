@@ -1,7 +1,5 @@
 """Whatever stands in the files of a run folder, a report is a page or one line, never a stack trace."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """The command in a process whose streams, signals and encoding are not what one expects."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

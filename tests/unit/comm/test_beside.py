@@ -1,7 +1,5 @@
 """The rule by which fused calls start on all ranks together, and what counts as another group's kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

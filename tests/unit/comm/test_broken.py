@@ -1,7 +1,5 @@
 """An exception in the middle of a call leaves a poisoned slab, or a graph that cannot be replayed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

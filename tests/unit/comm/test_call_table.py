@@ -1,7 +1,5 @@
 """The warm call enters the table itself, without the time of a call: as CallTable.enter does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,4 @@
-"""Copies by copy engine: every row and column of every shard reaches every peer, and its flag right behind it.
-
-The copies are made by the processor, from the addresses that CUDA would get.
-"""
-
-from __future__ import annotations
+"""Copies by copy engine: every row and column of every shard reaches every peer, and its flag right behind it."""
 
 import ctypes
 from types import SimpleNamespace

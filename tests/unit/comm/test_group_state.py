@@ -1,7 +1,5 @@
 """The state of a group: whose slab it is, when it is replaced, and that memory is bounded."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

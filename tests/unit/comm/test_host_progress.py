@@ -1,7 +1,5 @@
 """Lanes of the link through host memory that stand still are released: on GPUs nothing else ends their wait."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

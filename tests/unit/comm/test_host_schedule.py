@@ -1,8 +1,4 @@
-"""Programs of the link through host memory, run in one process in every order that queues allow.
-
-Each rank is one queue for everything, the strictest that a GPU may be, or a queue for each lane. Whoever can go on is
-chosen at random. Memory operations are run from what the driver would get, read by the structure in cuda.h.
-"""
+"""Programs of the link through host memory, run in one process in every order that queues allow."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The schedule of the link through peers' memory: everything once, one stream each way, few crossings.
-
-What it enqueues is run in one process in every order that queues allow, as in test_host_schedule; a copy takes a while
-here, so that two at once into a GPU, or out of one, are seen.
-"""
-
-from __future__ import annotations
+"""The schedule of the link through peers' memory: everything once, one stream each way, few crossings."""
 
 import ctypes
 import random
@@ -190,11 +184,6 @@ def test_few_cross_at_once(islands: Islands) -> None:
     if size <= 4:
         assert max(across) == -(-size * size // (2 * size - 1)), "as few as there can be"
     assert max(across) <= max(crossings(p2p_schedule.exchange(2 * size, None), (islands[0], islands[1])))
-
-
-def test_what_a_rank_does() -> None:
-    rounds = of_rank(p2p_schedule.gather(4, ((0, 1), (2, 3))), 0)
-    assert rounds == [(2, 0, 2, 2), (1, 0, 1, 1), (1, 2, 1, 3)]
 
 
 def test_where_a_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The alarms that the watching thread looks through, while others come and go; how long waits may last."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -71,10 +71,12 @@ def test_hopper_kernels_run_at_full_speed(kernels: dict[str, Any]) -> None:
 
 
 def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
-    """Promotion adds in fp32 for every number of a tile: 32 a thread in plain kernels, 128 or 64 in both teams."""
+    """Promotion adds in fp32 for every number of a tile: 32 a thread in plain kernels, beside 32 of a bias, 128 or 64
+    in both teams.
+    """
     assert kernels["9.0 ag_gemm"]["sums"] == 0
     for name in ("9.0 ag_gemm fp8 tensor", "9.0 ag_gemm fp8 blocks"):
-        assert kernels[name]["sums"] >= 32, name
+        assert kernels[name]["sums"] >= 64, name
     assert kernels["gathered and not kept, half tiles, two ranks"]["sums"] == 0
     for name, least in (("fp8 gathered, promoted", 256), ("fp8 gathered, blocks, half tiles", 128)):
         assert kernels[name]["sums"] >= least, name

@@ -1,7 +1,5 @@
 """The layers' derivatives: the second one is refused, and autocast in backward alone changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budget of GPU memory for kept inputs, and when it is known: without a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

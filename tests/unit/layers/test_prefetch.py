@@ -1,7 +1,5 @@
 """The column-parallel layer that a row-parallel one prefetches for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The parts of flux in Megatron-LM's scripts: arguments, checks, patch sets, counts per step, and logs."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -13,7 +11,7 @@ import pytest
 
 import megatron_flux.megatron_lm
 from megatron_flux import FluxConfig, UserError
-from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, start, training_log, validate
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, training_log, validate
 from megatron_flux.megatron_lm.start import config_from
 from megatron_flux.metrics.schema import COUNTED
 
@@ -27,9 +25,6 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parsed(*words: str) -> argparse.Namespace:
     return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
-
-
-# Arguments.
 
 
 def test_arguments_become_the_config() -> None:
@@ -51,33 +46,6 @@ def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str
     assert parsed().flux is on
     assert parsed("--flux").flux is True
     assert parsed("--no-flux").flux is False
-
-
-def test_another_value_of_the_variable_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX", "flase")
-    with pytest.raises(SystemExit) as exit_:
-        parsed()
-    assert exit_.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: MEGATRON_FLUX='flase': set it to one of 1, true, on, yes (on) or 0, false, off, no (off)" in line
-
-
-def test_options_of_a_flux_that_is_off_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    start._say_off.cache_clear()
-    for words in ([], ["--no-flux"]):
-        start.install(argparse.Namespace(**vars(parsed(*words)), rank=0))
-    for rank in (1, 0, 0):
-        words = ("--flux-backend", "fused", "--no-flux-gather-ahead")
-        start.install(argparse.Namespace(**vars(parsed(*words)), rank=rank))
-    assert capsys.readouterr().out == (
-        "> megatron-flux is off, and --flux-backend, --flux-gather-ahead without effect: "
-        "--flux or MEGATRON_FLUX=1 switches it on\n"
-    )
-
-
-# Checks.
 
 
 def arguments(**changes: Any) -> types.SimpleNamespace:
@@ -132,9 +100,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="local"))
     validate(arguments(transformer_impl="transformer_engine", spec=["my_layers", "SPEC"]))
     validate(arguments(transformer_impl="transformer_engine", flux=False))
-
-
-# Metrics.
 
 
 def seen(
@@ -198,9 +163,6 @@ def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.Simple
     assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
     assert len(megatron.tensorboard.rows) == 18  # 2 once
     assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
-
-
-# Patch sets.
 
 
 @pytest.mark.parametrize("tag", ["core_v0.15.3", "core_v0.16.1", "core_v0.19.0"])

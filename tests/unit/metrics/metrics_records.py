@@ -1,7 +1,5 @@
 """Synthetic records of a comparison."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ Record = dict[str, Any]
 
 _VALUES = {"integer": 0, "number": 0.0, "boolean": False, "string": "", "array": [], "object": {}}
 FIELDS = schema.StepRecord.model_json_schema()["properties"]
-RARE = {"flux/run", "flux/choices", "lm loss validation", "flux/host_memory_bytes", "profiled"}
+RARE = {"flux/run", "flux/choices", "flux/host_memory_bytes", "profiled"}
 
 
 @cache
@@ -54,7 +52,6 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
     run |= {"tp": ranks, "dp": 1, "environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     values = example(schema.StepRecord) | record(iteration, flux=flux)
     return values | {
-        "lm loss validation": 5.1 - 0.1 * iteration,
         "flux/host_memory_bytes": 2**29,
         "flux/sampled": True,
         "flux/operator_time_ms": sums("time_ms"),
@@ -88,7 +85,7 @@ def breakdown(*, flux: bool = False) -> dict[str, Any]:
     parts = dict.fromkeys(schema.BREAKDOWN_PARTS, 0.0)
     parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
     parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
-    found = {"steps": [5, 7], "source": "gpu", "span_ms": sum(parts.values()), "parts": parts}
+    found = {"steps": [5, 7], "span_ms": sum(parts.values()), "parts": parts}
     return example(schema.Breakdown) | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
 
 

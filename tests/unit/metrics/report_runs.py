@@ -1,7 +1,5 @@
 """Run folders of every kind, with everything in them that a report can show."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interval of the speed-up against the whole distribution that its bootstrap draws from."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The summary: figures from known records, and what it makes of records that are not normal."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -67,21 +65,6 @@ def test_loss_that_is_not_finite() -> None:
     assert (found, summary["arms"]["baseline"]["non_finite_losses"]) == ([1, 2], 0)
     assert any("flux loss is not finite in 1 of 4" in note for note in summary["notes"])
     assert "flux loss is not finite" in summary["verdict"]
-
-
-@pytest.mark.parametrize("empty", ["baseline", "flux", "both"])
-def test_a_side_without_records(empty: str) -> None:
-    baseline = [] if empty != "flux" else variant([0.1])
-    flux = [] if empty != "baseline" else variant([0.1], flux=True)
-    summary = summarize(baseline, flux, {})
-    for name in ("speedup", "speedup_ci95", "max_relative_loss_difference"):
-        assert summary[name] is None
-    for name in ["baseline", "flux"] if empty == "both" else [empty]:
-        assert summary["arms"][name]["step_time_ms"] == {"median": None, "p10": None, "p90": None, "n": 0}
-        assert summary["arms"][name]["final_loss"] is None
-        assert f"There are no records of {name}." in summary["notes"]
-        assert name in summary["verdict"]
-    assert summary["flux_active_layers"] == (8 if flux else None)
 
 
 def test_fallbacks_of_all_starts_are_counted() -> None:

@@ -1,7 +1,5 @@
 """The terminal table, the verdict, and the printer of every table."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

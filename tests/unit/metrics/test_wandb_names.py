@@ -1,7 +1,5 @@
 """Names of runs in wandb: no two comparisons alike, and one that is resumed as before."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -56,31 +54,12 @@ def test_a_resumed_run_keeps_its_names_in_another_job(tmp_path: Path, monkeypatc
     assert names(tmp_path / "y", load=tmp_path).group == "job-4711-y"
 
 
-def test_a_group_that_is_asked_for_stays_as_it_is_and_its_runs_differ(tmp_path: Path) -> None:
-    first, second = (names(tmp_path / day / "x", wandb_group="sweep") for day in "ab")
-    assert first.group == second.group == "sweep"
-    assert first.run != second.run
-    assert re.fullmatch(f"sweep-{ALONE}", first.run)
-    assert names(tmp_path / "a" / "x", wandb_group="sweep", load=tmp_path) == first
+def test_wandbs_own_group_stays_as_it_is_and_its_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setenv("WANDB_RUN_GROUP", "sweep")
+        first, second = (names(tmp_path / day / "x") for day in "ab")
+        assert first.group == second.group == "sweep"
+        assert first.run != second.run
+        assert re.fullmatch(f"sweep-{ALONE}", first.run)
+        assert names(tmp_path / "a" / "x", load=tmp_path) == first
     assert names(tmp_path / "a" / "x", load=tmp_path).run == first.run
-
-
-def test_wandbs_own_group_and_tags_by_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
-    assert names(tmp_path / "x").group == "theirs"
-    assert names(tmp_path / "y", wandb_group="ours").group == "ours"
-    assert TrainOptions(wandb_tags=["a, b", "c"]).wandb_tags == ["a", "b", "c"]
-
-
-def test_megatron_lm_has_these_arguments(tmp_path: Path) -> None:
-    """Written by hand for llama2-7b; the names are those of its argument parser."""
-    options = TrainOptions(preset="llama2-7b", tp=2, steps=9)
-    run = config.resolve(options, world_size=4, device="cpu", out=tmp_path)
-    assert description.megatron_arguments(run) == {
-        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "data_parallel_size": 2},
-        **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
-        **{"num_query_groups": 32, "seq_length": 4096, "max_position_embeddings": 4096, "normalization": "RMSNorm"},
-        **{"position_embedding_type": "rope", "swiglu": True, "train_iters": 9, "bf16": False},
-        **{"lr_decay_style": "constant", "lr_decay_iters": None, "lr_warmup_iters": 0},
-        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_distributed_optimizer": True},
-    }

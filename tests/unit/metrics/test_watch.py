@@ -1,7 +1,5 @@
 """``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -11,15 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.report.run import load_all
-from megatron_flux.metrics.watch import Watched, view, watch
+from megatron_flux.metrics.watch import Watched, view
 from tests.unit.metrics.metrics_records import record
-from tests.unit.metrics.report_runs import full_run, one_variant
+from tests.unit.metrics.report_runs import one_variant
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
@@ -34,24 +29,6 @@ def finish(run: Path) -> Path:
     """Note how the run ended, as its last act."""
     (run / "ended.json").write_text('{"state": "finished", "iterations": {}}')
     return run
-
-
-def test_a_comparison(tmp_path: Path) -> None:
-    run = full_run(tmp_path / "run")
-    assert "so far: flux 1.11x (1.1" in shown(run)
-    text = shown(finish(run))
-    for said in (
-        "baseline 18 of 18 (100 %), 100.3 ms a step; flux 18 of 18 (100 %), 90.2 ms a step",
-        "ended: all steps done",
-        "2 x NVIDIA H200",
-        "loss, last step 3.111111 3.111129",
-        "step time, median (ms) 100.3 90.2",
-    ):
-        assert said in " ".join(text.split()), said
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert "ago" not in text
-    assert "so far" not in text
-    assert load_all([run])[0].verdict in text
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
@@ -86,29 +63,6 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     os.utime(run / "config.json", (later, later))
     assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
-
-
-@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[1]", '{"started": 5, "config": 7}'])
-def test_damaged_files_beside_the_records_are_named(tmp_path: Path, content: str) -> None:
-    run = one_variant(tmp_path / "run", "flux", steps=17)
-    for name in ("config.json", "ended.json"):
-        (run / name).write_text(content)
-    text = " ".join(shown(run, width=200).split())
-    assert "flux 18" in text
-    assert ("config.json " in text) == ("started" not in content)
-
-
-def test_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch(one_variant(tmp_path / "run", "baseline", steps=20))
-    assert "baseline 18 of 20 (90 %)" in capsys.readouterr().out
-
-
-def test_no_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    for name, said in (("missing", "is missing"), ("empty", "has no run in it"), ("file", "is not a folder")):
-        with pytest.raises(UserError, match=said):
-            watch(tmp_path / name, wait=0)
 
 
 def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:

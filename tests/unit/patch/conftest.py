@@ -1,7 +1,5 @@
 """Fixtures of the patch's tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_flux.patch.megatron_core import LINES

@@ -1,7 +1,5 @@
 """Layers as far as the patch reads them, and a patch whose flux and stock calls are recorded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

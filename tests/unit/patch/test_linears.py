@@ -1,9 +1,4 @@
-"""The replaced methods: what is counted, what a config passes on to flux, and the mode that CUDA graphs need.
-
-The layers themselves: tests/distributed/test_layers.py and test_te_layers.py.
-"""
-
-from __future__ import annotations
+"""The replaced methods: what is counted, what a config passes on to flux, and the mode that CUDA graphs need."""
 
 import logging
 from collections.abc import Iterator
@@ -33,9 +28,6 @@ def configured(kind: str, **attributes: Any) -> Any:
     return layer
 
 
-# Counting
-
-
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
     patch = LinearPatch(FluxConfig(), LINES[0], Layer)
     a, b, c, never = (torch.nn.Identity() for _ in range(4))
@@ -53,9 +45,6 @@ def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCap
     assert dict(patch.fallbacks) == {("column", "tp = 1"): 4, ("row", "tp = 1"): 1, ("column", "autocast"): 1}
     ran = [patch.what_ran(layer) for layer in (a, b, c, never)]
     assert ran == ["stock: autocast", "stock: tp = 1", "stock: tp = 1", "not called"]
-
-
-# What is passed on
 
 
 @pytest.mark.parametrize("kind", ["column", "TE norm column"])
@@ -78,9 +67,6 @@ def test_in_a_graph_no_micro_batch_replaces_main_grad(traced: Traced, monkeypatc
         traced.run("TE row", one)
         assert one.is_first_microbatch is False
     assert [options["overwrite_main_grad"] for _, options in traced.calls] == [False, True]
-
-
-# CUDA graphs
 
 
 @pytest.fixture

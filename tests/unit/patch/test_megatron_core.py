@@ -1,7 +1,5 @@
 """The registry of megatron-core lines: ranges, refusals, and that a refusal replaces nothing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -18,13 +16,7 @@ from megatron_flux.patch.megatron_core import LAYERS, REPLACED, check_symbol
 
 
 @pytest.mark.parametrize(
-    ("version", "line"),
-    [
-        ("0.15.0rc7", "0.15"),
-        ("0.19.0.dev3", "0.19"),
-        ("0.19.99", "0.19"),
-        ("0.20.0rc0", "0.20"),
-    ],
+    ("version", "line"), [("0.15.0rc7", "0.15"), ("0.19.0.dev3", "0.19"), ("0.19.99", "0.19"), ("0.20.0rc0", "0.20")]
 )
 def test_supported_versions_find_their_line(version: str, line: str) -> None:
     found = megatron_core.find_line(version)

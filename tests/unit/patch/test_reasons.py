@@ -1,9 +1,4 @@
-"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once.
-
-Each reason is counted, and an error with ``strict``; nothing of flux runs then.
-"""
-
-from __future__ import annotations
+"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once."""
 
 from collections.abc import Callable
 from typing import Any

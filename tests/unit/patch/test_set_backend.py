@@ -1,14 +1,12 @@
 """set_backend() and the directions of FluxConfig, on megatron-core's own classes without building layers' weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 import megatron_flux
-from megatron_flux import FluxConfig, UserError, set_backend, set_keep_gathered
+from megatron_flux import UserError, set_backend, set_keep_gathered
 from megatron_flux.config import Backends
 from megatron_flux.patch.layer_options import check_backends
 from megatron_flux.patch.linears import KEEP
@@ -54,10 +52,7 @@ def test_names_choose_layers(model: torch.nn.Module) -> None:
     assert chosen(model) == {}
 
 
-WRAPPED = {
-    "Megatron-Bridge": ("{}", "to_wrap", "adapter"),
-    "peft": ("base_model.model.{}", "base_layer", "lora_A"),
-}
+WRAPPED = {"Megatron-Bridge": ("{}", "to_wrap", "adapter"), "peft": ("base_model.model.{}", "base_layer", "lora_A")}
 
 
 @pytest.mark.parametrize("framework", WRAPPED)
@@ -105,14 +100,6 @@ def test_the_report_names_every_layer(model: torch.nn.Module) -> None:
     assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not patched")
     with megatron_flux.patched():
         assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not called")
-
-
-def test_directions_of_the_configuration() -> None:
-    assert FluxConfig().backends == DEFAULT
-    assert FluxConfig(backend="fused", dgrad="reference").backends == Backends("fused", "reference", "fused")
-    with pytest.raises(UserError, match="unknown backend 'quick'"):
-        megatron_flux.patch(FluxConfig(dgrad="quick"))
-    assert not megatron_flux.is_patched()
 
 
 def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,4 @@
-"""The seam to TransformerEngine, without it: releases, and what is asked of a module.
-
-TransformerEngine's modules are imitated by their names; its own Python is in tests/distributed/test_te_layers.py.
-"""
-
-from __future__ import annotations
+"""The seam to TransformerEngine, without it: releases, and what is asked of a module."""
 
 import sys
 import types
@@ -49,33 +44,20 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def linear(**changes: Any) -> SimpleNamespace:
     """Make what the seam reads of a ``LayerNormLinear``."""
+    off = [f"ub_overlap_{what}" for what in ("ag_fprop", "rs_fprop", "ag_dgrad", "rs_dgrad")]
+    off += ["ub_bulk_wgrad", "ub_bulk_dgrad", "primary_weights_in_fp8", "return_layernorm_output"]
     attributes = {
-        **dict.fromkeys(
-            (
-                "ub_overlap_ag_fprop",
-                "ub_overlap_rs_fprop",
-                "ub_overlap_ag_dgrad",
-                "ub_overlap_rs_dgrad",
-                "ub_bulk_wgrad",
-                "ub_bulk_dgrad",
-                "primary_weights_in_fp8",
-                "return_layernorm_output",
-            ),
-            False,
-        ),
+        **dict.fromkeys(off, False),
         "wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: False),
         "weight_names": ["weight"],
         "weight": torch.nn.Parameter(torch.ones(3, 4)),
         "fsdp_group": None,
     }
-    return SimpleNamespace(**{**attributes, **changes})
+    return SimpleNamespace(**attributes | changes)
 
 
 def why_stock(te: TransformerEngine, layer: Any) -> str | None:
     return te.why_stock(layer, layer.weight)
-
-
-# Releases
 
 
 def test_what_cannot_run_flux_says_why(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +109,6 @@ def test_which_release_delays_wgrad(installed: SimpleNamespace, monkeypatch: pyt
     monkeypatch.setattr(te_seam, "version", lambda name: "2.11.0")
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm")
     assert "delayed wgrad: TransformerEngine 2.11.0 is not as expected" in str(why_stock(te_seam.load(), layer))
-
-
-# What is asked of a module and of the process
 
 
 @pytest.mark.parametrize(

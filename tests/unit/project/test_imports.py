@@ -1,7 +1,5 @@
 """``import megatron_flux`` neither imports optional or heavy packages nor patches anything."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -52,7 +50,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 with open("pyproject.toml", "rb") as file:
     extras = tomllib.load(file)["project"]["optional-dependencies"]
-names = {Requirement(line).name.lower() for name in ("run", "wandb", "report", "quant", "tensorboard", "tokenizers")
+names = {Requirement(line).name.lower() for name in ("run", "wandb", "quant")
     for line in extras[name]}
 modules = {module for module, found in metadata.packages_distributions().items() if names & {n.lower() for n in found}}
 assert {"plotly", "yaml", "rich"} <= modules, modules

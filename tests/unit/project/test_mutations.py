@@ -1,7 +1,5 @@
 """The list of deliberate faults fits the sources and the tests."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path
@@ -20,11 +18,6 @@ FAULTS = mutations_faults.FAULTS
 
 def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-
-
-def test_names_are_unique() -> None:
-    names = [fault.name for fault in FAULTS]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -1,7 +1,5 @@
 """docs/commands.md has every option of every command, docs/metrics.md every field of a record."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

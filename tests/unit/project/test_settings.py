@@ -1,7 +1,5 @@
 """Environment variables count as of CUDA's start; bad values get a line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -67,9 +65,3 @@ def test_the_tuner_is_on_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "full")
     with pytest.raises(UserError, match=r"^MEGATRON_FLUX_TUNE must be one of on, off, not 'full'$"):
         settings.check()
-
-
-def test_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S"):
-        monkeypatch.delenv(name, raising=False)
-    assert (settings.one_queue(), settings.timeout_s()) == (False, None)

@@ -1,7 +1,5 @@
 """Random GPTQ linears and MLPs."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_flux.quant.fold import MLP

@@ -1,10 +1,7 @@
 """Checkpoints folded whole: what changes, what stays byte for byte, and folders that lie."""
 
-from __future__ import annotations
-
 import json
 import os
-import shutil
 import struct
 import subprocess
 from collections.abc import Callable
@@ -15,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_flux.errors import StorageError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.quant import checkpoint
 from megatron_flux.quant.fold import forward
 from tests.unit.quant.linears import mlp as random_mlp
@@ -193,15 +190,12 @@ GOOD = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_s
             r"names '../x.safetensors'; a file of this folder",
         ),
         (edit(checkpoint.INDEX, weight_map={"a": "none.safetensors"}), "names none.safetensors, which is not there"),
-        (edit(checkpoint.INDEX), "has no weight_map"),
         (edit("config.json", quantization_config={"quant_method": "awq"}), "quant_method 'awq'"),
-        (edit("config.json", quantization_config={"checkpoint_format": "marlin"}), "checkpoint_format 'marlin'"),
         (edit("config.json", quantization_config={"bits": 3}), "bits 3; can be one of 2, 4, 8"),
         (
             edit("quantize_config.json", **GOOD | {"bits": 8}),
             "bits 8 in quantize_config.json and bits 4 in config.json",
         ),
-        (edit("quantize_config.json", **GOOD | {"quant_method": "awq"}), "quant_method 'awq' in .* and quant_method"),
         (lambda folder: (folder / "config.json").write_text("{" * 5000), r"config\.json is no JSON"),
         (lambda folder: (folder / "config.json").unlink(), "is no GPTQ checkpoint"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"model\.bin is a pickle"),
@@ -209,7 +203,6 @@ GOOD = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_s
             lambda folder: save_file({"x": torch.zeros(2)}, folder / "model.safetensors"),
             "none of its 1 tensors is of a",
         ),
-        (lambda folder: shutil.rmtree(folder), "is no folder"),
     ],
 )
 def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
@@ -220,26 +213,6 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path],
     change(folder)
     with pytest.raises(UserError, match=said):
         checkpoint.read(folder)
-
-
-def test_where_it_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checkpoint.read(write(tmp_path / "in", tensors(1)))
-    for out, said in (
-        (tmp_path / "in", "exists"),
-        (tmp_path / "in/out", "is inside"),
-        (tmp_path / "none/out", "is no folder"),
-    ):
-        with pytest.raises(UserError, match=said):
-            checkpoint.run(found, out)
-    (part := tmp_path / ".out.part").mkdir()
-    with pytest.raises(UserError, match=f"{part} exists: another fold is writing {tmp_path / 'out'}, or was killed"):
-        checkpoint.run(found, tmp_path / "out")
-    with pytest.raises(StorageError, match="File exists"), checkpoint._made_whole(tmp_path / "out"):
-        pass
-    part.rmdir()  # it is another one's, and has stayed
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
-    with pytest.raises(StorageError, match=r"e-05 GB are needed, 5e-09 GB are free; make room"):
-        checkpoint.run(found, tmp_path / "out")
 
 
 def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +237,8 @@ def test_the_command(warm_python: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in done.stdout
     assert "2 linear(s) outside of MLPs keep their activation order (model.layers.0.self_attn.q_proj" in done.stdout
-    done = command(out, tmp_path / "again", "--json")
-    assert [mlp["state"] for mlp in json.loads(done.stdout)["mlps"]] == ["was folded"] * 2
+    done = command(out, tmp_path / "again")
+    assert "0 MLP(s) folded; 2 had no activation order in their second linear" in done.stdout
     done = command(folder, out)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"

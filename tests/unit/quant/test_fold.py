@@ -1,7 +1,5 @@
 """The fold against dequantised fp32, the paper's worked example, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The number of ranks that a command starts, and the failed one that it names."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

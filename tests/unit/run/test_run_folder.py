@@ -1,7 +1,5 @@
 """Run folders: two runs never share one, and a run that is refused leaves nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stop requests: the note of a signal, by this rank and by what it starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The image for jobs: supported versions, and a build that gets all that it copies. No engine builds it here."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

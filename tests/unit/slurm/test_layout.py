@@ -1,7 +1,5 @@
 """Layouts checked in this process: a layer of each stage, fallbacks and shapes that do not divide."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pre-flight rules: each problem is one line that begins with the node's name."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

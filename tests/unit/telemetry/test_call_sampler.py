@@ -1,7 +1,5 @@
 """Overlap by sampled calls, and when it is unknown: the baseline must be of the step's state."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Queries of NVML. Test machines need not have it, so its functions are replaced."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 
@@ -151,16 +149,6 @@ def test_pcie_and_health_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpu("2").pcie() == link | {"max_width": None}
     assert Gpu("2").remapped_rows() is None
     assert Gpu("1").health() == {"slowed": True, "uncorrected": None}
-
-
-def test_without_nvml_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: no driver")
-    assert nvml.names() is nvml.pairs() is None
-    assert nvml.source() == "NVML cannot be used: no driver"
-    with pytest.raises(LookupError, match="no driver"):
-        Gpu("0")
-    with pytest.raises(LookupError, match="on the CPU"):
-        nvml.of_device(torch.device("cpu"))
 
 
 def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Profiling some steps: what a trace that cannot be written costs."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that become a configuration, and those that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,11 +39,7 @@ def resolve(
         ("cpu", {"wire": "fp8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_fp8"),
         ("cpu", {"preset": "gpt5"}, "'gpt5'; use one of: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-8b"),
         ("cpu", {"world_size": 3, "tp": 2}, "3 process(es) cannot be split into tp 2 x pp 1; use --nproc (of a job"),
-        (
-            "cpu",
-            {"world_size": 3},
-            "change --num-attention-heads or --tp (a multiple of 3, or tp one of [1, 2])",
-        ),
+        ("cpu", {"world_size": 3}, "change --num-attention-heads or --tp (a multiple of 3, or tp one of [1, 2])"),
         ("cpu", {"num_query_groups": 1}, "query groups 1 must be divisible by tp 2"),
         ("cpu", {"seq_length": 129}, "sequence length 129 must be divisible by tp 2"),
         ("cpu", {"world_size": 3, "pp": 3}, "layers 2 must be divisible by pp 3"),
@@ -61,9 +55,8 @@ def resolve(
         ("cuda", {"wire": "fp8", "backend": "chunked"}, "--wire fp8 is for the backends auto and tuned, on GPUs"),
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
-        ("cuda", {**GRAPHS, "eval_interval": 5}, "cuda_graph_impl local with --eval-interval"),
         ("cuda", {**GRAPHS, "lora": 4}, "cuda_graph_impl local with --lora"),
-        ("cuda", {**GRAPHS, "dgrad_backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
+        ("cuda", {**GRAPHS, "backend": "chunked", "link": "p2p"}, "over the link p2p, which cannot be captured"),
         ("cuda", {**FP8, "transformer_impl": "local"}, "needs TransformerEngine's layers; give --transformer-impl"),
         ("cuda", {**FP8, "precision": "fp32"}, "needs bf16, this run is fp32"),
         ("cuda", {**FP8, "fp8": "blockwise", "seq_length": 2112}, "tokens of a micro-batch 2112 must be a multiple of"),
@@ -108,11 +101,11 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
 
 
 def test_options_reach_the_layers() -> None:
-    chosen = {"backend": "reference", "dgrad_backend": "auto", "forward_backend": "auto", "wgrad_backend": "reference"}
-    given = {"backend": "reference", "dgrad": "auto", "forward": "auto", "wgrad": "reference"}
     exact = {"wire": "exact", "grad_wire": "exact"}
     for more in ({"gather_ahead": True, "strict": False}, {"gather_ahead": False, "strict": True}):
-        assert resolve("cpu", **chosen, **more).flux_config == FluxConfig(**given, **exact, **more)
+        assert resolve("cpu", backend="reference", **more).flux_config == FluxConfig(
+            backend="reference", **exact, **more
+        )
     linked = resolve(link="host", wire="fp8", backend="tuned").flux_config
     assert linked == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
 

@@ -1,7 +1,5 @@
 """Creation and release of CUDA graphs, with helpers of megatron-core that only count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

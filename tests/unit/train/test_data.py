@@ -1,7 +1,5 @@
 """Text as an indexed dataset, its cache, and the order in which micro-batches are drawn from it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -53,18 +51,15 @@ def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
     assert (found.documents, found.is_bytes) == (2, True)
 
 
-@pytest.mark.parametrize(("documents", "options"), [(1, {}), (20, {"eval_interval": 2})])
-def test_each_part_needs_a_sequence(tmp_path: Path, documents: int, options: dict[str, int]) -> None:
+def test_a_text_needs_a_sequence(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    for number in range(documents):
+    (tmp_path / "text" / "0").write_text("word")
+    with pytest.raises(UserError, match=r"text has no sequence of 8 \+ 1 tokens; give more text"):
+        data.prepare(run_on(tmp_path / "text", tmp_path / "cache"))
+    for number in range(1, 100):
         (tmp_path / "text" / str(number)).write_text("word")
-    part = "validation" if options else "training"
-    with pytest.raises(UserError, match=f"text has no sequence of 8 . 1 tokens for {part}; give more text"):
-        data.prepare(run_on(tmp_path / "text", tmp_path / "cache", **options))
-    for number in range(documents, 100):
-        (tmp_path / "text" / str(number)).write_text("word")
-    found = data.build_datasets(run := run_on(tmp_path / "text", tmp_path / "cache", **options), data.prepare(run))
-    assert len(found.train) == (60 if options else 62)
+    found = data.build_dataset(run := run_on(tmp_path / "text", tmp_path / "cache"), data.prepare(run))
+    assert len(found) == 62
 
 
 def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
@@ -146,9 +141,9 @@ def test_indices_that_a_full_disk_has_cut_are_made_again(tmp_path: Path) -> None
         run, ballast = run_on(pair, cache), cache / "ballast"
         ballast.write_bytes(b"\0" * 600_000)  # the last of three files has no room
         with pytest.raises(UserError, match=r"data cache .* cannot be written: .*; make room, or set data_cache"):
-            data.build_datasets(run, data.prepare(run))
+            data.build_dataset(run, data.prepare(run))
         ballast.unlink()
-        found = data.build_datasets(run, data.prepare(run)).train
+        found = data.build_dataset(run, data.prepare(run))
         assert sorted(found.shuffle_index) == list(range(len(found))) == list(range(45_000))
         del found  # its files are mapped
 
@@ -172,11 +167,11 @@ def test_runs_that_begin_at_once_build_once(folder: Path, tmp_path: Path, monkey
 
 def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:
     run = run_on(folder, tmp_path / "cache")
-    data.build_datasets(run, data.prepare(run))
+    data.build_dataset(run, data.prepare(run))
     (index,) = (tmp_path / "cache").glob("indices-*/*shuffle_index.npy")
     index.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
     with pytest.raises(UserError, match=r"indices-\w+ is damaged: .*; remove it"):
-        data.build_datasets(run, data.prepare(run))
+        data.build_dataset(run, data.prepare(run))
     assert not (tmp_path / "ran").exists()
 
 

@@ -1,7 +1,5 @@
 """The order of blocks in a comparison, when a training saves and stops, and what it shows on a full disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,7 @@ def train(names: str, looks: int, **config: int) -> tuple[bool, dict[str, int], 
     def steps(name: str) -> Any:
         def some(count: int, *, block: int) -> Iterator[tuple[int, StepResult]]:
             for _ in range(count):
-                yield iterations[name] + 1, mock.MagicMock(seconds=1.0, loss=1.0, grad_norm=1.0, validation=None)
+                yield iterations[name] + 1, mock.MagicMock(seconds=1.0, loss=1.0, grad_norm=1.0)
 
         return some
 

@@ -1,7 +1,5 @@
 """Measurements of a step, over ranks and GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

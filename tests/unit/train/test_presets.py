@@ -1,7 +1,5 @@
 """Model FLOPs against the rule of six FLOPs per parameter and token, and the published parameter counts."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_flux.train.presets import EXPERTS, PRESETS, ModelShape, step_flops

@@ -1,7 +1,5 @@
 """Checkpoints from somebody else: torch's own reader, with pickles that name what no checkpoint needs."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

@@ -14,8 +14,8 @@ A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
     trial of this very m is over (:mod:`~megatron_flux.ops.tuner.alone`).
 
 Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
-    ``reference``, which others must beat by 1 %, and fused plans: those that shipped plans suggest and the one chosen by
-    rule. All that there are where nothing ships for the GPU, or all are asked for. For another m of a call that was
+    ``reference``, which others must beat by 1 %, and fused plans: those that shipped plans suggest and the one chosen
+    by rule. All that there are where nothing ships for the GPU, or all are asked for. For another m of a call that was
     tried, what was close there. Where transfers go by chunks: ``reference`` and ``chunked``, with the 8-bit wire format
     that the call allows; plain gathers are tried there, too.
 

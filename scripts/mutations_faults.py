@@ -162,8 +162,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "each rank takes its own times",
         f"{OPS}/tuner/trial.py",
-        "self.ns[candidate].append(statistics.fmean(by_rank))",
-        "self.ns[candidate].append(by_rank[processes.rank()])",
+        "max(statistics.fmean(by_rank), 1e-6)",
+        "by_rank[processes.rank()]",
         (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
     ),
     _fault(
@@ -176,9 +176,16 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a candidate runs before its kernel is compiled on all ranks",
         f"{OPS}/tuner/trial.py",
-        "self.compiled[i] = all(state is True for state in found)",
-        "self.compiled[i] = any(state is True for state in found)",
+        "if all(state is True for state in found):",
+        "if any(state is True for state in found):",
         (f"{TRIAL}::test_until_kernels_are_compiled_on_all_ranks_calls_run_stock",),
+    ),
+    _fault(
+        "an m runs a kernel that is not compiled for it",
+        f"{OPS}/tuner/trial.py",
+        "self.compiled[candidate] > self.kinds[kind]",
+        "self.compiled[candidate] > 0",
+        (f"{TRIAL}::test_an_m_that_has_another_kernel_waits_for_it",),
     ),
     _fault(
         "a candidate that fails on some ranks is dropped",

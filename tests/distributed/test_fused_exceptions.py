@@ -110,7 +110,7 @@ def test_a_candidate_that_cannot_be_launched_does_not_end_the_others() -> None:
                 return launch(*given, **how)
 
             with mock.patch.object(launches, "by_triton", fails_once):
-                while 2 not in trial.tried:
+                while 2 not in trial.effects:
                     plan.run(call)
             assert trial.failed == {1}
             right(call_of(backend, operator))

@@ -28,7 +28,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused import FusedPlan
+from megatron_flux.ops.fused import FusedPlan, GemmReduceScatterPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import Backends
@@ -216,6 +216,39 @@ def test_lengths_near_each_other_share_a_trial_and_later_ones_ask_nobody(tmp_pat
     with training(tmp_path) as (by, clock):  # another process: what the file has for another m of the bucket
         assert step(by, 30) == FAST
         assert clock.turns == []
+
+
+@on_ranks("world2")
+def test_an_m_that_has_another_kernel_waits_for_it(tmp_path: Path) -> None:
+    """Triton makes one for rows that 16 divides, and one for others, which a call would compile by itself."""
+    done: set[tuple[KernelConfig, int]] = set()
+    ran: list[int] = []
+    run = GemmReduceScatterPlan.run
+
+    def compiling(plan: FusedPlan) -> None:
+        rows = plan._shape[0]
+        time.sleep((rows == 17) * (0.3 + 0.5 * dist.get_rank()))
+        done.add((plan.config, rows))
+
+    def checked(plan: GemmReduceScatterPlan, call: OperatorCall) -> torch.Tensor:
+        ran.append(plan._shape[0])
+        kinds = {rows % 16 == 0 for config, rows in done if config == plan.config}
+        assert (plan._shape[0] % 16 == 0) in kinds
+        return run(plan, call)
+
+    with training(tmp_path, compiling) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GemmReduceScatterPlan, "run", checked)
+        begun = time.monotonic()
+        while 16 not in ran:
+            step(by)
+        while 17 not in ran:
+            step(by, 34)
+        assert time.monotonic() - begun > 0.7, "the other rank's takes that long"
+        train(by, 32, 34, 38)
+        for _ in range(2):  # the first is the last call of the trial's plan
+            kept = [step(by, rows) for rows in (32, 34, 38)]
+        assert kept == [FAST] * 3
+        assert trials(by)[0].failed == set()
 
 
 @on_ranks("world2")

@@ -9,8 +9,8 @@ Contract
     * A round ends with :data:`GAP` calls that are not timed. Behind them the timed ones have ended on the GPU, or
       nearly so, and the exchange finds the GPU busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
-      calls run the fastest so far, at first stock.
-    * The first turn of a candidate may fail. Where it fails on all ranks, the candidate is left out; where it fails on
+      calls run the fastest so far, at first stock. So it is again where an m comes that Triton has another kernel for.
+    * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
       some, that is an error on all.
 
 Rounds
@@ -53,6 +53,10 @@ LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
 
 
+Kind = tuple[bool, ...]
+"""Values of m that have the same kernels."""
+
+
 class Turn(NamedTuple):
     """A call of a round."""
 
@@ -70,11 +74,16 @@ class Trial:
         """Turns, by the mean of all ranks."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
-        self.compiled = [False] * len(entries)
+        self.rounds = 0
+        """How many are over."""
+        self.kinds: dict[Kind, int] = {}
+        """The rounds that were over when kernels for such m began to be compiled."""
+        self.compiled = [0] * len(entries)
+        """By candidate, the last round at whose end all kernels were compiled."""
         self.failed: set[int] = set()
-        self.tried = {0}
-        """Those that a call has run; the first may fail."""
-        self.futures: list[Sequence[Future[Any]] | None] = [None] * len(entries)
+        self.tried: set[tuple[int, Kind]] = set()
+        """What a call has run; the first may fail."""
+        self.futures: list[list[Future[Any]]] = [[] for _ in entries]
         self.decided: Entry | None = None
         self.close = list(entries)
         """Those that may be the fastest of another m, too."""
@@ -98,6 +107,10 @@ class Trial:
         self.turns += 1
         return self._round[self._at - 1]
 
+    def is_compiled(self, candidate: int, kind: Kind) -> bool:
+        """Return True if all ranks have the candidate's kernel for such m."""
+        return candidate == 0 or self.compiled[candidate] > self.kinds[kind]
+
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
         """Begin a timed turn on the current stream; return what ends it."""
         sample = [candidate, rows, _now(cuda), None]
@@ -118,8 +131,11 @@ class Trial:
 
     def runnable(self, call: OperatorCall) -> Entry:
         """Return the fastest candidate that ``call`` can run, of those that were timed; stock if there is none."""
-        order = sorted(self.effects, key=self._rank_of)
+        order = sorted(self._known(), key=self._rank_of)
         return next((self.entries[i] for i in order if runs(call, self.entries[i])), self.entries[0])
+
+    def _known(self) -> list[int]:
+        return [i for i in sorted(self.effects) if i not in self.failed]
 
     def _rank_of(self, candidate: int) -> float:
         return statistics.median(self.effects[candidate]) + (0.0 if candidate else math.log(MARGIN))
@@ -135,6 +151,7 @@ class Trial:
         about = f"trying candidates of {self.about}"
         answers = agreement.of_all_ranks((mine, states), processes, about)
         samples, self._samples = self._samples, []
+        self.rounds += 1
         by_sample = zip(*(times for times, _ in answers), strict=True)
         for (candidate, rows, *_), by_rank in zip(samples, by_sample, strict=True):
             if None not in by_rank:
@@ -145,9 +162,11 @@ class Trial:
             why = next((state for state in found if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
                 self.leave_out(i, why, processes)
-            self.compiled[i] = all(state is True for state in found)
-        self.choice = min(self.effects, key=self._rank_of, default=0)
-        turns = self._next_turns(processes)
+            if all(state is True for state in found):
+                self.compiled[i] = self.rounds
+        known = self._known()
+        self.choice = min(known, key=self._rank_of, default=0)
+        turns = self._next_turns(known, processes)
         if turns is None:
             self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
         else:
@@ -161,25 +180,25 @@ class Trial:
         a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self.timed)
         return {self.entries[i].label: round(m * a_row * math.exp(effect), 4) for i, effect in medians.items()}
 
-    def _next_turns(self, processes: dist.ProcessGroup) -> list[Turn] | None:
+    def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if self._final or len(self.entries) == 1:
             return None
-        known = self.effects
         if self._looks[0] == LOOKS and 0 not in known:
             return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
             if looks == LOOKS and i not in known and i not in self.failed:
                 self.leave_out(i, "no call had an m that it can run, or was waited for", processes)
         left = [i for i in range(len(self.entries)) if i not in self.failed]
-        if new := [i for i in left if self.compiled[i] and i not in known]:
+        ready = [i for i in left if self.compiled[i] == self.rounds]
+        if new := [i for i in ready if i not in known]:
             for i in new:
                 self._looks[i] += 1
             return [turn for i in new for turn in self._look(i)] + [Turn(0, timed=True)]
-        if any(i not in known for i in left):
+        if len(ready) < len(left):
             return []
-        fastest = min(statistics.median(known[i]) for i in left)
-        close = [i for i in left if min(known[i]) <= math.log(LOSES) + fastest]
+        fastest = min(statistics.median(self.effects[i]) for i in left)
+        close = [i for i in left if min(self.effects[i]) <= math.log(LOSES) + fastest]
         self.close = [self.entries[i] for i in close]
         if len(close) == 1:
             return None
@@ -197,7 +216,7 @@ class TrialPlan(Plan):
         """``decided`` is called with the call and the entry once there is one."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
-        self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
+        self._cuda, self.nbytes, self._kind = call.x.is_cuda, call.bytes_received, _kind(call)
 
     def _plan(self, candidate: int, call: OperatorCall) -> Plan:
         if (plan := self._plans[candidate]) is None:
@@ -207,19 +226,21 @@ class TrialPlan(Plan):
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
         trial = self._trial
-        if None in trial.futures:
+        if self._kind not in trial.kinds:
+            trial.kinds[self._kind] = trial.rounds
             self._compile(call)
         turn = trial.turn(call, self._backends.processes(call.group))
         if turn is None:
             return self._end(call)
-        if not runs(call, trial.entries[turn.candidate]):  # the trial is of another m
-            return self._plan(0, call).run(call)
-        if turn.candidate not in trial.tried:
-            return self._try(turn.candidate, call)
-        plan = self._plan(turn.candidate, call)
+        candidate = turn.candidate
+        if not runs(call, trial.entries[candidate]) or not trial.is_compiled(candidate, self._kind):
+            return self._plan(0, call).run(call)  # the turn is one for another m
+        if candidate > 0 and (candidate, self._kind) not in trial.tried:
+            return self._try(candidate, call)
+        plan = self._plan(candidate, call)
         if not turn.timed:
             return plan.run(call)
-        end = trial.begin(turn.candidate, call.m, self._cuda)
+        end = trial.begin(candidate, call.m, self._cuda)
         result = plan.run(call)
         if isinstance(result, Pending) or call.async_op:  # what stands between its begin and its wait counts
             return (result if isinstance(result, Pending) else Pending(result)).then(end)
@@ -243,23 +264,24 @@ class TrialPlan(Plan):
         except Exception as raised:
             error = raised
         if (why := failed_alike(processes, about, error)) is None:
-            trial.tried.add(candidate)
+            trial.tried.add((candidate, self._kind))
             return result
         trial.leave_out(candidate, why, processes)
         self._backends.renew(entry, call.group)
         return self.run(call)
 
     def _compile(self, call: OperatorCall) -> None:
-        """Have all kernels compiled: the first call of the trial does."""
-        futures = self._trial.futures
-        y = call.x.new_empty(call.result_shape, dtype=call.out)
-        for candidate in range(len(futures)):
+        """Have all kernels compiled for such m: its first call does."""
+        trial, y = self._trial, call.x.new_empty(call.result_shape, dtype=call.out)
+        for candidate, futures in enumerate(trial.futures):
+            if candidate in trial.failed or not runs(call, trial.entries[candidate]):
+                continue
             try:
-                futures[candidate] = self._plan(candidate, call).compile_ahead(call, y)
+                futures += self._plan(candidate, call).compile_ahead(call, y)
             except Exception as error:  # as of any candidate that cannot run
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
-                futures[candidate] = [failed]
+                futures.append(failed)
 
     def _end(self, call: OperatorCall) -> Any:
         """Run what was decided from here on."""
@@ -293,11 +315,17 @@ def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | No
     return reasons
 
 
-def _state(futures: Sequence[Future[Any]] | None, call: OperatorCall) -> bool | str:
+def _kind(call: OperatorCall) -> Kind:
+    """Return what of ``m`` Triton makes a kernel for: of all rows, and of a rank's."""
+    rows = call.m // call.group.size()
+    return call.m % 16 == 0, rows % 16 == 0, rows == 1, call.m == 1
+
+
+def _state(futures: Sequence[Future[Any]], call: OperatorCall) -> bool | str:
     """True: compiled; False: not yet; else why not."""
-    if futures is None or not all(future.done() for future in futures):
-        return False
     for future in futures:
+        if not future.done():
+            return False
         if (error := future.exception()) is not None:
             return f"{type(error).__name__}: {one_line(error)}"
         if (needs := future.result().shared) > (most := shared_memory(call.x.device)):

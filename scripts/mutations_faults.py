@@ -197,8 +197,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a call that was broken off is taken for a candidate's fault",
         f"{OPS}/tuner/trial.py",
-        "            slab.check()  # an earlier call that was broken off is not this candidate's fault\n",
-        "            pass\n",
+        "        slab.check()\n",
+        "        pass\n",
         (f"{TRIAL}::test_a_call_that_was_broken_off_before_is_no_candidates_fault",),
     ),
     _fault(

@@ -118,6 +118,7 @@ _done: dict[bytes, Future[Compiled]] = {}
 _children: set[subprocess.Popen[bytes]] = set()
 _starting = threading.Lock()
 _stopped = False
+_process = os.getpid()
 
 
 def end_children() -> None:
@@ -131,6 +132,8 @@ def end_children() -> None:
 @atexit.register
 def _stop() -> None:
     global _stopped
+    if os.getpid() != _process:  # one that was forked
+        return
     with _starting:
         _stopped = True
     end_children()
@@ -189,7 +192,7 @@ def _by_child(child: subprocess.Popen[bytes] | None, job: bytes) -> tuple[subpro
     return child, answer
 
 
-_LOST = (OSError, EOFError, pickle.UnpicklingError)
+_LOST = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # ValueError: closed
 
 
 def _ask(child: subprocess.Popen[bytes], job: bytes) -> Compiled | str:
@@ -202,7 +205,8 @@ def _ask(child: subprocess.Popen[bytes], job: bytes) -> Compiled | str:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    # Nor does it patch anything, or load other packages' backends.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     program = [sys.executable, "-c", _START.format(path=sys.path)]
     with _starting:
         if _stopped:
@@ -218,7 +222,11 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     """End ``child``; return its exit code."""
     _children.discard(child)
     child.kill()
-    return child.wait()
+    code = child.wait()
+    assert child.stdin is not None  # noqa: S101
+    with contextlib.suppress(OSError):  # what it has not read
+        child.stdin.close()
+    return code
 
 
 class _Gpu:

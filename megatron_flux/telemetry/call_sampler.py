@@ -5,8 +5,8 @@ the time of a call.
 
 Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend). They are measured between steps: a
 short burst of each after each of the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its
-clock as low as training has made them. (The tuner's bursts of one GEMM run at the power limit; a step with other work
-in between clocks higher, and calls would seem to beat their GEMM.) Even so the clock is not the step's. Where that
+clock as low as training has made them. (Longer bursts of one GEMM run at the power limit; a step with other work in
+between clocks higher, and calls would seem to beat their GEMM.) Even so the clock is not the step's. Where that
 could be much of what the collective takes, the comparison is withheld.
 
 Operands are random, since zeros make a GEMM draw less power and run faster. They come from a generator of their own, so

@@ -257,8 +257,8 @@ class TrialPlan(Plan):
         """Make the first call of a candidate; that of the next one where it fails."""
         trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)
         about, result, error = f"{trial.about} with {entry.label}", None, None
-        for slab in list(state_of(call.group).slabs.values()):
-            slab.check()  # an earlier call that was broken off is not this candidate's fault
+        # An earlier call that was broken off is not this candidate's fault.
+        agreement.together(processes, f"calls before {about}", lambda: _check(call.group))
         try:
             result = self._plan(candidate, call).run(call)
         except Exception as raised:
@@ -296,6 +296,12 @@ class TrialPlan(Plan):
             plans[key] = plan
         self._decided(call, entry)
         return plan.run(call)
+
+
+def _check(group: dist.ProcessGroup) -> None:
+    """Raise OperatorError if an earlier call of ``group`` was broken off."""
+    for slab in list(state_of(group).slabs.values()):
+        slab.check()
 
 
 def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:

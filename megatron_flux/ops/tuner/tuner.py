@@ -81,10 +81,7 @@ class Tuner:
                     words_of(call),
                 )
             return self._planned(call, UNMEASURED)
-        processes, decisions = self.backends.processes(call.group), self.decisions(call.group)
-        if decisions.tries is None:
-            decisions.tries = agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)
-        if not decisions.tries:
+        if not self._tries(call.group):
             return self._planned(call, self._untried(call))
         if call.spec.captured:  # the plan of now is the graph's for good
             return self._planned(call, self.decide(call))
@@ -96,8 +93,10 @@ class Tuner:
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
         """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
 
-        ``full``: try all candidates, not only those near shipped plans.
+        ``full``: try all candidates, not only those near shipped plans, whatever MEGATRON_FLUX_TUNE says.
         """
+        if not full and not self._tries(call.group):
+            return self._looked_up(call) or self._untried(call)
         decisions, key = self.decisions(call.group), key_of(call, captured=call.spec.captured)
         entry = self._known(call, call.spec.captured, anew=True).get(call.m)
         if entry is None or not entry.ms or not runs(call, entry):
@@ -109,6 +108,13 @@ class Tuner:
             agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(key, measured))
         decisions.entries[key] = entry
         return entry
+
+    def _tries(self, group: dist.ProcessGroup) -> bool:
+        """Return True if what is not known may be tried. Collective the first time."""
+        decisions, processes = self.decisions(group), self.backends.processes(group)
+        if decisions.tries is None:
+            decisions.tries = agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)
+        return decisions.tries
 
     def _planned(self, call: OperatorCall, entry: Entry) -> Plan:
         plan = self.backends.plan(call, entry)

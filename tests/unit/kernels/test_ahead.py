@@ -117,11 +117,18 @@ for number in range(9):
     ahead._threads().submit(b"%d" % number)
 while not ahead._children:
     pass
-print(*(child.pid for child in ahead._children))
+import os, sys
+if forked := os.fork():
+    os.waitpid(forked, 0)
+    print(*(child.pid for child in ahead._children), all(child.poll() is None for child in ahead._children))
+else:
+    sys.exit()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""
-    assert not any(psutil.pid_exists(int(child)) for child in ended.stdout.split())
+    *children, left_alone = ended.stdout.split()
+    assert left_alone == "True", "by a process that was forked"
+    assert not any(psutil.pid_exists(int(child)) for child in children)
 
 
 def test_maps_of_one_launch_stay_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,15 @@ def test_calls_that_will_be_captured_take_their_own_entry_or_that_of_eager_ones(
     assert tuner() == ("fused", eager)
 
 
+def test_off_tries_nothing_ahead_either_unless_all_is_asked_for(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "off")
+    timed.decide(call_of())
+    assert (timed.log, timed.trials) == ([], [])
+    assert timed() == STOCK
+    assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1], "the command tune is there for nothing else"
+    assert timed() == ("fused", FULL[-1])
+
+
 # Other values of m
 
 

@@ -107,6 +107,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def middle(rows: list[dict[str, Any]], arm: str) -> float:
+    """Return the median of the host's milliseconds in a step."""
+    return round(statistics.median(row[f"{arm}_host_ms"] for row in rows), 3)
+
+
 def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
     """Measure on this rank."""
     lengths, first = Lengths(options, fp8), dist.get_rank() == 0
@@ -132,8 +137,9 @@ def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
     entries = dict(registry.get_backend("tuned").tuner.entries())  # type: ignore[attr-defined]
     found = {
         "device": environment.device_name(), "model": options.preset, "layers": options.num_layers, "fp8": fp8,
-        "sequence_parallel": lengths.work.sequence_parallel, "tp": lengths.tp, "seconds": round(seconds, 1), **parts,
-        "rows": rows, "rows_again": again, "entries": {key: entry.to_json() for key, entry in entries.items()},
+        "sequence_parallel": lengths.work.sequence_parallel, "tp": lengths.tp, "seconds": round(seconds, 1),
+        "arms": {arm: {"ms": parts["all"][f"{arm}_ms"], "host_ms": middle(rows, arm)} for arm in ("te", "flux")},
+        **parts, "rows": rows, "rows_again": again, "entries": {key: entry.to_json() for key, entry in entries.items()},
     }  # fmt: skip
     if first:
         out.mkdir(parents=True, exist_ok=True)

@@ -95,9 +95,10 @@ def training(folder: Path, compile_it: Compile | None = None) -> Iterator[Any]:
     drop_slabs()
 
 
-def step(by: TunedBackend, rows: int = 32, **options: Any) -> Any:
+def step(by: TunedBackend, rows: int = 32, group: Any = None, **options: Any) -> Any:
     """Make a call by its plan, as operators do, check its result, and return what it ran."""
-    group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
+    group = group or dist.group.WORLD
+    plans = state_of(group).plans
     x, w = integers(rows, 32, torch.float16), integers(48, 32, torch.float16)
     call = OperatorCall("gemm_reduce_scatter", x, w, group, **options)
     plan = plans.get(call.key)
@@ -387,3 +388,20 @@ def test_a_benchmark_waits_for_trials_of_its_own_calls_alone(tmp_path: Path) -> 
         harness.run_until_tuned(lambda: step(by), dist.group.WORLD)
         assert [one.decided is not None for one in trials(by)] == [False, True]
         assert step(by) == FAST
+
+
+@on_ranks("world2")
+def test_two_groups_decide_by_themselves(tmp_path: Path) -> None:
+    """Calls of both in one process, one group's more often; a plan that one of them keeps is the other's next time."""
+    other = dist.new_group([0, 1])
+    with training(tmp_path) as (by, _):
+        for number in range(160):  # of them a third for the other's trial
+            step(by)
+            if number % 3 == 0:
+                step(by, group=other)
+        assert [one.decided.plan for group in (dist.group.WORLD, other)
+                for one in by.tuner.decisions(group).trials.values()] == [FAST, FAST]  # fmt: skip
+        assert (step(by), step(by, group=other)) == (FAST, FAST)
+    with training(tmp_path) as (by, clock):
+        assert step(by, group=dist.new_group([0, 1])) == FAST
+        assert clock.turns == []

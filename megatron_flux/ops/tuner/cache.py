@@ -97,7 +97,7 @@ def find(key: str, m: int) -> dict[int, Entry]:
     try:
         kept = load(path)
     except UserError as error:
-        log_once(f"{error}. Until then plans are measured anew and kept in memory alone")
+        log_once(f"{error}. Until then plans are found anew and kept in memory alone")
         return found
     head, _, tail = key.partition(f" m={m} ")
     for other, data in kept.items():
@@ -107,7 +107,7 @@ def find(key: str, m: int) -> dict[int, Entry]:
         try:
             found[int(rows)] = parse(other, data)
         except ValueError as error:
-            log_once(f"tuning cache {path} has an entry that cannot be used and is measured anew: {error} ({other})")
+            log_once(f"tuning cache {path} has an entry that cannot be used and is found anew: {error} ({other})")
     return found
 
 

@@ -339,6 +339,14 @@ def test_of_further_m_what_was_close_is_tried_unless_all_is_asked_for(timed: Tun
     assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == ["reference", *FULL]
 
 
+def test_gathers_go_by_copy_engine_and_are_not_tried(timed: Tuned) -> None:
+    """But for where transfers go by chunks: see below."""
+    gather = OperatorCall("all_gather", X, None, GROUP)
+    timed.decide(gather)
+    timed.plan(gather).run(gather)
+    assert (timed.log, timed.trials) == ([("fused", None)], [])
+
+
 def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
     with captured_calls():
         call_of().run(timed)

@@ -153,10 +153,14 @@ def test_every_call_is_right_and_the_fastest_stays(tmp_path: Path) -> None:
 @on_ranks("world2")
 def test_until_kernels_are_compiled_on_all_ranks_calls_run_stock(tmp_path: Path) -> None:
     begun = time.monotonic()
-    with training(tmp_path, lambda plan: time.sleep(0.5 + dist.get_rank())) as (by, clock):
+    with training(tmp_path, lambda plan: time.sleep(0.5 + dist.get_rank())) as (by, clock), asked() as about:
+        calls = 0
         while len(set(clock.turns)) < 2:
             step(by)
+            calls += 1
         assert time.monotonic() - begun > 1.4, "the other rank's takes that long"
+        words = [one for one in about if one.startswith("trying candidates")]
+        assert len(words) < calls / 12, "ranks ask each other less often while they wait"
         train(by)
         assert step(by) == FAST
 

@@ -51,6 +51,7 @@ LOSES = 1.10  # times of the fastest, above which a candidate gets no second loo
 SAMPLES = 5  # timed turns of those that are left
 LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
+MOST_GAPS = 4  # of a round in which kernels are still compiled
 
 
 Kind = tuple[bool, ...]
@@ -92,6 +93,7 @@ class Trial:
         self.choice = 0
         """The fastest so far; stock before anything is known."""
         self._final = False
+        self._waits = 0
         self._looks = [0] * len(entries)
         self._round, self._at = self._look(0), 0
         self._samples: list[list[Any]] = []
@@ -170,7 +172,9 @@ class Trial:
         if turns is None:
             self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
         else:
-            self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * GAP], 0
+            self._waits = 0 if turns else self._waits + 1
+            gap = GAP * min(1 << self._waits, MOST_GAPS)  # in a large job all ranks ask one store
+            self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
 
     def _ms_of(self, m: int) -> dict[str, float]:
         """Return about what calls of ``m`` rows take, by candidate."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class Lengths:
 
         self.options, self.tp = options, dist.get_world_size()
         self.work = Workload(
-            model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=fp8,
-            sequence_parallel=not options.no_sequence_parallel,
+            model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=fp8
         )  # fmt: skip
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(1)
@@ -60,12 +59,11 @@ class Lengths:
 
     def step(self, name: str, m: int) -> tuple[float, float]:
         """Make a step of ``m`` tokens; return its milliseconds, and the host's part."""
-        hidden, rows = self.work.shape.hidden_size, m // self.tp if self.work.sequence_parallel else m
+        hidden, rows = self.work.shape.hidden_size, m // self.tp
         how: Any = {"device": self.device, "dtype": torch.bfloat16}
         x = torch.randn(rows, 1, hidden, **how).requires_grad_()
         variant = variants.make(name, self.block, x, torch.randn(rows, 1, hidden, **how) * 1e-2, recipe=self.work.fp8)
-        entered: AbstractContextManager[Any] = variant.active() if name != "te" else nullcontext()
-        with entered:
+        with variant.active():
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()
@@ -116,18 +114,16 @@ def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
     """Measure on this rank."""
     lengths, first = Lengths(options, fp8), dist.get_rank() == 0
     draw = random.Random(options.seed)  # noqa: S311 - no secret
-    steps = [draw.randrange(options.least, options.most + 1, 32) for _ in range(options.steps)]
+    steps = [options.fixed or draw.randrange(options.least, options.most + 1, 32) for _ in range(options.steps)]
     for _ in range(3):
         lengths.step("te", WARMUP)
     gc.collect()
     gc.disable()  # a collection takes 0.2 to 1 s of a step, stock's or ours; Megatron-LM has --manual-gc
     rows, began = [], time.monotonic()
-    for number, m in enumerate([] if options.fixed else steps):
+    for number, m in enumerate(steps):
         rows.append(lengths.pair(number, m))
         if first:
             print(rows[-1], flush=True)
-    if options.fixed:
-        rows = [lengths.pair(number, options.fixed) for number in range(options.steps)]
     seconds = time.monotonic() - began
     half = len(rows) // 2
     parts = {"all": summarize(rows), "first_step": rows[0], "second_half": summarize(rows[half:])}
@@ -159,12 +155,11 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=40, help="steps whose lengths come once more")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--fp8", default="none", help="recipes, one after the other: none, current")
-    parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rank.set_environment()
     warnings.filterwarnings("ignore")  # of packages that the layers use
-    wanted = LayerRun(workloads=(), variants=("te", "flux_te"), tp=2, out=options.out)
+    wanted = LayerRun(workloads=(), variants=("te", "flux_te"), tp=int(os.environ["WORLD_SIZE"]), out=options.out)
     with process_groups(wanted):
         for recipe in options.fp8.split(","):
             measure(options, None if recipe == "none" else recipe, options.out / recipe)

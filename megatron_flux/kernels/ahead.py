@@ -1,15 +1,16 @@
 """Compile kernels beside a training, in processes of their own.
 
-Most of a compile is Python, which holds the interpreter's lock: compiled by threads, candidates made a first step 9 s
-long and later ones up to 2.5 s (2 x H100). A child process has no GPU. It compiles for the parent's by the arguments'
-types, alignment and small integers, which is all that Triton specialises on.
+Most of a compile is Python, which holds the interpreter's lock: compiled by threads, candidates made a first step 9.7 s
+long and later ones up to 2.6 s (results/lengths-x2). A child process has no GPU. It compiles for the parent's by the
+arguments' types, alignment and small integers, which is all that Triton specialises on.
 
 Contract
     * A child sends the compiled kernel back, over a pipe; :func:`megatron_flux.kernels.launch.load` takes it from
       there. Not from Triton's cache on disk: a kernel's key there depends on the order in which a process has hashed
-      its kernels, and on what torch's inductor has set in the environment meanwhile (Triton 3.6).
+      its kernels (Triton 3.6), and a training did not find what children had compiled (results/lengths-x2).
     * A child ends with its parent, and when it has had nothing to do for a minute. A parent waits for no child to end.
-    * A kernel that a new child ends at is an error of that one kernel; the next gets a new child.
+    * A kernel that a new child ends at, or takes longer than :data:`MOST_S` for, is an error of that one kernel; the
+      next gets a new child.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from megatron_flux.kernels.launch import Compiled, ahead, for_triton, key_of, wa
 
 MOST_CHILDREN = 4
 IDLE_S = 60.0
+MOST_S = 300.0
+"""Seconds that a child may take for a kernel; the slowest takes two, behind a start of five."""
 _START = "import sys; sys.path[:] = {path!r}; from megatron_flux.kernels.ahead import serve; serve()"
 
 
@@ -186,7 +189,9 @@ def _by_child(child: subprocess.Popen[bytes] | None, job: bytes) -> tuple[subpro
         try:
             answer = _ask(child, job)
         except _LOST as error:
-            raise FluxError(f"the process that compiles has ended ({_end(child)})") from error
+            code = _end(child)
+            why = one_line(error) if isinstance(error, TimeoutError) else f"has ended ({code})"
+            raise FluxError(f"the process that compiles {why}") from error
     if isinstance(answer, str):
         raise FluxError(answer)
     return child, answer
@@ -200,6 +205,8 @@ def _ask(child: subprocess.Popen[bytes], job: bytes) -> Compiled | str:
     assert child.stdout is not None  # noqa: S101
     pickle.dump(job, child.stdin)
     child.stdin.flush()
+    if not select.select([child.stdout], [], [], MOST_S)[0]:
+        raise TimeoutError(f"gave no answer within {MOST_S:g} s")
     answer: Compiled | str = pickle.load(child.stdout)  # noqa: S301 - of this program's own child
     return answer
 

@@ -109,6 +109,19 @@ def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ahead._children) == 1
 
 
+def test_a_child_that_hangs_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_flux.kernels import ahead
+
+    given = launch(512)
+    monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ahead._Threads(1)))
+    monkeypatch.setattr(ahead, "_START", "import time; time.sleep(600)")
+    monkeypatch.setattr(ahead, "MOST_S", 0.3)
+    hung = ahead.compile_ahead(given.kernel, given.arguments, {**given.constants, "BAND": 9}, 0, 90)
+    with pytest.raises(FluxError, match=r"the process that compiles gave no answer within 0\.3 s"):
+        hung.result(timeout=60)
+    assert not ahead._children
+
+
 def test_a_program_ends_while_children_compile() -> None:
     code = """
 from megatron_flux.kernels import ahead

@@ -183,7 +183,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "an m runs a kernel that is not compiled for it",
         f"{OPS}/tuner/trial.py",
-        "self.compiled[candidate] > self.kinds[kind]",
+        "self.compiled[candidate] > self.variants[variant]",
         "self.compiled[candidate] > 0",
         (f"{TRIAL}::test_an_m_that_has_another_kernel_waits_for_it",),
     ),

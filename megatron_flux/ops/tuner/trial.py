@@ -54,7 +54,7 @@ GAP = 4  # calls behind a round's timed ones
 MOST_GAPS = 4  # of a round in which kernels are still compiled
 
 
-Kind = tuple[bool, ...]
+Variant = tuple[bool, ...]
 """Values of m that have the same kernels."""
 
 
@@ -77,12 +77,12 @@ class Trial:
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
         """How many are over."""
-        self.kinds: dict[Kind, int] = {}
+        self.variants: dict[Variant, int] = {}
         """The rounds that were over when kernels for such m began to be compiled."""
         self.compiled = [0] * len(entries)
         """By candidate, the last round at whose end all kernels were compiled."""
         self.failed: set[int] = set()
-        self.tried: set[tuple[int, Kind]] = set()
+        self.tried: set[tuple[int, Variant]] = set()
         """What a call has run; the first may fail."""
         self.futures: list[list[Future[Any]]] = [[] for _ in entries]
         self.decided: Entry | None = None
@@ -109,9 +109,9 @@ class Trial:
         self.turns += 1
         return self._round[self._at - 1]
 
-    def is_compiled(self, candidate: int, kind: Kind) -> bool:
+    def is_compiled(self, candidate: int, variant: Variant) -> bool:
         """Return True if all ranks have the candidate's kernel for such m."""
-        return candidate == 0 or self.compiled[candidate] > self.kinds[kind]
+        return candidate == 0 or self.compiled[candidate] > self.variants[variant]
 
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
         """Begin a timed turn on the current stream; return what ends it."""
@@ -220,7 +220,7 @@ class TrialPlan(Plan):
         """``decided`` is called with the call and the entry once there is one."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
-        self._cuda, self.nbytes, self._kind = call.x.is_cuda, call.bytes_received, _kind(call)
+        self._cuda, self.nbytes, self._variant = call.x.is_cuda, call.bytes_received, _variant(call)
 
     def _plan(self, candidate: int, call: OperatorCall) -> Plan:
         if (plan := self._plans[candidate]) is None:
@@ -230,16 +230,16 @@ class TrialPlan(Plan):
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
         trial = self._trial
-        if self._kind not in trial.kinds:
-            trial.kinds[self._kind] = trial.rounds
+        if self._variant not in trial.variants:
+            trial.variants[self._variant] = trial.rounds
             self._compile(call)
         turn = trial.turn(call, self._backends.processes(call.group))
         if turn is None:
             return self._end(call)
         candidate = turn.candidate
-        if not runs(call, trial.entries[candidate]) or not trial.is_compiled(candidate, self._kind):
+        if not runs(call, trial.entries[candidate]) or not trial.is_compiled(candidate, self._variant):
             return self._plan(0, call).run(call)  # the turn is one for another m
-        if candidate > 0 and (candidate, self._kind) not in trial.tried:
+        if candidate > 0 and (candidate, self._variant) not in trial.tried:
             return self._try(candidate, call)
         plan = self._plan(candidate, call)
         if not turn.timed:
@@ -268,7 +268,7 @@ class TrialPlan(Plan):
         except Exception as raised:
             error = raised
         if (why := failed_alike(processes, about, error)) is None:
-            trial.tried.add((candidate, self._kind))
+            trial.tried.add((candidate, self._variant))
             return result
         trial.leave_out(candidate, why, processes)
         self._backends.renew(entry, call.group)
@@ -325,7 +325,7 @@ def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | No
     return reasons
 
 
-def _kind(call: OperatorCall) -> Kind:
+def _variant(call: OperatorCall) -> Variant:
     """Return what of ``m`` Triton makes a kernel for: of all rows, and of a rank's."""
     rows = call.m // call.group.size()
     return call.m % 16 == 0, rows % 16 == 0, rows == 1, call.m == 1

@@ -51,11 +51,6 @@ class Pending:
         """
         self._tensor, self._wait, self._keep, self.local_shard = tensor, wait, keep, local_shard
 
-    @property
-    def is_open(self) -> bool:
-        """It has not been waited for, and need not be finished."""
-        return self._wait is not None
-
     def then(self, do: Callable[[], object]) -> Pending:
         """Return the same operation, and call ``do`` once it has been waited for."""
 

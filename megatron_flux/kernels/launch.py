@@ -1,9 +1,9 @@
 """Launch a kernel again on other operands, by one call of CUDA's driver.
 
 Triton's own launch of these kernels costs about 50 us of host time: it selects a compiled variant, encodes up to ten
-TMA descriptors and unpacks some eighty parameters. For each kernel it also has a C compiler build a launcher, 0.5 to
-2 s while training waits. Only the operands' addresses change from call to call. :class:`Relaunch` lays all parameters
-out for a kernel that Triton has compiled; calls put the operands' addresses in and launch.
+TMA descriptors and unpacks some eighty parameters. Its first launch also has a C compiler build a launcher. Only the
+operands' addresses change from call to call. :class:`Relaunch` lays all parameters out for a kernel that Triton has
+compiled, here or in another process; calls put the operands' addresses in and launch.
 
 Contract: a ``Relaunch`` may be called only where everything but the named operands' addresses is the same: shapes,
 strides, dtypes, integers, constants, device. Addresses must be multiples of 16, as the first were.
@@ -233,8 +233,8 @@ def _specialised(argument: Any) -> Any:
 
 
 class Tiles(NamedTuple):
-    """A tensor that a warp-specialised kernel addresses by TMA: a Gluon descriptor without its checks, which take
-    longer than all else that a new shape needs.
+    """A tensor that a warp-specialised kernel addresses by TMA: a Gluon descriptor without its checks, which a new
+    shape would wait for.
     """
 
     base: torch.Tensor
@@ -270,13 +270,25 @@ def launch(
     ``cache`` keeps relaunches and must live no longer than the tensors among the fixed arguments; ``key`` determines
     all but the operands' addresses. ``operands`` are the tensors that differ from call to call, by the kernel's names.
     """
-    if device.type == "cuda" and not hooked():
-        if key not in cache:
-            cache[key] = relaunch(kernel, grid, arguments, constants, list(operands), device)
-        if again := cache[key]:
-            again(torch._C._cuda_getCurrentRawStream(device.index), *operands.values())
-            return
-    by_triton(kernel, grid, *arguments, **constants)
+    if device.type != "cuda" or hooked() or (again := cache.get(key)) is False:
+        by_triton(kernel, grid, *arguments, **constants)
+    elif again is None:
+        cache[key] = first_launch(kernel, grid, arguments, constants, list(operands), device)
+    else:
+        again(torch._C._cuda_getCurrentRawStream(device.index), *operands.values())
+
+
+def first_launch(
+    kernel: Any, grid: int, arguments: Sequence[Any], constants: Mapping[str, Any], operands: Sequence[str],
+    device: torch.device,
+) -> Relaunch | Literal[False]:  # fmt: skip
+    """Launch a kernel on the current stream, and return what launches it again; see :func:`relaunch`."""
+    again = relaunch(kernel, grid, arguments, constants, operands, device)
+    if again:
+        again.launch(torch._C._cuda_getCurrentRawStream(device.index))
+    else:
+        by_triton(kernel, grid, *arguments, **constants)
+    return again
 
 
 def wait_for_peers(

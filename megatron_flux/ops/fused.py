@@ -3,8 +3,8 @@
 A plan is made by the first call of a :class:`~megatron_flux.ops.call.CallSpec` and runs that call and all later ones,
 eager or captured in a CUDA graph, on GPUs and on CPUs (in Triton's interpreter, for tests). It binds to the group's
 slab, and again to the next one where that is replaced: views of the slab, the list of copies, and for each half the
-kernel that has been launched there (:class:`~megatron_flux.kernels.launch.Relaunch`). A half that has no such kernel
-yet is launched by Triton; so is every call of the plain kernels, whose host time is not worth it.
+kernel that has been launched there (:class:`~megatron_flux.kernels.launch.Relaunch`). The first call in a half makes
+it. Triton launches every call of the plain kernels, whose host time is not worth it.
 
 In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one passes raw
 handles of streams and events to the driver.
@@ -119,12 +119,12 @@ class FusedPlan(Plan):
         return ()
 
     def _arrives(self, call: OperatorCall, half: int) -> dict[str, Any]:
-        """Where gathered rows arrive, for :meth:`_launch_of`."""
+        """Return where gathered rows arrive, for :meth:`_launch_of`."""
         return {}
 
     def _first(self, call: OperatorCall, y: torch.Tensor, half: int, *operands: torch.Tensor, **gathered: Any) -> None:
         """Launch a kernel in a half where it has not been; ``operands``: what it reads instead of x and weight."""
-        self._launch_by_triton(self._launch_of(call, y, half, *operands, **gathered), self._launches, half)
+        self._launch_first(self._launch_of(call, y, half, *operands, **gathered), self._launches, half)
 
     def _launch_of(
         self, call: OperatorCall, y: torch.Tensor, half: int, *operands: torch.Tensor, **gathered: Any
@@ -142,18 +142,16 @@ class FusedPlan(Plan):
         launch: Launch = getattr(module, self.kernel)(at, *operands)
         return launch
 
-    def _launch_by_triton(self, launch: Launch, launches: list[Any], half: int) -> None:
-        """Launch by Triton: the first in a half, from which later ones are made; of plain kernels and on CPUs all."""
-        from megatron_flux.kernels.launch import by_triton, hooked, relaunch
+    def _launch_first(self, launch: Launch, launches: list[Any], half: int) -> None:
+        """Launch a kernel that ``launches`` has not: the first in a half, of plain kernels and on CPUs all."""
+        from megatron_flux.kernels.launch import by_triton, first_launch, hooked
 
         launch.copy()
-        if self._cuda and launches[half] is None and launch.operands is not None and not hooked():
-            kernel, grid, arguments, constants = launch[:4]
-            launches[half] = again = relaunch(kernel, grid, arguments, constants, launch.operands, self._device)
-            if again:
-                again.launch(torch._C._cuda_getCurrentRawStream(self._device.index))
-                return
-        by_triton(launch.kernel, launch.grid, *launch.arguments, **launch.constants)
+        kernel, grid, arguments, constants, operands, _ = launch
+        if self._cuda and launches[half] is None and operands is not None and not hooked():
+            launches[half] = first_launch(kernel, grid, arguments, constants, operands, self._device)
+        else:
+            by_triton(kernel, grid, *arguments, **constants)
 
 
 class _Gathering(FusedPlan):
@@ -400,7 +398,7 @@ class AllGatherPlan(_Gathering):
                 try:
                     # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
                     if side is None:
-                        self._launch_by_triton(_gather_wait(work, half), launches, half)
+                        self._launch_first(_gather_wait(work, half), launches, half)
                         work.end()
                     else:
                         work.end()
@@ -408,7 +406,7 @@ class AllGatherPlan(_Gathering):
                         if launch := launches[half]:
                             launch(stream)
                         else:
-                            self._launch_by_triton(_gather_wait(work, half), launches, half)
+                            self._launch_first(_gather_wait(work, half), launches, half)
                         driver.wait(stream, side.after)
                         if stream != begun:  # which does not wait for the copies of x, and x may be its memory
                             x.record_stream(side.keep.stream)

@@ -82,17 +82,24 @@ if ((${#ARGUMENTS[@]})); then
 fi
 
 # All of them and the types, in three sessions side by side. Jobs on Slurm's daemons mostly wait; unit tests keep one core
-# busy; ranks keep the other. What the sessions beside print is shown when all have ended.
+# busy; ranks keep the other. What the sessions beside print is shown when all have ended, and failures once more at the
+# end, where somebody who sees only the last lines looks for them.
 RANKS=(tests/distributed/test_[a-s]*.py tests/gpu)
 log=$(mktemp -d)
 beside=()
-trap 'kill ${beside[@]+"${beside[@]}"} 2>/dev/null || true; cat "$log"/*; rm -r "$log"' EXIT
-{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests/slurm; } >"$log/1" 2>&1 &
+show_logs() {
+    kill ${beside[@]+"${beside[@]}"} 2>/dev/null || true
+    cat "$log"/beside-*
+    grep --no-filename -E '^(FAILED|ERROR) |: error: ' "$log"/* || true
+    rm -r "$log"
+}
+trap show_logs EXIT
+{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests/slurm; } >"$log/beside-1" 2>&1 &
 beside+=($!)
-"$PYTHON" -m pytest tests --ignore=tests/slurm "${RANKS[@]/#/--ignore=}" >"$log/2" 2>&1 &
+"$PYTHON" -m pytest tests --ignore=tests/slurm "${RANKS[@]/#/--ignore=}" >"$log/beside-2" 2>&1 &
 beside+=($!)
 failed=0
-"$PYTHON" -m pytest "${RANKS[@]}" || failed=$?
+"$PYTHON" -m pytest "${RANKS[@]}" | tee "$log/ranks" || failed=$?
 for session in "${beside[@]}"; do
     wait "$session" || failed=$?
 done

@@ -98,7 +98,7 @@ def compile_ahead(
 def job_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], capability: int) -> bytes:
     """Describe a launch of ``kernel``, a function of a module of this package, to a child."""
     fixed = [parameter.do_not_specialize for parameter in kernel.params]
-    given = map(for_triton, arguments)
+    given = for_triton(arguments)
     stands = [_stand_in(argument, alike=alike) for argument, alike in zip(given, fixed, strict=False)]
     return pickle.dumps(_Job(kernel.fn.__module__, kernel.fn.__name__, stands, dict(constants), capability))
 

@@ -220,7 +220,7 @@ def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], de
 def warm_up(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> Compiled:
     """Have Triton compile the kernel of such a launch."""
     with signals.kept:
-        return describe(kernel.warmup(*map(for_triton, arguments), grid=(1,), **constants))
+        return describe(kernel.warmup(*for_triton(arguments), grid=(1,), **constants))
 
 
 def _specialised(argument: Any) -> Any:
@@ -244,13 +244,13 @@ class Tiles(NamedTuple):
     layout: Any
 
 
-def for_triton(argument: Any) -> Any:
-    """Return ``argument`` as Triton takes it."""
-    if not isinstance(argument, Tiles):
-        return argument
+def for_triton(arguments: Sequence[Any]) -> list[Any]:
+    """Return ``arguments`` as Triton takes them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(argument.base, *map(list, argument[1:4]), argument.layout)
+    return [
+        TensorDescriptor(one.base, *map(list, one[1:4]), one.layout) if type(one) is Tiles else one for one in arguments
+    ]
 
 
 def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> Any:
@@ -258,7 +258,7 @@ def by_triton(kernel: Any, grid: int, /, *arguments: Any, **constants: Any) -> A
     signal handlers stay (:mod:`kernels.signals`): no kernel is launched by Triton otherwise.
     """
     with signals.kept:
-        return kernel[(grid,)](*map(for_triton, arguments), **constants)
+        return kernel[(grid,)](*for_triton(arguments), **constants)
 
 
 def launch(

@@ -14,6 +14,7 @@ waits for a device or talks to peers happens when a state goes. Peers keep what 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ NOT_READY = -0x8000
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-MOST_ENTRIES = 512
+MOST_ENTRIES = 4096
+"""Of a cache. A plan has about 10 kB; two hundred values of m make two thousand plans."""
 MOST_SIZES = 4
 """Times that a slab grows to just what a call needs, as while a model's calls come for the first time."""
 
@@ -52,9 +54,9 @@ class Cache(dict[_Key, _Value]):
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
         """Keep ``value`` under ``key``."""
-        if len(self) >= MOST_ENTRIES and key not in self:
-            oldest, *_ = self  # not by an iterator: another thread may add an entry
-            self.pop(oldest, None)
+        while len(self) >= MOST_ENTRIES and key not in self:
+            with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
+                self.pop(next(iter(self)), None)
         super().__setitem__(key, value)
 
 

@@ -33,7 +33,8 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import signals
 from megatron_flux.log_once import log_once
 
-_INTEGERS = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
+_INTEGERS = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # bytes
+_INTEGER, _POINTER, _CONSTANT = "integer", "pointer", "constant"
 _PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
 _MOST_MAPS = 1024  # addresses remembered by shape; the caching allocator gives the same few again
 _MOST_SHAPES = 4096
@@ -114,75 +115,105 @@ def _map(*about: Any) -> _Map:
     return _Map(*about)
 
 
-class Relaunch:
-    """One compiled kernel with its parameters; see the module."""
+class Layout:
+    """Where a compiled kernel has its parameters: a number of 64 bits for each, of which the kernel reads as many bytes
+    as it needs; in place of a tensor map's number stands the map.
+    """
 
-    def __init__(
-        self, compiled: Compiled, function: int, grid: int, arguments: Sequence[Any], operands: Sequence[str]
-    ) -> None:
-        """Lay out the parameters of ``compiled``, whose handle is ``function``, for ``arguments`` (in the signature's
-        order; constants may be left out at the end). ``operands`` names those whose addresses differ from call to call.
-        Raises UnknownLayoutError.
-        """
+    def __init__(self, compiled: Compiled) -> None:
+        """Raises UnknownLayoutError."""
         if compiled.why_not:
             raise UnknownLayoutError(compiled.why_not)
-        self._threads, self._function, self._grid = 32 * compiled.warps, function, grid
-        self._shared = compiled.shared
-        self._values: list[Any] = []  # ctypes objects of all parameters, in order
-        self._held: list[Any] = []  # memory that they look at
-        with _lock:
-            places = self._lay_out(compiled, arguments)
-        if missing := [name for name in operands if name not in places]:
-            raise UnknownLayoutError(f"no operand {', '.join(missing)}")
-        self._operands = [places[name] for name in operands]  # the parameter's index, its maps (None for a pointer)
-        sizes = tuple(map(ctypes.sizeof, self._values))
-        if sizes != compiled.sizes:
-            raise UnknownLayoutError(f"parameters of {compiled.sizes} bytes, expected {sizes}")
-        self._parameters = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, self._values))
-
-    def _lay_out(self, compiled: Compiled, arguments: Sequence[Any]) -> dict[str, tuple[int, _Map | None]]:
-        """Fill the values and return the places of tensors and descriptors, by name."""
-        abouts = iter(compiled.descriptors)
-        places: dict[str, tuple[int, _Map | None]] = {}
-        for (name, kind), argument in zip(compiled.signature, arguments, strict=False):
-            at = len(self._values)
+        abouts, sizes = iter(compiled.descriptors), list[int]()
+        self.kinds: list[Any] = []
+        """By argument: what its parameter is, of a descriptor its box and swizzle."""
+        self.places: dict[str, int] = {}
+        """Of tensors and descriptors, by name."""
+        for name, kind in compiled.signature:
             if not isinstance(kind, str):
                 raise UnknownLayoutError("a tuple of arguments")
             if kind == "constexpr":
+                self.kinds.append(_CONSTANT)
                 continue
             if kind.startswith("tensordesc"):
                 if (about := next(abouts, None)) is None:
                     raise UnknownLayoutError("descriptors without a box")
-                shape, strides = tuple(argument.shape), tuple(argument.strides)
-                maps = _map(argument.base.dtype, shape, strides, *about)
-                address, made = maps.at(argument.base.data_ptr())
-                self._held.append(made)
-                held = (ctypes.c_char * driver.MAP_BYTES).from_address(address)
-                self._values += [held, *map(ctypes.c_int32, shape), *map(ctypes.c_int64, strides)]
-                places[name] = (at, maps)
+                self.kinds.append(about)
+                self.places[name] = len(sizes)
+                sizes += [driver.MAP_BYTES, *[4] * len(about[0]), *[8] * len(about[0])]
             elif kind.startswith("*"):
-                self._values.append(ctypes.c_uint64(argument.data_ptr()))
-                places[name] = (at, None)
+                self.kinds.append(_POINTER)
+                self.places[name] = len(sizes)
+                sizes.append(8)
             elif kind in _INTEGERS:
-                self._values.append(_INTEGERS[kind](argument))
+                self.kinds.append(_INTEGER)
+                sizes.append(_INTEGERS[kind])
             else:
                 raise UnknownLayoutError(f"a parameter of type {kind}")
-        if any(kind != "constexpr" for _, kind in compiled.signature[len(arguments) :]):
+        self.count = len(sizes) + 2  # pointers to scratch memory
+        self.least = max((at + 1 for at, kind in enumerate(self.kinds) if kind is not _CONSTANT), default=0)
+        """Arguments of a launch that are needed."""
+        if (expected := (*sizes, 8, 8)) != compiled.sizes:
+            raise UnknownLayoutError(f"parameters of {compiled.sizes} bytes, expected {expected}")
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel on the GPU."""
+
+    compiled: Compiled
+    function: int  # its handle
+    layout: Layout
+
+
+class Relaunch:
+    """One compiled kernel with its parameters; see the module."""
+
+    def __init__(self, kernel: Kernel, grid: int, arguments: Sequence[Any], operands: Sequence[str]) -> None:
+        """Lay out the parameters for ``arguments`` (in the signature's order; constants may be left out at the end).
+        ``operands`` names those whose addresses differ from call to call. Raises UnknownLayoutError.
+        """
+        layout, compiled = kernel.layout, kernel.compiled
+        self._threads, self._function, self._grid = 32 * compiled.warps, kernel.function, grid
+        self._shared = compiled.shared
+        numbers: list[int] = []
+        maps: dict[int, _Map] = {}
+        held: list[tuple[int, tuple[int, Any]]] = []  # tensor maps of now, by place
+        with _lock:
+            for kind, argument in zip(layout.kinds, arguments, strict=False):
+                if kind is _INTEGER:
+                    numbers.append(argument)
+                elif kind is _POINTER:
+                    numbers.append(argument.data_ptr())
+                elif kind is not _CONSTANT:
+                    shape, strides = tuple(argument.shape), tuple(argument.strides)
+                    one = maps[len(numbers)] = _map(argument.base.dtype, shape, strides, *kind)
+                    held.append((len(numbers), one.at(argument.base.data_ptr())))
+                    numbers += (0, *shape, *strides)
+        if len(arguments) < layout.least:
             raise UnknownLayoutError("arguments are missing")
-        self._values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        return places
+        if missing := [name for name in operands if name not in layout.places]:
+            raise UnknownLayoutError(f"no operand {', '.join(missing)}")
+        count = layout.count
+        self._numbers = (ctypes.c_uint64 * count)(*numbers)  # all processors that CUDA runs on are little-endian
+        begin = ctypes.addressof(self._numbers)
+        self._parameters = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
+        self._held = held
+        for at, (address, _) in held:
+            self._parameters[at] = address
+        places = [layout.places[name] for name in operands]
+        self._operands = [(at, maps.get(at)) for at in places]  # the parameter's index, its maps (None for a pointer)
 
     def __call__(self, stream: int, *operands: torch.Tensor) -> None:
         """Launch on ``stream`` (a handle) with these operands, in the order they were named in. Raises OperatorError:
         CUDA refused it.
         """
-        parameters, values = self._parameters, self._values
+        parameters, numbers = self._parameters, self._numbers
         _lock.acquire()  # another thread must not change the parameters before they are copied; `with` takes longer
         try:
             for number, (at, maps) in enumerate(self._operands):  # zip with strict takes twice as long
                 address = operands[number].data_ptr()
                 if maps is None:
-                    values[at].value = address
+                    numbers[at] = address
                 else:
                     parameters[at] = (maps.by_address.get(address) or maps.at(address))[0]
             driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
@@ -194,7 +225,7 @@ class Relaunch:
         driver.launch(self._function, self._grid, self._threads, self._shared, stream, self._parameters)
 
 
-_loaded: dict[tuple[Any, ...], tuple[Compiled, int]] = {}
+_loaded: dict[tuple[Any, ...], Kernel] = {}
 ahead: dict[tuple[Any, ...], Future[Compiled]] = {}
 """What other processes compile (:mod:`megatron_flux.kernels.ahead`), by :func:`key_of`."""
 
@@ -205,15 +236,16 @@ def key_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], 
     return (id(kernel), device, *map(_specialised, arguments), *constants.values())
 
 
-def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Compiled, int]:
-    """Return the compiled kernel of such a launch, and its handle on the GPU; it is compiled here if need be."""
+def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> Kernel:
+    """Return the kernel of such a launch, on the GPU; it is compiled here if need be. Raises UnknownLayoutError."""
     key = key_of(kernel, arguments, constants, device)
     found = _loaded.get(key)
     if found is None:
         future = ahead.get(key)
         here = future is None or (future.done() and future.exception() is not None)
         compiled = warm_up(kernel, arguments, constants) if here or future is None else future.result()
-        found = _loaded[key] = compiled, driver.load(compiled.cubin, compiled.name, compiled.shared)
+        layout = Layout(compiled)
+        found = _loaded[key] = Kernel(compiled, driver.load(compiled.cubin, compiled.name, compiled.shared), layout)
     return found
 
 
@@ -225,7 +257,7 @@ def warm_up(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any])
 
 def _specialised(argument: Any) -> Any:
     """Return what Triton looks at in an argument."""
-    if isinstance(argument, int):
+    if type(argument) is int:
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (abs(argument) >= 1 << 31)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
@@ -307,7 +339,7 @@ def relaunch(
     try:
         if not driver.available():
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
-        return Relaunch(*load(kernel, arguments, constants, device.index), grid, arguments, operands)
+        return Relaunch(load(kernel, arguments, constants, device.index), grid, arguments, operands)
     except UnknownLayoutError as reason:
         log_once(f"{kernel.__name__} is launched by Triton, which costs host time: {reason}")
         return False

@@ -7,19 +7,20 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache as once
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement
-from megatron_flux.comm.group_state import Cache, all_states, state_of
+from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, state_of
 from megatron_flux.log_once import log_once
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import alone, cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, runs, shipped
-from megatron_flux.ops.tuner.keys import LONG_M, key_of, words_of
+from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
 from megatron_flux.ops.tuner.trial import Trial, TrialPlan
 from megatron_flux.settings import tunes
 
@@ -29,18 +30,45 @@ BUCKET = 2.0
 """Values of m within such a factor have one trial, by time a row, and one plan."""
 
 
+class Kind:
+    """Calls whose keys differ in m alone."""
+
+    def __init__(self, key: str, m: int) -> None:
+        """``key``: of such a call with ``m``."""
+        self._head, self._tail = key.split(f" m={m} ", 1)
+        self.entries: Cache[int, Entry] = Cache()
+        """Entries that calls run, by m."""
+        self.known: Cache[int, Entry] = Cache()
+        """The file's entries when such a call first came, and those of trials since; by m."""
+
+    def take(self, m: int, other: int) -> Entry:
+        """Let calls of ``m`` run the entry that is known of ``other``."""
+        entry = self.known[other]
+        if m != other and entry.ms:
+            entry = _without_times(entry)
+        self.entries[m] = entry
+        return entry
+
+    def key(self, m: int) -> str:
+        """Return the key of the call with ``m``."""
+        return f"{self._head} m={m} {self._tail}"
+
+
 @dataclass
 class Decisions:
     """Decisions of the tuner for a group; all ranks have the same."""
 
-    entries: Cache[str, Entry] = field(default_factory=Cache)
-    """Entries that calls run, by key."""
-    known: Cache[str, Cache[int, Entry]] = field(default_factory=Cache)
-    """The file's entries when such a call first came, and those of trials since; by the key without its m, and by m."""
+    kinds: Cache[tuple[object, ...], Kind] = field(default_factory=Cache)
+    """By what determines the key, without m: a key itself takes long to make."""
     trials: Cache[tuple[object, ...], Trial] = field(default_factory=Cache)
     """By the kind of call, and the bucket of m."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Entries that calls run, by key."""
+        return {kind.key(m): entry for kind in self.kinds.values() for m, entry in kind.entries.items()}
 
 
 class Tuner:
@@ -85,7 +113,7 @@ class Tuner:
             return self._planned(call, self._untried(call))
         if call.spec.captured:  # the plan of now is the graph's for good
             return self._planned(call, self.decide(call))
-        trial = self._trial(call, (*_kind(call), _bucket(call.m)), full=False)
+        trial = self._trial(call, (*_alike(call), _bucket(call.m)), full=False)
         if trial.decided is not None:
             return self._planned(call, self._keep(call, trial.runnable(call)))
         return TrialPlan(call, trial, self.backends, self._keep)
@@ -97,16 +125,18 @@ class Tuner:
         """
         if not full and not self._tries(call.group):
             return self._looked_up(call) or self._untried(call)
-        decisions, key = self.decisions(call.group), key_of(call, captured=call.spec.captured)
-        entry = self._known(call, call.spec.captured, anew=True).get(call.m)
+        kind, m = self._kind(call, call.spec.captured, anew=True), call.m
+        entry = kind.known.get(m)
         if entry is None or not entry.ms or not runs(call, entry):
             if call.spec.captured and call.x.is_cuda and call.operator == "gemm_all_reduce" and call.m <= LONG_M:
                 entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
             else:
-                entry = alone.decide(call, self._trial(call, (*_kind(call), "alone", call.m), full=full), self.backends)
+                entry = alone.decide(
+                    call, self._trial(call, (*_alike(call), "alone", call.m), full=full), self.backends
+                )
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
-            agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(key, measured))
-        decisions.entries[key] = entry
+            agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
+        kind.entries[m] = entry
         return entry
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
@@ -136,23 +166,23 @@ class Tuner:
 
     def _met(self, call: OperatorCall) -> Entry | None:
         """Return the entry that calls of this very m run in this process."""
-        entries = self.decisions(call.group).entries
-        return next((entries[key] for mode in _modes(call) if (key := key_of(call, captured=mode)) in entries), None)
+        kinds, m = self.decisions(call.group).kinds, call.m
+        found = [kinds[of].entries.get(m) for mode in _modes(call) if (of := _differ_in_m(call, mode)) in kinds]
+        return next((entry for entry in found if entry is not None), None)
 
     def _looked_up(self, call: OperatorCall) -> Entry | None:
         """Return the entry of ``call``, or of the nearest m in its bucket; of calls that are captured that of eager
         ones, where there is no other.
         """
-        entries = self.decisions(call.group).entries
+        m = call.m
         for mode in _modes(call):
-            key = key_of(call, captured=mode)
-            if (entry := entries.get(key)) is not None:
+            kind = self._kind(call, mode)
+            if (entry := kind.entries.get(m)) is not None:
                 return entry
-            known = self._known(call, mode)
-            for m in sorted(known, key=lambda other: abs(math.log(other / call.m))):
-                if _bucket(m) == _bucket(call.m) and runs(call, known[m]):
-                    entries[key] = known[m] if m == call.m else _of_other_m(known[m])
-                    return entries[key]
+            bucket = _bucket(m)
+            near = [other for other in kind.known if _bucket(other) == bucket and runs(call, kind.known[other])]
+            if near:
+                return kind.take(m, min(near, key=lambda other: abs(math.log(other / m))))
         return None
 
     def _untried(self, call: OperatorCall) -> Entry:
@@ -165,34 +195,37 @@ class Tuner:
 
     def _keep(self, call: OperatorCall, entry: Entry, *, later: bool = True) -> Entry:
         """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
-        decisions, captured = self.decisions(call.group), call.spec.captured
-        key, known = key_of(call, captured=captured), self._known(call, captured)
-        new = all(_bucket(m) != _bucket(call.m) or not runs(call, other) for m, other in known.items())
-        decisions.entries[key] = entry if new or not later else _of_other_m(entry)
+        kind, m = self._kind(call, call.spec.captured), call.m
+        new = all(_bucket(other) != _bucket(m) or not runs(call, one) for other, one in kind.known.items())
+        kind.entries[m] = entry if new or not later else _without_times(entry)
         if new or not later:
-            known[call.m] = entry
+            kind.known[m] = entry
         if new and later and entry.ms and call.group.rank() == 0:
-            _writer().submit(cache.keep, key, entry)
+            _writer().submit(cache.keep, kind.key(m), entry)
         return entry
 
-    def _known(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Cache[int, Entry]:
-        """Return entries of such calls, by m; the file is read once or ``anew``. Collective that time: a later m costs
+    def _kind(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Kind:
+        """Return what is known of such calls; the file is read once or ``anew``. Collective that time: a later m costs
         neither a file's reading nor a word between ranks.
         """
-        known, key = self.decisions(call.group).known, key_of(call, captured=captured)
-        head, tail = key.split(f" m={call.m} ", 1)
-        kind = f"{head} {tail}"
-        if anew or kind not in known:
-            about = f"plans kept for {words_of(call)}"
-            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, call.m))
-            if kind not in known:
-                known[kind] = Cache()
-            for m, entry in found.items():
-                known[kind][m] = entry
-        return known[kind]
+        kinds, of, m = self.decisions(call.group).kinds, _differ_in_m(call, captured), call.m
+        kind = kinds.get(of)
+        if kind is None or anew:
+            key, about = key_of(call, captured=captured), f"plans kept for {words_of(call)}"
+            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, m))
+            if kind is None:
+                kind = kinds[of] = Kind(key, m)
+            for other, entry in found.items():
+                kind.known[other] = entry
+        return kind
 
 
-def _kind(call: OperatorCall) -> tuple[object, ...]:
+def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:
+    """Return what determines the key of ``call`` beside m."""
+    return (operator_of(call), call.n, call.k, call.kind, call.transposed, call.wire, call.x.device, captured)
+
+
+def _alike(call: OperatorCall) -> tuple[object, ...]:
     """Return what calls have in common that one trial serves: all but m that their kernels differ in."""
     spec = call.spec
     some = spec.bias is not None, spec.addend is not None, spec.return_gathered, spec.own_gathered, spec.async_op
@@ -207,13 +240,13 @@ def _modes(call: OperatorCall) -> tuple[bool, ...]:
     return (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
 
 
+@lru_cache(MOST_ENTRIES)
 def _bucket(m: int) -> int:
     return round(math.log(m) / math.log(BUCKET))
 
 
-def _of_other_m(entry: Entry) -> Entry:
-    """Return an entry without its times."""
-    return Entry(backend=entry.backend, plan=entry.plan, pieces=entry.pieces)
+def _without_times(entry: Entry) -> Entry:
+    return Entry.model_construct(backend=entry.backend, plan=entry.plan, pieces=entry.pieces)  # which checks nothing
 
 
 @once

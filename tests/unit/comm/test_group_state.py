@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import slab
-from megatron_flux.comm.group_state import MOST_ENTRIES, MOST_SIZES, Cache, all_states, state_of
+from megatron_flux.comm import group_state, slab
+from megatron_flux.comm.group_state import MOST_SIZES, Cache, all_states, state_of
 from megatron_flux.comm.slab import MIB, MOST_CALLS
 
 CPU = torch.device("cpu")
@@ -68,13 +68,14 @@ def test_a_larger_call_replaces_the_slab_and_plans_leave_it(made: list[Any], in_
     assert small.closed is not in_graphs, "its waits are watched as long as they may come"
 
 
-def test_shapes_that_never_come_again_take_no_more_memory() -> None:
+def test_shapes_that_never_come_again_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest entry goes, whatever was looked up: ranks that make the same calls drop the same ones."""
+    monkeypatch.setattr(group_state, "MOST_ENTRIES", most := 32)
     state = state_of(Group("tp"))  # type: ignore[arg-type]
-    for m in range(2 * MOST_ENTRIES):
+    for m in range(2 * most):
         state.plans[m] = m
-        assert state.plans.get(m // 2 + MOST_ENTRIES // 2) is None or m
-    assert list(state.plans) == list(range(MOST_ENTRIES, 2 * MOST_ENTRIES))
+        assert state.plans.get(m // 2 + most // 2) is None or m
+    assert list(state.plans) == list(range(most, 2 * most))
     assert all(isinstance(one, Cache) for one in (state.plans, state.compared, state.kernels))
 
 

@@ -70,7 +70,7 @@ class Driver:
 def relaunch(operands: int = 4) -> Relaunch:
     """A kernel of so many operands, whose parameters are laid out."""
     made = object.__new__(Relaunch)
-    made._values = [ctypes.c_uint64(0) for _ in range(5)]
+    made._numbers = (ctypes.c_uint64 * 5)()
     made._operands = [(at, None) for at in range(operands)]
     made._parameters = (ctypes.c_void_p * 5)()
     made._function, made._grid, made._threads, made._shared = 1, 132, 384, 0

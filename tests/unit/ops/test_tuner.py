@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import links, transports
+from megatron_flux.comm import group_state, links, transports
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import MOST_ENTRIES, state_of
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.log_once import log_once
@@ -213,13 +213,16 @@ def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: py
     """Ever other m cost neither a file's reading nor a word between ranks, and memory stays bounded."""
     asked: list[str] = []
     monkeypatch.setattr(module.agreement, "of_all_ranks", lambda mine, group, about: asked.append(about) or [mine])
+    monkeypatch.setattr(group_state, "MOST_ENTRIES", 64)
     plan = KernelConfig(reducers=7)
     for m in [1 << e for e in range(1, 12)]:
         keep(plan=plan, m=m)
-    for rows in range(2, 1400, 2):
+    assert tuner(x=torch.zeros(2, 4)) == ("fused", plan)
+    monkeypatch.setattr(module, "key_of", lambda *_, captured: pytest.fail("it takes as long as the call"))
+    for rows in range(4, 200, 2):
         assert tuner(x=torch.zeros(rows, 4)) == ("fused", plan)
     assert asked == ["plans kept for gemm_reduce_scatter m=2 n=6 k=4"]
-    assert len(tuner.tuner.decisions(GROUP).entries) <= MOST_ENTRIES
+    assert len(tuner.tuner.decisions(GROUP).entries) <= 64
 
 
 def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:
@@ -309,13 +312,15 @@ def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
 
 def test_trials_are_forgotten_in_the_end(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "keep", lambda *_: None)
-    for n in range(1, MOST_ENTRIES + 20):
+    monkeypatch.setattr(group_state, "MOST_ENTRIES", most := 16)
+    for n in range(1, most + 20):
         timed.plan(OperatorCall("gemm_reduce_scatter", X, torch.zeros(n, 4), GROUP))
     decisions = timed.tuner.decisions(GROUP)
-    assert max(map(len, (decisions.trials, decisions.known))) <= MOST_ENTRIES
-    for m in range(2, 2 * MOST_ENTRIES + 40, 2):
+    assert max(map(len, (decisions.trials, decisions.kinds))) == most
+    for m in range(2, 2 * most + 40, 2):
         timed.tuner.decide(call_of(m))
-    assert max(map(len, (decisions.trials, decisions.known, *decisions.known.values()))) <= MOST_ENTRIES
+    kinds = decisions.kinds.values()
+    assert max(map(len, (decisions.trials, kinds, *(kind.known for kind in kinds)))) == most
 
 
 def test_what_is_asked_for_ahead_is_tried_whatever_is_known(timed: Tuned) -> None:

@@ -181,11 +181,18 @@ FAULTS: tuple[Fault, ...] = (
         (f"{TRIAL}::test_until_kernels_are_compiled_on_all_ranks_calls_run_stock",),
     ),
     _fault(
-        "an m runs a kernel that is not compiled for it",
+        "a candidate runs before the m that it is for has it compiled",
         f"{OPS}/tuner/trial.py",
-        "self.compiled[candidate] > self.variants[variant]",
+        "self.compiled[candidate] > self.begun[candidate]",
         "self.compiled[candidate] > 0",
-        (f"{TRIAL}::test_an_m_that_has_another_kernel_waits_for_it",),
+        (f"{TRIAL}::test_a_candidate_that_only_a_later_m_can_run_is_compiled_for_it",),
+    ),
+    _fault(
+        "a plan from the file is compiled by the training",
+        f"{OPS}/tuner/tuner.py",
+        "return self._planned(call, entry) if in_capture else self._known(call, entry)",
+        "return self._planned(call, entry)",
+        (f"{TRIAL}::test_a_plan_from_the_file_runs_once_it_is_compiled",),
     ),
     _fault(
         "a candidate that fails on some ranks is dropped",

@@ -233,7 +233,9 @@ ahead: dict[tuple[Any, ...], Future[Compiled]] = {}
 def key_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> tuple[Any, ...]:
     """Return what determines the compiled kernel of a launch."""
     # Not the kernel itself: its hash is Triton's, of its source and all that this uses.
-    return (id(kernel), device, *map(_specialised, arguments), *constants.values())
+    given = zip(kernel.params, arguments, strict=False)
+    special = [_specialised(argument) for parameter, argument in given if not parameter.do_not_specialize]
+    return (id(kernel), device, *special, *constants.values())
 
 
 def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> Kernel:

@@ -84,7 +84,7 @@ def _row_of(bias, col, n, BN: tl.constexpr):
     return tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
+@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "m", "mp"])
 def ag_gemm_kernel(
     a, b, c, bias, xs, ws, flags, ctrl, epochs, err, limit, slot, next_slot, flag_off, m, n, k, mp, ld, ldw, rank,
     TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, CTAS: tl.constexpr,
@@ -169,7 +169,7 @@ def _left(taken, shares, epoch):
     return share
 
 
-@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
+@triton.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "m", "mp"])
 def gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, data_table, flag_table, flags, recv, out, ctrl, epochs, err,
     limit,

@@ -6,6 +6,7 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,10 +29,11 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused import FusedPlan, GemmReduceScatterPlan
+from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.trial import TrialPlan
 from tests.distributed.data import summed
 from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, integers
@@ -95,6 +97,21 @@ def training(folder: Path, compile_it: Compile | None = None) -> Iterator[Any]:
     drop_slabs()
 
 
+class Held:
+    """Compile at once on the first rank, and on the others those of ``plans`` at the end."""
+
+    def __init__(self, *plans: KernelConfig) -> None:
+        self._plans, self._free = plans, threading.Event()
+        self.end = self._free.set
+
+    def __call__(self, plan: FusedPlan) -> None:
+        if dist.get_rank() > 0 and plan.config in self._plans:
+            assert self._free.wait(60)
+
+
+_try = TrialPlan._try
+
+
 def step(by: TunedBackend, rows: int = 32, group: Any = None, **options: Any) -> Any:
     """Make a call by its plan, as operators do, check its result, and return what it ran."""
     group = group or dist.group.WORLD
@@ -146,21 +163,21 @@ def test_every_call_is_right_and_the_fastest_stays(tmp_path: Path) -> None:
     kept = cache.load(tmp_path / "tuned.json")
     assert [entry["plan"]["reducers"] for entry in kept.values()] == [2]
     with training(tmp_path) as (by, clock):  # another process
+        assert train(by) == trial.GAP + 1
         assert step(by) == FAST
         assert clock.turns == []
 
 
 @on_ranks("world2")
 def test_until_kernels_are_compiled_on_all_ranks_calls_run_stock(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    with training(tmp_path, lambda plan: time.sleep(0.5 + dist.get_rank())) as (by, clock), asked() as about:
-        calls = 0
-        while len(set(clock.turns)) < 2:
+    compiling, calls = Held(FAST, SLOW), 100
+    with training(tmp_path, compiling) as (by, clock), asked() as about:
+        for _ in range(calls):
             step(by)
-            calls += 1
-        assert time.monotonic() - begun > 1.4, "the other rank's takes that long"
+        assert set(clock.turns) == {0}, "the other rank's takes longer"
         words = [one for one in about if one.startswith("trying candidates")]
         assert len(words) < calls / 12, "ranks ask each other less often while they wait"
+        compiling.end()
         train(by)
         assert step(by) == FAST
 
@@ -219,41 +236,49 @@ def test_lengths_near_each_other_share_a_trial_and_later_ones_ask_nobody(tmp_pat
         train(by, 64)
         assert len(trials(by)) == 2
     with training(tmp_path) as (by, clock):  # another process: what the file has for another m of the bucket
+        train(by, 30)
         assert step(by, 30) == FAST
         assert clock.turns == []
 
 
 @on_ranks("world2")
-def test_an_m_that_has_another_kernel_waits_for_it(tmp_path: Path) -> None:
-    """Triton makes one for rows that 16 divides, and one for others, which a call would compile by itself."""
-    done: set[tuple[KernelConfig, int]] = set()
-    ran: list[int] = []
-    run = GemmReduceScatterPlan.run
-
-    def compiling(plan: FusedPlan) -> None:
-        rows = plan._shape[0]
-        time.sleep((rows == 17) * (0.3 + 0.5 * dist.get_rank()))
-        done.add((plan.config, rows))
-
-    def checked(plan: GemmReduceScatterPlan, call: OperatorCall) -> torch.Tensor:
-        ran.append(plan._shape[0])
-        kinds = {rows % 16 == 0 for config, rows in done if config == plan.config}
-        assert (plan._shape[0] % 16 == 0) in kinds
-        return run(plan, call)
-
+def test_a_candidate_that_only_a_later_m_can_run_is_compiled_for_it(tmp_path: Path) -> None:
+    """And only then may it run, on all ranks."""
+    compiling, ran, fits = Held(FAST), list[Any](), candidates.runs
     with training(tmp_path, compiling) as (by, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GemmReduceScatterPlan, "run", checked)
-        begun = time.monotonic()
-        while 16 not in ran:
+        for module in (trial, tuner):
+            patch.setattr(
+                module, "runs", lambda call, entry: fits(call, entry) and (entry.plan != FAST or call.m == 36)
+            )
+        patch.setattr(
+            TrialPlan, "_try", lambda plan, candidate, call: ran.append(candidate) or _try(plan, candidate, call)
+        )
+        for _ in range(3 + trial.GAP + 1):  # stock's turns, and one of three of the first candidate
             step(by)
-        while 17 not in ran:
-            step(by, 34)
-        assert time.monotonic() - begun > 0.7, "the other rank's takes that long"
-        train(by, 32, 34, 38)
-        for _ in range(2):  # the first is the last call of the trial's plan
-            kept = [step(by, rows) for rows in (32, 34, 38)]
-        assert kept == [FAST] * 3
-        assert trials(by)[0].failed == set()
+        for _ in range(20):
+            step(by, 36)
+        assert ran == [2], "the other rank's takes longer"
+        compiling.end()
+        train(by, 36)
+        assert (step(by, 36), trials(by)[0].failed) == (FAST, set())
+
+
+@on_ranks("world2")
+def test_a_plan_from_the_file_runs_once_it_is_compiled(tmp_path: Path) -> None:
+    """Until then calls run stock, and no further m waits again; a file that is all there is runs at once."""
+    with training(tmp_path) as (by, _):
+        train(by)
+    compiling = Held(FAST)
+    with training(tmp_path, compiling) as (by, clock):
+        assert [step(by) for _ in range(20)] == [None] * 20
+        compiling.end()
+        train(by)
+        assert [step(by, rows) for rows in (32, 34, 36)] == [FAST] * 3
+        assert clock.turns == []
+        assert [entry.plan for _, entry in by.tuner.entries()] == [FAST] * 3
+    with training(tmp_path, Held(FAST)) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_FLUX_TUNE", "off")
+        assert step(by) == FAST
 
 
 @on_ranks("world2")
@@ -407,5 +432,8 @@ def test_two_groups_decide_by_themselves(tmp_path: Path) -> None:
                 for one in by.tuner.decisions(group).trials.values()] == [FAST, FAST]  # fmt: skip
         assert (step(by), step(by, group=other)) == (FAST, FAST)
     with training(tmp_path) as (by, clock):
-        assert step(by, group=dist.new_group([0, 1])) == FAST
+        other = dist.new_group([0, 1])
+        for _ in range(trial.GAP + 2):
+            ran = step(by, group=other)
+        assert ran == FAST
         assert clock.turns == []

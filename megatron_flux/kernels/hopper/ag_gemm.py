@@ -201,7 +201,7 @@ def _multiply(
         slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "mp"])
 def hopper_ag_gemm_kernel(
     a, xd, b, c, x, kept, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
     flag_off, buf_off, n, k, mp, chunk_k, rank,

@@ -276,7 +276,7 @@ def _multiply(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread", "mp"])
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, flag_table, flags, recv, out, ctrl, epochs, err, limit,
     slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,

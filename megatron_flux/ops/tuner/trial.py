@@ -9,7 +9,7 @@ Contract
     * A round ends with :data:`GAP` calls that are not timed. Behind them the timed ones have ended on the GPU, or
       nearly so, and the exchange finds the GPU busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
-      calls run the fastest so far, at first stock. So it is again where an m comes that Triton has another kernel for.
+      calls run the fastest so far, at first stock.
     * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
       some, that is an error on all.
 
@@ -54,10 +54,6 @@ GAP = 4  # calls behind a round's timed ones
 MOST_GAPS = 4  # of a round in which kernels are still compiled
 
 
-Variant = tuple[bool, ...]
-"""Values of m that have the same kernels."""
-
-
 class Turn(NamedTuple):
     """A call of a round."""
 
@@ -68,21 +64,23 @@ class Turn(NamedTuple):
 class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
-    def __init__(self, entries: Sequence[Entry], about: str) -> None:
-        """``entries``: the candidates, stock first. The group is given with each call: its state holds trials."""
-        self.entries, self.about = list(entries), about
+    def __init__(self, entries: Sequence[Entry], about: str, *, known: bool = False) -> None:
+        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled. The group is
+        given with each call: its state holds trials.
+        """
+        self.entries, self.about, self._is_known = list(entries), about, known
         self.timed: list[Timed] = []
         """Turns, by the mean of all ranks."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
         """How many are over."""
-        self.variants: dict[Variant, int] = {}
-        """The rounds that were over when kernels for such m began to be compiled."""
+        self.begun: dict[int, int] = {0: -1}
+        """By candidate, the rounds that were over when its kernels began to be compiled."""
         self.compiled = [0] * len(entries)
         """By candidate, the last round at whose end all kernels were compiled."""
         self.failed: set[int] = set()
-        self.tried: set[tuple[int, Variant]] = set()
+        self.tried: set[int] = {0}
         """What a call has run; the first may fail."""
         self.futures: list[list[Future[Any]]] = [[] for _ in entries]
         self.decided: Entry | None = None
@@ -95,7 +93,7 @@ class Trial:
         self._final = False
         self._waits = 0
         self._looks = [0] * len(entries)
-        self._round, self._at = self._look(0), 0
+        self._round, self._at = [*([] if known else self._look(0)), *[Turn(0, timed=False)] * GAP], 0
         self._samples: list[list[Any]] = []
         """Of this round: the candidate, rows, begin and end."""
 
@@ -109,9 +107,9 @@ class Trial:
         self.turns += 1
         return self._round[self._at - 1]
 
-    def is_compiled(self, candidate: int, variant: Variant) -> bool:
-        """Return True if all ranks have the candidate's kernel for such m."""
-        return candidate == 0 or self.compiled[candidate] > self.variants[variant]
+    def is_compiled(self, candidate: int) -> bool:
+        """Return True if all ranks have the candidate's kernels."""
+        return candidate in self.begun and self.compiled[candidate] > self.begun[candidate]
 
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
         """Begin a timed turn on the current stream; return what ends it."""
@@ -143,8 +141,7 @@ class Trial:
         return statistics.median(self.effects[candidate]) + (0.0 if candidate else math.log(MARGIN))
 
     def _look(self, candidate: int) -> list[Turn]:
-        turns = [Turn(candidate, timed=timed) for timed in (False, True, True)]
-        return [*turns, *[Turn(candidate, timed=False)] * GAP * (candidate == 0)]
+        return [Turn(candidate, timed=timed) for timed in (False, True, True)]
 
     def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
@@ -169,7 +166,9 @@ class Trial:
         known = self._known()
         self.choice = min(known, key=self._rank_of, default=0)
         turns = self._next_turns(known, processes)
-        if turns is None:
+        if turns is None and self._is_known:
+            self.decided = self.entries[1 not in self.failed]
+        elif turns is None:
             self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
         else:
             self._waits = 0 if turns else self._waits + 1
@@ -188,6 +187,8 @@ class Trial:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if self._final or len(self.entries) == 1:
             return None
+        if self._is_known:
+            return None if 1 in self.failed or self.compiled[1] == self.rounds else []
         if self._looks[0] == LOOKS and 0 not in known:
             return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
@@ -220,7 +221,8 @@ class TrialPlan(Plan):
         """``decided`` is called with the call and the entry once there is one."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
-        self._cuda, self.nbytes, self._variant = call.x.is_cuda, call.bytes_received, _variant(call)
+        self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
+        self._compiles = True
 
     def _plan(self, candidate: int, call: OperatorCall) -> Plan:
         if (plan := self._plans[candidate]) is None:
@@ -230,16 +232,15 @@ class TrialPlan(Plan):
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
         trial = self._trial
-        if self._variant not in trial.variants:
-            trial.variants[self._variant] = trial.rounds
+        if self._compiles:
             self._compile(call)
         turn = trial.turn(call, self._backends.processes(call.group))
         if turn is None:
             return self._end(call)
         candidate = turn.candidate
-        if not runs(call, trial.entries[candidate]) or not trial.is_compiled(candidate, self._variant):
+        if not runs(call, trial.entries[candidate]) or not trial.is_compiled(candidate):
             return self._plan(0, call).run(call)  # the turn is one for another m
-        if candidate > 0 and (candidate, self._variant) not in trial.tried:
+        if candidate not in trial.tried:
             return self._try(candidate, call)
         plan = self._plan(candidate, call)
         if not turn.timed:
@@ -268,18 +269,19 @@ class TrialPlan(Plan):
         except Exception as raised:
             error = raised
         if (why := failed_alike(processes, about, error)) is None:
-            trial.tried.add((candidate, self._variant))
+            trial.tried.add(candidate)
             return result
         trial.leave_out(candidate, why, processes)
         self._backends.renew(entry, call.group)
         return self.run(call)
 
     def _compile(self, call: OperatorCall) -> None:
-        """Have all kernels compiled for such m: its first call does."""
-        trial, y = self._trial, call.x.new_empty(call.result_shape, dtype=call.out)
+        """Have the kernels compiled of candidates that are the first to run such a call."""
+        self._compiles, trial, y = False, self._trial, call.x.new_empty(call.result_shape, dtype=call.out)
         for candidate, futures in enumerate(trial.futures):
-            if candidate in trial.failed or not runs(call, trial.entries[candidate]):
+            if candidate in trial.begun or not runs(call, trial.entries[candidate]):
                 continue
+            trial.begun[candidate] = trial.rounds
             try:
                 futures += self._plan(candidate, call).compile_ahead(call, y)
             except Exception as error:  # as of any candidate that cannot run
@@ -323,12 +325,6 @@ def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | No
             "MEGATRON_FLUX_TUNE=off to train with the plans that are known"
         ) from error
     return reasons
-
-
-def _variant(call: OperatorCall) -> Variant:
-    """Return what of ``m`` Triton makes a kernel for: of all rows, and of a rank's."""
-    rows = call.m // call.group.size()
-    return call.m % 16 == 0, rows % 16 == 0, rows == 1, call.m == 1
 
 
 def _state(futures: Sequence[Future[Any]], call: OperatorCall) -> bool | str:

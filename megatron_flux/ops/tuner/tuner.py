@@ -62,6 +62,9 @@ class Decisions:
     """By what determines the key, without m: a key itself takes long to make."""
     trials: Cache[tuple[object, ...], Trial] = field(default_factory=Cache)
     """By the kind of call, and the bucket of m."""
+    at_once: Cache[tuple[object, ...], None] = field(default_factory=Cache)
+    """Kinds of calls with labels of entries that run at once: their kernels are compiled, or they were asked for
+    ahead."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
 
@@ -100,7 +103,7 @@ class Tuner:
         # What was not run before has no workspace yet, and none can be made in a capture.
         entry = self._met(call) if in_capture else self._looked_up(call)
         if entry is not None:
-            return self._planned(call, entry)
+            return self._planned(call, entry) if in_capture else self._known(call, entry)
         if in_capture:
             if call.group.rank() == 0:
                 logger.warning(
@@ -116,7 +119,7 @@ class Tuner:
         trial = self._trial(call, (*_alike(call), _bucket(call.m)), full=False)
         if trial.decided is not None:
             return self._planned(call, self._keep(call, trial.runnable(call)))
-        return TrialPlan(call, trial, self.backends, self._keep)
+        return TrialPlan(call, trial, self.backends, self._note_decided)
 
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
         """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
@@ -137,6 +140,7 @@ class Tuner:
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
             agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         kind.entries[m] = entry
+        self._run_at_once(call, entry)
         return entry
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
@@ -151,6 +155,25 @@ class Tuner:
         if entry is UNMEASURED:
             plan.degraded = ("reference instead of tuned: the call was not measured",)
         return plan
+
+    def _known(self, call: OperatorCall, entry: Entry) -> Plan:
+        """Return a plan for calls whose ``entry`` is known: they run stock until its kernels are compiled."""
+        decisions, what = self.decisions(call.group), (*_alike(call), entry.label)
+        if entry.plan is None or call.spec.captured or what in decisions.at_once or not self._tries(call.group):
+            return self._planned(call, entry)
+        kind = ("known", *what)
+        if (trial := decisions.trials.get(kind)) is None:
+            trial = decisions.trials[kind] = Trial([UNMEASURED, entry], words_of(call), known=True)
+        if trial.decided is not None:
+            return self._planned(call, trial.decided)
+        return TrialPlan(call, trial, self.backends, self._run_at_once)
+
+    def _run_at_once(self, call: OperatorCall, entry: Entry) -> None:
+        self.decisions(call.group).at_once[(*_alike(call), entry.label)] = None
+
+    def _note_decided(self, call: OperatorCall, entry: Entry) -> None:
+        self._run_at_once(call, entry)
+        self._keep(call, entry)
 
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials

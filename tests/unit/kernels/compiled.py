@@ -94,10 +94,11 @@ def compiled(
     """``kernel``, whose other arguments are int32."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    divisible = {one.name for one in kernel.params if one.name in DIVISIBLE and not one.do_not_specialize}
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or (name in DIVISIBLE and name not in constants)
+        if signature[name].startswith("*") or (name in divisible and name not in constants)
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     gpu = Gpu(capability)
@@ -224,7 +225,7 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
-    again = relaunch.Relaunch(about, 7, 132, arguments, operands)
+    again = relaunch.Relaunch(relaunch.Kernel(about, 7, relaunch.Layout(about)), 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     for tensors in (first, second, first):

@@ -64,7 +64,7 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_driver, "load", lambda *of: loaded.append(of) or 7)
     monkeypatch.setattr(launches, "warm_up", lambda *_: pytest.fail("a training would stop for that"))
-    for m, half in ((512, 0), (512, 1), (1056, 0)):
+    for m, half in ((512, 0), (512, 1), (1056, 0), (1042, 1)):
         given = launch(m, half)
         what = given.kernel, given.arguments, given.constants
         compiled = ahead.compile_ahead(*what, 0, 90).result(timeout=120)

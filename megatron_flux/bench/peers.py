@@ -47,6 +47,9 @@ TOLERANCE = {"bf16": 0.01, "fp8": 0.06}
 14 bits."""
 ROWS_AT_ONCE = 4096
 
+Watch = Callable[[], AbstractContextManager[None]]
+"""Opens :func:`watched` of one arm and call."""
+
 
 def set_environment() -> None:
     """Switch NVLink multicast off in every arm. Call before CUDA or any of the libraries starts.
@@ -115,6 +118,7 @@ class PeersBench:
         self.skipped: list[dict[str, Any]] = []
         self.settings: dict[str, str] = {}
         self._raised: dict[str, str] = {}
+        self._dropped: set[str] = set()
 
     def measure(self) -> Measured:
         """Open, check and time all arms."""
@@ -147,12 +151,11 @@ class PeersBench:
             return None
         errors, reasons = {}, {}
         for setting, way in ways.items():
-            with watch():
-                error, reason = harness.attempt(partial(self._error, way), ranks)
+            error, reason = self._checked(way, watch)
             if error is None:
                 reasons[setting] = f"{setting}: {reason}" if setting else str(reason)
-            else:  # max() alone would pass over a NaN
-                errors[setting] = max(agreement.of_all_ranks(error, ranks), key=lambda one: (one != one, one))
+            else:
+                errors[setting] = error
         if not errors:
             self._skip(label, "; ".join(reasons.values()))
             return None
@@ -176,7 +179,7 @@ class PeersBench:
             here.say(f"{label}: its result is WRONG and not timed: error {error:.3g}")
             return None
         self.settings[label] = setting
-        return Variant(label, calls[setting], watch)
+        return Variant(label, calls[setting], partial(self._burst, label, watch))
 
     def _ways(self, arm: Arm, entered: ExitStack) -> arms.Ways:
         """Open the arm. Raises NotHereError: it cannot run the call."""
@@ -184,30 +187,50 @@ class PeersBench:
             raise NotHereError(reason)
         return entered.enter_context(arm.ways(self.inputs))
 
-    def _close(self, label: str, entered: ExitStack, watch: Callable[[], AbstractContextManager[None]]) -> None:
+    def _close(self, label: str, entered: ExitStack, watch: Watch) -> None:
         """Close what the arm has opened on this rank."""
         with watch():
             _, reason = harness.attempt(entered.close, self.here.ranks)
         if reason is not None:
             self.here.say(f"{label} did not close: {reason}")
 
-    def _error(self, way: Callable[[], torch.Tensor]) -> float:
-        """Run a way a few times and return its error."""
-        for _ in range(WARMUP_STEPS):
+    def _checked(self, way: Callable[[], torch.Tensor], watch: Watch) -> tuple[float | None, str | None]:
+        """Run a way a few times. Returns its largest error, of all calls and ranks, or the reason why there is none.
+
+        Ranks agree after each call, so that one that raises on some ranks leaves no collective without its peers.
+        """
+
+        def call() -> float:
             torch.full_like(self.right, math.nan, dtype=arms.BF16)  # freed: memory of another arm's right result
-            result = way()
-        return error_of(result, self.right)  # waits for the GPU
+            return error_of(way(), self.right)  # waits for the GPU
+
+        errors: list[float] = []
+        for _ in range(WARMUP_STEPS):
+            with watch():
+                error, reason = harness.attempt(call, self.here.ranks)
+            if error is None:
+                return None, reason
+            errors += agreement.of_all_ranks(error, self.here.ranks)
+        return max(errors, key=lambda one: (one != one, one)), None  # max() alone would pass over a NaN
+
+    @contextmanager
+    def _burst(self, label: str, watch: Watch) -> Iterator[None]:
+        """Watch a burst. All ranks leave out what has raised on one of them in an earlier one."""
+        with watch():
+            if any(agreement.of_all_ranks(label in self._raised, self.here.ranks)):
+                self._dropped.add(label)
+            yield
 
     def _guarded(self, label: str, way: Callable[[], torch.Tensor]) -> Callable[[], Any]:
-        """Return ``way``, which makes no more calls once it has raised: this rank still comes to the barriers."""
+        """Return ``way``, whose errors wait for the end of the burst: its other calls meet the peers' calls."""
 
         def call() -> Any:
-            if label in self._raised:
+            if label in self._dropped:
                 return None
             try:
                 return way()
             except Exception as error:
-                self._raised[label] = f"{type(error).__name__}: {one_line(error)}"
+                self._raised.setdefault(label, f"{type(error).__name__}: {one_line(error)}")
                 return None
 
         return call

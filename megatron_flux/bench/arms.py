@@ -29,6 +29,8 @@ from packaging.version import Version
 from megatron_flux import ops
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.harness import Ranks, run_until_tuned
+from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair, random_pair
 from megatron_flux.ops.gemm import fp8_gemm
 from megatron_flux.version import __version__
@@ -123,7 +125,7 @@ class Arm:
         if here.device.type != "cuda":
             return None if self.cpu else "it needs GPUs"
         if case.op not in self.ops:
-            return f"it has no {case.op} without NVLink multicast"
+            return f"it has no {case.op} that could run here (docs/peers.md)"
         if case.fp8 is not None and not self.fp8:
             return "it has no FP8 with one scale a tensor"
         if missing := [package for package in self.packages if _installed(package) is None]:
@@ -389,9 +391,15 @@ def _no_triton_dist(case: Case, here: Ranks) -> str | None:
 
 @contextmanager
 def flux(inputs: Inputs) -> Iterator[Ways]:
-    """Open this project's operators as layers call them, once the tuner has decided about the call."""
+    """Open this project's operators as layers call them, once the tuner has decided about the call: this very m."""
     operands = (inputs.x, inputs.weight) if inputs.pair is None else (inputs.pair.x, inputs.pair.weight)
-    call = partial(getattr(ops, inputs.case.op), *operands, inputs.here.group)
+    case, group = inputs.case, inputs.here.group
+    if inputs.x.is_cuda:
+        tuned: Any = get_backend("tuned")
+        tuned.tuner.decide(
+            OperatorCall(case.op, inputs.x, inputs.weight, group, return_gathered=False, fp8=inputs.pair)
+        )
+    call = partial(getattr(ops, case.op), *operands, group)
     run_until_tuned(call, inputs.here.ranks)
     yield {"": call}
 
@@ -410,6 +418,7 @@ ARMS = {
         Arm("cublasmp", cublasmp, _CUBLASMP, nccl="2.29.2"),
         Arm("flashinfer", flashinfer, ("flashinfer-python>=0.7",), ops=(GATHERS,), fp8=False, why=_no_nvshmem),
         Arm("triton_distributed", triton_distributed, ("triton-dist",), ops=_TWO, fp8=False, why=_no_triton_dist),
+        # Never opened.
         Arm("parallelkittens", nccl, (), why=lambda case, here: _MULTICAST),
         Arm("flux", flux, (), cpu=True),
     )

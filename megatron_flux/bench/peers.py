@@ -249,7 +249,8 @@ def run(wanted: PeersRun, group: dist.ProcessGroup, log: Callable[[str], None] =
     about = {
         "rounds": wanted.rounds,
         "burst": wanted.burst,
-        "environment": environment.switches() | {name: os.environ.get(name) for name in NO_MULTICAST},
+        "environment": environment.switches()
+        | {name: os.environ.get(name) for name in (*NO_MULTICAST, "TORCH_SYMMMEM")},
     }
 
     def measured(case: Case, _: float | None) -> Measured:

@@ -18,6 +18,7 @@ FILE = Path(__file__).parents[1] / "docs" / "commands.md"
 TABLES = (
     ("train", "compare"),
     ("bench ops", "tune"),
+    ("bench peers",),
     ("bench layer",),
     ("report",),
     ("watch",),

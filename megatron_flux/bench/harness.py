@@ -268,16 +268,20 @@ def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | No
 
 
 @contextmanager
-def opened() -> Iterator[dist.ProcessGroup]:
-    """Yield the group of all ranks that a launcher started, each on its GPU.
+def opened(*, cpu: bool = False) -> Iterator[dist.ProcessGroup]:
+    """Yield the group of all ranks that a launcher started, each on its GPU; over gloo with ``cpu``.
 
     On an error the group is left as it is: tearing it down would wait for peers that may be gone.
     """
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    if cpu:
+        dist.init_process_group("gloo")
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     yield dist.distributed_c10d._get_default_group()
-    torch.cuda.synchronize()
+    if not cpu:
+        torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,20 +1,22 @@
-"""Options of ``bench ops``, ``tune`` and ``bench layer``, and the checked runs they become."""
+"""Options of ``bench ops``, ``tune``, ``bench peers`` and ``bench layer``, and the checked runs they become."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 
+from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.cases import LINEARS, Case, Workload, check_divides, layer_cases
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.options import option
+from megatron_flux.options import Options, option
 from megatron_flux.patch.patcher import check
 from megatron_flux.settings import LinkKind, Wire
 from megatron_flux.train.fp8 import Recipe
@@ -148,6 +150,50 @@ class LayerOptions(LoraOptions):
     overwrite: bool = option(False, "Replace an earlier run in --out.")
 
 
+class PeersOptions(Options):
+    """Options of ``bench peers``."""
+
+    group: ClassVar[str] = "Calls"
+
+    op: list[Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"]] = option(
+        ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"],
+        "Operators. FC1 is called with a gather, FC2 with a sum over ranks.",
+    )
+    model: list[str] = option(["llama3-8b", "llama2-70b", "qwen2.5-32b", "gpt3-175b"], f"Models: {', '.join(PRESETS)}.")
+    m: list[PositiveInt] = option([512, 2048, 8192, 32768], "Rows of the whole group.")
+    dtype: list[Literal["bf16", "fp8"]] = option(["bf16", "fp8"], "Operands; fp8: e4m3, one scale a tensor.")
+    tp: int | None = _tp("GPUs of the group. Default: all; 2 without GPUs.", ge=2)
+    arms: list[str] = option(list(ARMS), "Who runs the calls.")
+    rounds: int = option(7, "Rounds per call; every round times all arms, in random order.", ge=1)
+    burst: int = _in_file(6, "Back-to-back calls per round and arm.", ge=1)
+    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
+    timeout: float = _in_file(600.0, "Seconds after which an arm that has not come back ends the run.", gt=0)
+    device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")
+    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-peers.")
+    overwrite: bool = option(False, "Replace an earlier run in --out.")
+
+    def cases(self) -> list[Case]:
+        """List the calls of a run, whose ``tp`` is known.
+
+        Raises:
+            UserError: an unknown model or arm, or sizes that ``tp`` does not divide.
+        """
+        tp, cases = self.tp or 1, []
+        _known("--arms", self.arms, ARMS)
+        for name in _known("--model", self.model, PRESETS):
+            shape = PRESETS[name].shape
+            for m, op in product(dict.fromkeys(self.m), dict.fromkeys(self.op)):
+                check_divides(name, shape, tp, tokens=m)
+                linear = ("fc2", "forward", m, shape.hidden_size, shape.ffn_hidden_size // tp)
+                if op == "all_gather_gemm":
+                    linear = ("fc1", "forward", m, shape.fc1_size // tp, shape.hidden_size)
+                cases += [
+                    Case(op, name, *linear, fp8="current" if dtype == "fp8" else None)
+                    for dtype in dict.fromkeys(self.dtype)
+                ]
+        return cases
+
+
 class OpsRun(OpsOptions):
     """A checked ``bench ops`` run; the ranks start with it as JSON."""
 
@@ -163,6 +209,13 @@ class TuneRun(TuneOptions):
     wire: Wire = "exact"
     grad_wire: Wire = "exact"
     cache: Path
+
+
+class PeersRun(PeersOptions):
+    """A checked ``bench peers`` run; the ranks start with it as JSON."""
+
+    tp: int
+    out: Path = Path()
 
 
 class LayerRun(LayerOptions):

@@ -1,4 +1,4 @@
-"""Tables of ``bench ops``, ``tune`` and ``bench layer``."""
+"""Tables of ``bench ops``, ``tune``, ``bench peers`` and ``bench layer``."""
 
 from __future__ import annotations
 
@@ -84,6 +84,53 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
         multicast(summary.get("environment")) + (f"; {queues} for every variant" if queues else ""),
         "AG: all_gather_gemm, RS: gemm_reduce_scatter, AR: gemm_all_reduce; E = 1 - (t - gemm) / (serial - gemm)",
+        file=file,
+    )
+
+
+def _first(times: Mapping[str, float | None]) -> tuple[str, float | None]:
+    """Return the fastest arm, and the best other arm's time over flux's; None without either."""
+    known = {arm: ms for arm, ms in times.items() if ms}
+    others = [ms for arm, ms in known.items() if arm != "flux"]
+    first = min(known, key=known.__getitem__, default="-")
+    return first, min(others) / known["flux"] if others and "flux" in known else None
+
+
+def peers_line(call: Row, rows: Sequence[Row]) -> str:
+    """Return one call of ``bench peers`` as a line."""
+    times = {row["arm"]: row["ms"] for row in rows}
+    shown = " ".join(f"{arm} {number(ms)}" for arm, ms in times.items())
+    return f"{' '.join(f'{name}={value}' for name, value in call.items())}: {shown} [{_first(times)[0]}]"
+
+
+def show_peers(summary: Row, file: IO[str] | None = None) -> None:
+    """Print a summary of ``bench peers``: every arm's time, the fastest bold; then who did not run, and why."""
+    rows, skipped = summary["rows"], summary["skipped"]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    calls: dict[tuple[str, ...], dict[str, float | None]] = {}
+    for row in rows:
+        call = (SHORT[row["op"]], row["model"], row["dtype"], str(row["m"]), f"{row['n']} x {row['k']}")
+        calls.setdefault(call, {})[row["arm"]] = row["ms"]
+
+    def cells(call: tuple[str, ...]) -> list[str | Text]:
+        times = calls[call]
+        first, gain = _first(times)
+        shown = [
+            Text("WRONG" if arm in times and times[arm] is None else number(times.get(arm)), "bold" * (arm == first))
+            for arm in arms
+        ]
+        return [*call, *shown, first, number(gain, ".2f", "x")]
+
+    queues = connections(summary.get("environment"))
+    reasons: dict[tuple[str, str], int] = {}
+    for one in skipped:
+        reasons[one["arm"], one["reason"]] = reasons.get((one["arm"], one["reason"]), 0) + 1
+    print_table(
+        f"{summary['tp']} x {summary['device']}, {link(summary)}, tp = {summary['tp']}, {len(calls)} call(s)",
+        ("<op", "<model", "<dtype", "m", "n x k", *arms, "<first", "flux vs best other"),
+        map(cells, calls),
+        f"milliseconds: median over rounds of the slowest rank; {multicast(summary.get('environment'))}; {queues}",
+        *(f"{arm} did not run {count} call(s): {reason}" for (arm, reason), count in reasons.items()),
         file=file,
     )
 

@@ -1,4 +1,4 @@
-"""The commands that measure: ``bench ops``, ``bench layer`` and ``tune``."""
+"""The commands that measure: ``bench ops``, ``bench layer``, ``bench peers`` and ``tune``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ import torch
 
 from megatron_flux.bench import layer as layers
 from megatron_flux.bench import ops as operators
+from megatron_flux.bench import peers as others
 from megatron_flux.bench import tune as tuning
-from megatron_flux.bench.options import LayerOptions, OpsOptions, OpsRun, TuneOptions, TuneRun, layer_run
+from megatron_flux.bench.options import (
+    LayerOptions,
+    OpsOptions,
+    OpsRun,
+    PeersOptions,
+    PeersRun,
+    TuneOptions,
+    TuneRun,
+    layer_run,
+)
 from megatron_flux.bench.variants import blocks_of
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
@@ -48,6 +58,15 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
     start.on_ranks("tune", about, tuning, run.model_dump_json(), run.tp, left=left)
 
 
+def peers(options: PeersOptions, dry_run: bool) -> None:
+    """Time fused calls of every project that has them: NCCL, torch, TransformerEngine, cuBLASMp, ..., flux."""
+    others.set_environment()
+    if not dry_run and options.device == "cuda":
+        _ready_for_gpus("bench peers", "--set device=cpu tries the command, --dry-run lists the calls")
+    run = PeersRun(**{**options.model_dump(), "tp": _tp(options.tp, otherwise=2), "out": options.out or Path()})
+    start.benchmark(others, f"{len(run.cases())} calls on {run.tp} ranks", run, options, _calls(run), dry_run)
+
+
 def _ready_for_gpus(command: str, otherwise: str) -> None:
     """Set the environment, before asking for GPUs may start CUDA, and refuse a machine that cannot measure.
 
@@ -61,14 +80,14 @@ def _ready_for_gpus(command: str, otherwise: str) -> None:
         raise UserError(f"{command} needs at least two GPUs of one host, {found}; {otherwise}")
 
 
-def _tp(given: int | None) -> int:
-    """Return the number of ranks that there will be."""
+def _tp(given: int | None, otherwise: int = 8) -> int:
+    """Return the number of ranks that there will be: ``otherwise`` where nothing says it."""
     gpus = torch.cuda.device_count()
     # Fewer than two GPUs are left for dry runs, which speak of some other machine.
-    return launcher.world_size(given, gpus=gpus if gpus > 1 else 0, otherwise=8, option="--tp")
+    return launcher.world_size(given, gpus=gpus if gpus > 1 else 0, otherwise=otherwise, option="--tp")
 
 
-def _calls(run: OpsRun | TuneRun) -> dict[str, Any]:
+def _calls(run: OpsRun | TuneRun | PeersRun) -> dict[str, Any]:
     return {"calls": [asdict(case) for case in run.cases()]}
 
 

@@ -32,6 +32,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": train.compare,
     "bench ops": bench.ops,
     "bench layer": bench.layer,
+    "bench peers": bench.peers,
     "tune": bench.tune,
     "report": report.report,
     "watch": report.watch,

@@ -153,6 +153,8 @@ PRESETS = {
     "llama3-8b": Preset(_shape(32, 4096, 32, 8, 14336, 8192, 128256, **_LLAMA, rotary_base=500_000), 2, 1, 3e-4),
     "llama3-70b": Preset(_shape(80, 8192, 64, 8, 28672, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 1.5e-4),
     "llama3-405b": Preset(_shape(126, 16384, 128, 8, 53248, 8192, 128256, **_LLAMA, rotary_base=500_000), 1, 1, 8e-5),
+    # Qwen team, arXiv 2412.15115, table 1; widths from its released configuration. Without the biases of QKV.
+    "qwen2.5-32b": Preset(_shape(64, 5120, 40, 8, 27648, 4096, 152064, **_LLAMA, rotary_base=1_000_000), 1, 1, 1.5e-4),
     # Shows in seconds that a machine with GPUs can run a benchmark: the fused kernels and FP8 take it up to tp 4.
     "small": Preset(_shape(2, 512, 8, 8, 1024, 256, 258, **_LLAMA), 2, 1, 1e-3),
 }

@@ -1,4 +1,4 @@
-"""``bench ops``, ``tune`` and ``bench layer`` on two GPUs: small calls and a small model through the commands."""
+"""``bench ops``, ``peers``, ``layer`` and ``tune`` on two GPUs: small calls and a small model through the commands."""
 
 from __future__ import annotations
 
@@ -69,6 +69,23 @@ def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) 
     assert all(reduce[f"{name}_ms"] > 0 for name in ("gemm", "nccl", "serial", "tuned"))
     assert all(max(row["differences"].values()) < 1e-2 for row in summary["rows"])
     assert "E fused" in done.stdout
+
+
+def test_bench_peers(tmp_path: Path) -> None:
+    """What torch and this package have by themselves runs and is right; every other arm has a reason."""
+    out, names = tmp_path / "run", {"nccl", "nccl_symm", "torch_async_tp", "flux"}
+    short = ["--tp", "2", "--model", "llama3-8b", "--m", "512", "--rounds", "2", "--set", "burst=2", "--out", out]
+    done = run(tmp_path / "tuned.json", "bench", "peers", *short)
+    summary = summary_of(out)
+    assert all(row["error"] is not None and row["ms"] > 0 for row in summary["rows"] if row["arm"] in names)
+    for op in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
+        for dtype in ("bf16", "fp8"):
+            there = {row["arm"] for row in summary["rows"] if (row["op"], row["dtype"]) == (op, dtype)}
+            assert there >= names - ({"torch_async_tp"} if op == "gemm_all_reduce" else set())
+    ran = {row["arm"] for row in summary["rows"]}
+    assert {one["arm"] for one in summary["skipped"]} >= {"parallelkittens", "torch_async_tp"}
+    assert ran | {one["arm"] for one in summary["skipped"]} > names
+    assert "flux vs best other" in done.stdout
 
 
 def test_tune_fills_a_cache(tmp_path: Path) -> None:

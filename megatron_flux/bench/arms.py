@@ -1,0 +1,426 @@
+"""Arms of ``bench peers``: the calls of every project that fuses a tensor-parallel GEMM with its communication.
+
+An arm tells why it cannot run a call (:meth:`Arm.why_not`) and opens its ways to run one: callables that return this
+rank's rows of the result, by setting. Opening and closing are collective. NVLink multicast is off for all arms
+(:data:`NO_MULTICAST`); one that cannot do without is left out.
+
+Sources: torch 2.11 and 2.13 (``torch.distributed._symmetric_memory``), TransformerEngine 2.11 (``module/base.py``),
+nvmath-python 1.0.0 with cuBLASMp 0.10 (``cublasmp.h``), FlashInfer 0.7.2 (``comm/all_gather_matmul``),
+Triton-distributed (``kernels/nvidia``), ThunderKittens (``kernels/parallel``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from megatron_flux import ops
+from megatron_flux.bench.cases import Case
+from megatron_flux.bench.harness import Ranks, run_until_tuned
+from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair, random_pair
+from megatron_flux.ops.gemm import fp8_gemm
+from megatron_flux.version import __version__
+
+Ways = dict[str, Callable[[], torch.Tensor]]
+"""Calls of an arm, by setting."""
+
+GATHERS, SCATTERS, REDUCES = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
+SUMS = (SCATTERS, REDUCES)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+NO_MULTICAST = MappingProxyType(
+    {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "UB_SKIPMC": "1",
+        "CUBLASMP_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+)
+"""Environment of all arms, before any of their libraries starts."""
+
+
+@dataclass
+class Inputs:
+    """Operands of one call on this rank: bf16, or FP8 with one scale a tensor."""
+
+    case: Case
+    here: Ranks
+    x: torch.Tensor
+    """``[rows, k]``: this rank's shard where it is gathered. Of FP8 the unscaled numbers."""
+    weight: torch.Tensor
+    """``[n, k]``."""
+    pair: Fp8Pair | None = None
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of FP8 operands, fp32, one number each."""
+        pair: Any = self.pair
+        return pair.x.scale_inv, pair.weight.scale_inv
+
+    def with_copied_x(self) -> Inputs:
+        """Copy x, into the memory pool that is current."""
+        if self.pair is None:
+            return replace(self, x=self.x.clone())
+        pair = self.pair._replace(x=replace(self.pair.x, data=self.pair.x.data.clone()))
+        return replace(self, x=pair.x.numbers, pair=pair)
+
+
+def inputs_of(case: Case, here: Ranks) -> Inputs:
+    """Make random operands, other ones on every rank. FP8: e4m3, one scale of x alike on all ranks."""
+    rows = case.m // here.group.size() if case.op == GATHERS else case.m
+    generator = torch.Generator(device=here.device).manual_seed(1 + here.group.rank())
+    if case.fp8 is not None:
+        kind = Fp8Kind(E4M3, E4M3, "tensor", BF16, promoted=False)
+        pair = random_pair(rows, case.n, case.k, kind, here.device, generator)
+        return Inputs(case, here, pair.x.numbers, pair.weight.numbers, pair)
+    x, weight = (
+        torch.empty(height, case.k, dtype=BF16, device=here.device).normal_(generator=generator)
+        for height in (rows, case.n)
+    )
+    return Inputs(case, here, x, weight)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Calls of one project."""
+
+    name: str
+    ways: Callable[[Inputs], AbstractContextManager[Ways]]
+    """Opens the calls of these operands."""
+    packages: tuple[str, ...] = ("torch",)
+    """Distributions that must be installed, as pip writes them; ``a|b``: one of them. Without any it is this one's."""
+    ops: tuple[str, ...] = (GATHERS, *SUMS)
+    fp8: bool = True
+    nccl: str | None = None
+    """Lowest NCCL; None where the arm does not use it."""
+    cpu: bool = False
+    """Runs without GPUs, too."""
+    why: Callable[[Case, Ranks], str | None] = lambda case, here: None
+    """Further reasons of :meth:`why_not`."""
+
+    def version(self) -> str:
+        """Return the versions of what runs."""
+        found = [_installed(package) or f"no {package}" for package in self.packages]
+        if self.nccl is not None and torch.cuda.is_available():
+            found.append(f"nccl {_nccl()}")
+        return ", ".join(found) or f"megatron-flux {__version__}"
+
+    def why_not(self, case: Case, here: Ranks) -> str | None:
+        """Return why the arm cannot run ``case`` here; None if it can. Starts nothing."""
+        if here.device.type != "cuda":
+            return None if self.cpu else "it needs GPUs"
+        if case.op not in self.ops:
+            return f"it has no {case.op} that could run here (docs/peers.md)"
+        if case.fp8 is not None and not self.fp8:
+            return "it has no FP8 with one scale a tensor"
+        if missing := [package for package in self.packages if _installed(package) is None]:
+            return f"not installed: {', '.join(missing).replace('|', ' or ')}"  # or too old
+        if self.nccl is not None and _nccl() < Version(self.nccl):
+            return f"NCCL {_nccl()} is too old for it: {self.nccl} or newer"
+        return self.why(case, here)
+
+
+def _installed(requirements: str) -> str | None:
+    """Return name and version of the first of ``a|b`` that is installed."""
+    for wanted in map(Requirement, requirements.split("|")):
+        with suppress(PackageNotFoundError):
+            if wanted.specifier.contains(version(wanted.name), prereleases=True):
+                return f"{wanted.name} {version(wanted.name)}"
+    return None
+
+
+def _nccl() -> Version:
+    """Return the version of the NCCL that torch has loaded."""
+    return Version(".".join(map(str, torch.cuda.nccl.version())))
+
+
+def serial(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Return the call of collective and GEMM in sequence; allocates its buffers and runs nothing."""
+    case, group, pair = inputs.case, inputs.here.group, inputs.pair
+    sent = inputs.x if pair is None else pair.x.data
+    y = sent.new_empty(case.m, case.n, dtype=BF16)
+    received = sent.new_empty(case.m, case.k) if case.op == GATHERS else sent
+    shard = y.new_empty(case.m // group.size(), case.n) if case.op == SCATTERS else y
+    if pair is None:
+        multiply: Callable[[], torch.Tensor] = partial(torch.matmul, received, inputs.weight.t(), out=y)
+    else:
+        multiply = partial(fp8_gemm, pair._replace(x=replace(pair.x, data=received)), out=y)
+
+    def call() -> torch.Tensor:
+        if case.op == GATHERS:
+            dist.all_gather_into_tensor(received, sent, group=group)
+        multiply()
+        if case.op == SCATTERS:
+            dist.reduce_scatter_tensor(shard, y, group=group)
+        elif case.op == REDUCES:
+            dist.all_reduce(y, group=group)
+        return shard
+
+    return call
+
+
+@contextmanager
+def nccl(inputs: Inputs) -> Iterator[Ways]:
+    """Open NCCL's collective and cuBLASLt's GEMM in sequence, into buffers that are kept; gloo on CPUs."""
+    yield {"": serial(inputs)}
+
+
+def _nccl_pool(inputs: Inputs) -> tuple[Any, torch.cuda.MemPool]:
+    """Return the group's NCCL backend and a memory pool of its allocator (``ncclMemAlloc``)."""
+    backend: Any = inputs.here.group._get_backend(inputs.here.device)
+    return backend, torch.cuda.MemPool(backend.mem_allocator)
+
+
+@contextmanager
+def nccl_symm(inputs: Inputs) -> Iterator[Ways]:
+    """Open the same in memory registered as NCCL windows, for which NCCL has other kernels.
+
+    The pool is registered once all buffers are in it: not all releases of torch register later ones.
+    """
+    backend, pool = _nccl_pool(inputs)
+    with torch.cuda.use_mem_pool(pool):
+        call = serial(inputs.with_copied_x())
+    backend.register_mem_pool(pool, symm=True)
+    try:
+        yield {"": call}
+    finally:
+        torch.cuda.synchronize()
+        backend.deregister_mem_pool(pool)
+
+
+@contextmanager
+def torch_async_tp(inputs: Inputs) -> Iterator[Ways]:
+    """Open torch's async-TP operators, which are not asked for the gathered x."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # registers the operators
+    case, x, wt, name = inputs.case, inputs.x, inputs.weight.t(), inputs.here.group.group_name
+    fused, gathers = torch.ops.symm_mem, case.op == GATHERS
+
+    def bf16() -> torch.Tensor:
+        if gathers:
+            y: torch.Tensor = fused.fused_all_gather_matmul(x, [wt], 0, name, return_A=False)[1][0]
+        else:
+            y = fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
+        return y
+
+    def fp8() -> torch.Tensor:  # without bias and scale of the result, with fast sums
+        by_x, by_weight = inputs.scales
+        if gathers:
+            more = [None], [None], [BF16], [True]
+            y: torch.Tensor = fused.fused_all_gather_scaled_matmul(x, [wt], by_x, [by_weight], 0, name, *more)[1][0]
+        else:
+            shape = [case.m, case.n]
+            y = fused.fused_scaled_matmul_reduce_scatter(
+                x, wt, by_x, by_weight, "sum", 0, 0, name, shape, None, None, BF16, True
+            )
+        return y
+
+    yield {"": bf16 if inputs.pair is None else fp8}
+
+
+def _multicast_in_torch(case: Case, here: Ranks) -> str | None:
+    """Return the reason of async-TP: up to 2048 rows torch gathers by multicast where it sees any."""
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    seen = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, here.device.index)
+    return "torch's symmetric memory would use NVLink multicast" if seen else None
+
+
+@contextmanager
+def te_userbuffers(inputs: Inputs) -> Iterator[Ways]:
+    """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before.
+
+    By its default methods, and for a reduce-scatter by a ring of copies besides: FC2's buffer then has another method
+    than proj's.
+    """
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.module.base import fill_userbuffers_buffer_for_all_gather as fill
+    from transformer_engine.pytorch.module.base import get_ub
+
+    case, group, modes = inputs.case, inputs.here.group, te.UserBufferQuantizationMode
+    x, weight, quantizer = (inputs.x, inputs.weight, None) if inputs.pair is None else _te_fp8(inputs.pair)
+
+    def gathered(buffer: Any) -> torch.Tensor:
+        whole, _ = fill(buffer, x, quantizer, group)  # copies x, as the Linear does
+        y: torch.Tensor = general_gemm(weight, whole, out_dtype=BF16, ub=buffer, ub_type=tex.CommOverlapType.AG)[0]
+        return y
+
+    def scattered(buffer: Any) -> torch.Tensor:
+        y = inputs.x.new_empty(case.m // group.size(), case.n, dtype=BF16)
+        general_gemm(weight, x, out_dtype=BF16, ub=buffer, ub_type=tex.CommOverlapType.RS, extra_output=y)
+        return y
+
+    te.initialize_ub(
+        [case.m, case.k if case.op == GATHERS else case.n],
+        group.size(),
+        quantization_modes=[modes.NONE if inputs.pair is None else modes.FP8],
+        dtype=BF16,
+        ub_cfgs={"fc2_fprop": {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False}},
+        bootstrap_backend="gloo",
+    )
+    try:
+        names = {"ring": "fc1_fprop"} if case.op == GATHERS else {"pipeline": "proj_fprop", "ring": "fc2_fprop"}
+        call = gathered if case.op == GATHERS else scattered
+        yield {way: partial(call, get_ub(name, inputs.pair is not None)) for way, name in names.items()}
+    finally:
+        torch.cuda.synchronize()
+        te.destroy_ub()
+
+
+def _te_fp8(pair: Fp8Pair) -> tuple[Any, Any, Any]:
+    """Return x and weight as TransformerEngine's tensors, and a quantiser of their format."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    e4m3, one = tex.DType.kFloat8E4M3, torch.ones_like(pair.x.scale_inv)
+    quantizer = Float8Quantizer(scale=one, amax=one.clone(), fp8_dtype=e4m3)
+    x, weight = (
+        Float8TensorStorage(data=o.data, fp8_scale_inv=o.scale_inv, fp8_dtype=e4m3, quantizer=quantizer)
+        for o in (pair.x, pair.weight)
+    )
+    return x, weight, quantizer
+
+
+@contextmanager
+def cublasmp(inputs: Inputs) -> Iterator[Ways]:
+    """Open cuBLASMp's matmul through nvmath-python, by each algorithm without multicast.
+
+    cuBLASMp is column-major: ``y.T = weight @ x.T``. It makes x a window of NCCL where NCCL has allocated it.
+    """
+    import numpy as np
+    import nvmath.distributed as nvd
+    from nvmath import CudaDataType
+    from nvmath.distributed.distribution import BlockNonCyclic, ProcessGrid
+    from nvmath.distributed.linalg.advanced import Matmul, MatmulAlgoType, MatmulEpilog, matrix_qualifiers_dtype
+
+    case, here, tp = inputs.case, inputs.here, inputs.here.group.size()
+    if nvd.get_context() is None:
+        ranks = nvd.TorchProcessGroup(device_id="cpu", torch_process_group=here.ranks)
+        nvd.initialize(here.device.index, ranks, backends=["nccl"])
+    _, pool = _nccl_pool(inputs)
+    with torch.cuda.use_mem_pool(pool):
+        x = inputs.with_copied_x().x
+    rows, columns = (BlockNonCyclic(ProcessGrid(shape=shape)) for shape in ((tp, 1), (1, tp)))
+    layout = [columns, columns, rows] if case.op == GATHERS else [rows, rows, columns]
+    qualifiers = np.zeros((3,), dtype=matrix_qualifiers_dtype)
+    qualifiers[0]["is_transpose"] = True
+    how: dict[str, Any] = {"distributions": layout, "qualifiers": qualifiers}
+    options = {}
+    if inputs.pair is not None:
+        how["quantization_scales"] = dict(zip("ba", inputs.scales, strict=True))
+        options["result_type"] = CudaDataType.CUDA_R_16BF
+    opened: dict[str, Any] = {}
+    try:
+        for algorithm in (MatmulAlgoType.SPLIT_P2P, MatmulAlgoType.NO_OVERLAP):
+            matmul = Matmul(inputs.weight.t(), x.t(), **how, options={**options, "algo_type": algorithm})
+            opened[algorithm.name.lower()] = matmul
+            matmul.plan(epilog=MatmulEpilog.ALLREDUCE if case.op == REDUCES else None)
+        yield {name: lambda run=matmul.execute: run().t() for name, matmul in opened.items()}  # type: ignore[misc]
+    finally:
+        torch.cuda.synchronize()
+        for matmul in opened.values():
+            matmul.free()
+
+
+@contextmanager
+def flashinfer(inputs: Inputs) -> Iterator[Ways]:
+    """Open FlashInfer's all-gather matmul: Triton on Hopper, cuTile on Blackwell."""
+    import torch.distributed._symmetric_memory as symm_mem
+    from flashinfer.comm import all_gather_matmul
+
+    x = symm_mem.empty(*inputs.x.shape, dtype=BF16, device=inputs.here.device).copy_(inputs.x)
+    yield {"": partial(all_gather_matmul, x, inputs.weight.t().contiguous(), inputs.here.group)}
+
+
+def _no_nvshmem(case: Case, here: Ranks) -> str | None:
+    """Return the reason of FlashInfer: another symmetric memory, or sizes that its tiles do not divide."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    if (backend := symm_mem.get_backend(here.device)) != "NVSHMEM":
+        return f"it needs torch's symmetric memory over NVSHMEM, this is {backend}: set TORCH_SYMMMEM=NVSHMEM"
+    undivided = case.m // here.group.size() % 128 or case.n % 128 or case.k % 128
+    return "its tiles of 128 do not divide the sizes" if undivided else None
+
+
+@contextmanager
+def triton_distributed(inputs: Inputs) -> Iterator[Ways]:
+    """Open Triton-distributed's kernels, with its autotuner."""
+    from triton_dist import utils
+    from triton_dist.kernels import nvidia
+
+    case, group = inputs.case, inputs.here.group
+    if not utils.is_shmem_initialized():
+        utils.init_nvshmem_by_torch_process_group(group)
+    ranks, wt = (group.rank(), group.size(), group.size()), inputs.weight.t()
+    if case.op == GATHERS:
+        context = nvidia.create_ag_gemm_context(case.m, case.n * group.size(), case.k, BF16, *ranks)
+        call = partial(nvidia.ag_gemm, inputs.x, wt, ctx=context, autotune=True)
+    else:
+        context = nvidia.create_gemm_rs_context(case.m, case.n, *ranks, BF16, torch.cuda.Stream(priority=-1))
+        call = partial(nvidia.gemm_rs, inputs.x, wt, context, autotune=True)
+    try:
+        yield {"": call}
+    finally:
+        torch.cuda.synchronize()
+        context.finalize()
+
+
+def _no_triton_dist(case: Case, here: Ranks) -> str | None:
+    """Return the reason of Triton-distributed; the package of its name on PyPI is empty."""
+    built = all(importlib.util.find_spec(name) for name in ("triton_dist", "nvshmem"))
+    return None if built else "not installed: triton_dist, built from source with its own Triton, and nvshmem4py"
+
+
+@contextmanager
+def flux(inputs: Inputs) -> Iterator[Ways]:
+    """Open this project's operators as layers call them, once the tuner has decided about the call: this very m."""
+    operands = (inputs.x, inputs.weight) if inputs.pair is None else (inputs.pair.x, inputs.pair.weight)
+    case, group = inputs.case, inputs.here.group
+    if inputs.x.is_cuda:
+        tuned: Any = get_backend("tuned")
+        tuned.tuner.decide(
+            OperatorCall(case.op, inputs.x, inputs.weight, group, return_gathered=False, fp8=inputs.pair)
+        )
+    call = partial(getattr(ops, case.op), *operands, group)
+    run_until_tuned(call, inputs.here.ranks)
+    yield {"": call}
+
+
+_MULTICAST = "its kernels are compiled from source for 8 GPUs and use NVLink multicast, which is off"
+_CUBLASMP = ("nvidia-cublasmp-cu13>=0.8.1|nvidia-cublasmp-cu12>=0.8.1", "nvmath-python>=1.0", "nccl4py")
+_TWO = (GATHERS, SCATTERS)
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("nccl", nccl, nccl="2", cpu=True),
+        Arm("nccl_symm", nccl_symm, nccl="2.27"),
+        Arm("torch_async_tp", torch_async_tp, ops=_TWO, why=_multicast_in_torch),
+        Arm("te_userbuffers", te_userbuffers, ("transformer-engine>=2.11",), ops=_TWO),
+        Arm("cublasmp", cublasmp, _CUBLASMP, nccl="2.29.2"),
+        Arm("flashinfer", flashinfer, ("flashinfer-python>=0.7",), ops=(GATHERS,), fp8=False, why=_no_nvshmem),
+        Arm("triton_distributed", triton_distributed, ("triton-dist",), ops=_TWO, fp8=False, why=_no_triton_dist),
+        # Never opened.
+        Arm("parallelkittens", nccl, (), why=lambda case, here: _MULTICAST),
+        Arm("flux", flux, (), cpu=True),
+    )
+}
+"""All arms by name, this project's last."""

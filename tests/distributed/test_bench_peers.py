@@ -1,0 +1,243 @@
+"""``bench peers`` on two real ranks without GPUs: stock over gloo, flux, and arms that go wrong."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from megatron_flux.bench import arms, harness, peers, tables
+from megatron_flux.bench.arms import ARMS, Arm, Inputs, Ways
+from megatron_flux.bench.cases import Case
+from megatron_flux.bench.options import PeersRun
+from megatron_flux.comm.links import Link
+from tests.distributed.pool import WorkerPool, on_ranks
+
+FIELDS = {"device", "op", "model", "m", "n", "k", "dtype", "arm", "ms", "error", "version", "queues"}
+CALLS = [
+    Case(op, "toy", linear, "forward", 32, 48, 64, fp8)  # type: ignore[arg-type]
+    for op, linear in (("all_gather_gemm", "fc1"), ("gemm_reduce_scatter", "fc2"), ("gemm_all_reduce", "fc2"))
+    for fp8 in (None, "current")
+]
+Bend = Callable[[int, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def bench(out: Path, *more: Arm, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    """Run tiny's reduce-scatter, with ``more`` arms."""
+    said: list[str] = []
+    how = {"op": ["gemm_reduce_scatter"], "model": ["tiny"], "m": [16], "dtype": ["bf16"], "rounds": 2, "burst": 2}
+    names = ["nccl", *(arm.name for arm in more), "flux"]
+    with pytest.MonkeyPatch.context() as patch:
+        for arm in more:
+            patch.setitem(ARMS, arm.name, arm)
+        wanted = PeersRun(tp=2, device="cpu", out=out, **{**how, "arms": names, **changes})
+        return peers.run(wanted, dist.distributed_c10d._get_default_group(), said.append), said
+
+
+def bent(name: str, bend: Bend, settings: tuple[str, ...] = ("",)) -> Arm:
+    """An arm whose call is stock's, but for what ``bend`` makes of it; it gets the number of the call."""
+
+    @contextmanager
+    def ways(inputs: Inputs) -> Iterator[Ways]:
+        calls = dict.fromkeys(settings, 0)
+        right = arms.serial(inputs)
+
+        def call(setting: str) -> torch.Tensor:
+            calls[setting] += 1
+            return bend(calls[setting], right) if setting == settings[0] else right()
+
+        yield {setting: lambda setting=setting: call(setting) for setting in settings}  # type: ignore[misc]
+
+    return Arm(name, ways, cpu=True)
+
+
+def all_arms(out: Path) -> tuple[dict[str, Any], list[str]]:
+    every = ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"]
+    return bench(out, op=every, dtype=["bf16", "fp8"], arms=list(ARMS))
+
+
+def test_rows_and_reasons(world2: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (summary, said), (other, silent) = world2.run(all_arms, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert ([row["arm"] for row in other["rows"]], silent) == ([row["arm"] for row in summary["rows"]], [])
+    rows, skipped = summary["rows"], summary["skipped"]
+    assert [row["arm"] for row in rows] == ["gloo", "flux"] * 6
+    assert all(set(row) == FIELDS and row["ms"] > 0 and row["error"] < 5e-3 for row in rows)
+    assert [(row["op"], row["n"], row["k"], row["dtype"]) for row in rows[::4]] == [
+        ("all_gather_gemm", 256, 128, "bf16"),
+        ("gemm_reduce_scatter", 128, 256, "bf16"),
+        ("gemm_all_reduce", 128, 256, "bf16"),
+    ]
+    assert {one["arm"] for one in skipped} == set(ARMS) - {"nccl", "flux"}
+    assert {one["reason"] for one in skipped} == {"it needs GPUs"}
+    assert len(said) == 1 + 6
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["arm"], line["setting"], len(line["step_ms"])) for line in lines[:2]] == [
+        ("gloo", "", 2),
+        ("flux", "", 2),
+    ]
+    tables.show_peers(summary)
+    assert "cublasmp did not run 6 call(s): it needs GPUs" in capsys.readouterr().out
+
+
+def zero_a_row(_: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+    y = right().clone()
+    if dist.get_rank() == 1:
+        y[3] = 0
+    return y
+
+
+def nan(_: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+    y = right().clone()
+    if dist.get_rank() == 1:
+        y[3, 5] = math.nan
+    return y
+
+
+def never_timed(number: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+    assert number <= harness.WARMUP_STEPS
+    return zero_a_row(number, right)
+
+
+def wrong_arms(out: Path) -> tuple[dict[str, Any], list[str]]:
+    return bench(out, bent("zeroed", never_timed), bent("nan", nan))
+
+
+def test_a_wrong_arm_is_reported_and_not_timed(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), _ = world2.run(wrong_arms, tmp_path)
+    found = {row["arm"]: (row["ms"] is not None, row["error"]) for row in summary["rows"]}
+    assert found["zeroed"] == (False, 1.0)
+    assert found["nan"] == (False, None)
+    assert found["gloo"][0]
+    assert found["flux"][0]
+    assert summary["skipped"] == []
+    assert "zeroed: its result is WRONG and not timed: error 1" in said
+
+
+def raising(at: int) -> Bend:
+    def bend(number: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+        y = right()
+        if number == at and dist.get_rank() == 1:
+            raise RuntimeError(f"no memory\nin call {number}")
+        return y
+
+    return bend
+
+
+@contextmanager
+def cannot_open(_: Inputs) -> Iterator[Ways]:
+    if dist.get_rank() == 1:
+        raise RuntimeError("no such symbol")
+    yield {"": lambda: torch.zeros(1)}
+
+
+@contextmanager
+def cannot_close(inputs: Inputs) -> Iterator[Ways]:
+    yield {"": arms.serial(inputs)}
+    if dist.get_rank() == 1:
+        raise RuntimeError("no way back")
+
+
+def raising_arms(out: Path) -> tuple[dict[str, Any], list[str]]:
+    later = harness.WARMUP_STEPS + 2
+    unopened, unclosed = Arm("unopened", cannot_open, cpu=True), Arm("unclosed", cannot_close, cpu=True)
+    return bench(out, unopened, bent("first", raising(1)), bent("later", raising(later)), unclosed)
+
+
+def test_an_arm_that_raises_on_one_rank_is_dropped_on_all(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, said), (other, _) = world2.run(raising_arms, tmp_path)
+    reasons = {one["arm"]: one["reason"] for one in summary["skipped"]}
+    assert reasons == {
+        "unopened": "rank 1: RuntimeError: no such symbol",
+        "first": "rank 1: RuntimeError: no memory in call 1",
+        "later": f"rank 1: RuntimeError: no memory in call {harness.WARMUP_STEPS + 2}",
+    }
+    assert [row["arm"] for row in summary["rows"]] == ["gloo", "unclosed", "flux"]
+    assert (other["rows"], other["skipped"]) == (summary["rows"], summary["skipped"])
+    assert all(row["ms"] > 0 for row in summary["rows"])
+    assert "unclosed did not close: rank 1: RuntimeError: no way back" in said
+
+
+def slow(_: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+    time.sleep(0.05)
+    return right()
+
+
+def choosing_arms(out: Path) -> tuple[dict[str, Any], list[str]]:
+    return bench(
+        out,
+        bent("sleepy", slow, ("slow", "fast")),
+        bent("half", zero_a_row, ("wrong", "right")),
+        bent("lame", raising(1), ("raises", "runs")),
+    )
+
+
+def test_the_fastest_right_setting_is_timed(world2: WorkerPool, tmp_path: Path) -> None:
+    (summary, _), _ = world2.run(choosing_arms, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert {line["arm"]: line["setting"] for line in lines} == {
+        **{"gloo": "", "flux": "", "sleepy": "fast", "half": "right", "lame": "runs"},
+    }
+    assert summary["skipped"] == []
+
+
+def sleeping(number: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:
+    if number > harness.WARMUP_STEPS and dist.get_rank() == 1:
+        time.sleep(60)
+    return right()
+
+
+def hanging_arm(out: Path) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(out / f"error-{dist.get_rank()}.json")
+    bench(out, bent("sleepy", sleeping), timeout=2.0)
+
+
+def test_a_hang_ends_the_run_with_the_arm_s_name(world2: WorkerPool, tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcomes = world2.outcomes(hanging_arm, tmp_path)
+    assert time.monotonic() - began < 30
+    assert all(outcome.error is not None for outcome in outcomes)
+    said = json.loads((tmp_path / "error-1.json").read_text())["message"]["message"]
+    assert said == (
+        "FluxError: arm sleepy has not come back for 2 s from gemm_reduce_scatter tiny m=16; leave it out of --arms"
+    )
+
+
+def gathered_bytes(
+    x: torch.Tensor, weights: Any, by_x: Any, by_weights: Any, dim: int, _: str, biases: Any, scales: Any, dtypes: Any,
+    fast: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """torch's fallback, over a gloo that gathers no FP8."""
+    assert (dim, biases, scales) == (0, [None], [None])
+    whole = x.new_empty(2 * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8))
+    (dtype,) = symm_mem._maybe_convert_scalar_types_to_dtypes(dtypes)
+    y = torch._scaled_mm(whole, weights[0], by_x, by_weights[0], None, None, dtype, fast[0])
+    return whole, [y]
+
+
+@pytest.mark.parametrize("case", [case for case in CALLS if case.op != arms.REDUCES], ids=lambda c: f"{c.op}-{c.fp8}")
+@on_ranks("world2")
+def test_torch_s_operators_get_what_they_want(case: Case) -> None:
+    """torch's own fallbacks of its fused operators stand in for the kernels, behind the registered schemas."""
+    group = dist.distributed_c10d._get_default_group()
+    here = harness.Ranks(torch.device("cpu"), group, group, Link("none", ""), print)
+    inputs = arms.inputs_of(case, here)
+    right = peers.reference(inputs)
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_scaled_matmul", gathered_bytes, "CPU")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"):
+        library.impl(name, getattr(symm_mem, f"_{name}_fallback"), "CPU")
+    try:
+        with arms.torch_async_tp(inputs) as ways:
+            assert peers.error_of(ways[""](), right) < 5e-3
+    finally:
+        library._destroy()

@@ -134,8 +134,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/tuner/tuner.py",
-        "agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, call.m))",
-        "cache.find(key, call.m)",
+        "agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, m))",
+        "cache.find(key, m)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_file_holds_for_all",),
     ),
     _fault(
@@ -744,8 +744,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a decode step runs the plan of rows far away",
         f"{OPS}/tuner/tuner.py",
-        "if _bucket(m) == _bucket(call.m) and runs(call, known[m]):",
-        "if runs(call, known[m]):",
+        "for other in kind.known if _bucket(other) == bucket and runs(call, kind.known[other])]",
+        "for other in kind.known if runs(call, kind.known[other])]",
         ("tests/unit/ops/test_tuner.py::test_decode_steps_of_other_rows_run_the_nearest_plan",),
     ),
     _fault(

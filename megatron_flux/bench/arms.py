@@ -5,14 +5,12 @@ rank's rows of the result, by setting. Opening and closing are collective. NVLin
 (:data:`NO_MULTICAST`); one that cannot do without is left out.
 
 Sources: torch 2.11 and 2.13 (``torch.distributed._symmetric_memory``), TransformerEngine 2.11 (``module/base.py``),
-nvmath-python 1.0.0 with cuBLASMp 0.10 (``cublasmp.h``), FlashInfer 0.7.2 (``comm/all_gather_matmul``),
-Triton-distributed (``kernels/nvidia``), ThunderKittens (``kernels/parallel``).
+nvmath-python 1.0.0 with cuBLASMp 0.10 (``cublasmp.h``), FlashInfer 0.7.2 (``comm/all_gather_matmul``).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -361,35 +359,6 @@ def _no_nvshmem(case: Case, here: Ranks) -> str | None:
 
 
 @contextmanager
-def triton_distributed(inputs: Inputs) -> Iterator[Ways]:
-    """Open Triton-distributed's kernels, with its autotuner."""
-    from triton_dist import utils
-    from triton_dist.kernels import nvidia
-
-    case, group = inputs.case, inputs.here.group
-    if not utils.is_shmem_initialized():
-        utils.init_nvshmem_by_torch_process_group(group)
-    ranks, wt = (group.rank(), group.size(), group.size()), inputs.weight.t()
-    if case.op == GATHERS:
-        context = nvidia.create_ag_gemm_context(case.m, case.n * group.size(), case.k, BF16, *ranks)
-        call = partial(nvidia.ag_gemm, inputs.x, wt, ctx=context, autotune=True)
-    else:
-        context = nvidia.create_gemm_rs_context(case.m, case.n, *ranks, BF16, torch.cuda.Stream(priority=-1))
-        call = partial(nvidia.gemm_rs, inputs.x, wt, context, autotune=True)
-    try:
-        yield {"": call}
-    finally:
-        torch.cuda.synchronize()
-        context.finalize()
-
-
-def _no_triton_dist(case: Case, here: Ranks) -> str | None:
-    """Return the reason of Triton-distributed; the package of its name on PyPI is empty."""
-    built = all(importlib.util.find_spec(name) for name in ("triton_dist", "nvshmem"))
-    return None if built else "not installed: triton_dist, built from source with its own Triton, and nvshmem4py"
-
-
-@contextmanager
 def flux(inputs: Inputs) -> Iterator[Ways]:
     """Open this project's operators as layers call them, once the tuner has decided about the call: this very m."""
     operands = (inputs.x, inputs.weight) if inputs.pair is None else (inputs.pair.x, inputs.pair.weight)
@@ -405,6 +374,7 @@ def flux(inputs: Inputs) -> Iterator[Ways]:
 
 
 _MULTICAST = "its kernels are compiled from source for 8 GPUs and use NVLink multicast, which is off"
+_OWN_TRITON = "it is built from source with a Triton of its own; the package of its name on PyPI is empty"
 _CUBLASMP = ("nvidia-cublasmp-cu13>=0.8.1|nvidia-cublasmp-cu12>=0.8.1", "nvmath-python>=1.0", "nccl4py")
 _TWO = (GATHERS, SCATTERS)
 
@@ -417,8 +387,8 @@ ARMS = {
         Arm("te_userbuffers", te_userbuffers, ("transformer-engine>=2.11",), ops=_TWO),
         Arm("cublasmp", cublasmp, _CUBLASMP, nccl="2.29.2"),
         Arm("flashinfer", flashinfer, ("flashinfer-python>=0.7",), ops=(GATHERS,), fp8=False, why=_no_nvshmem),
-        Arm("triton_distributed", triton_distributed, ("triton-dist",), ops=_TWO, fp8=False, why=_no_triton_dist),
         # Never opened.
+        Arm("triton_distributed", nccl, (), why=lambda case, here: _OWN_TRITON),
         Arm("parallelkittens", nccl, (), why=lambda case, here: _MULTICAST),
         Arm("flux", flux, (), cpu=True),
     )

@@ -96,7 +96,7 @@ def test_ranks_start_without_multicast(run: Run, monkeypatch: pytest.MonkeyPatch
         ("te_userbuffers", "all_gather_gemm", None, "not installed: transformer-engine>=2.11"),
         ("flashinfer", "gemm_reduce_scatter", None, "it has no gemm_reduce_scatter that could run here"),
         ("flashinfer", "all_gather_gemm", "current", "it has no FP8 with one scale a tensor"),
-        ("triton_distributed", "all_gather_gemm", None, "not installed: triton-dist"),
+        ("triton_distributed", "all_gather_gemm", None, "a Triton of its own"),
         ("parallelkittens", "all_gather_gemm", None, "8 GPUs and use NVLink multicast"),
         ("cublasmp", "all_gather_gemm", None, "nvidia-cublasmp-cu13>=0.8.1 or nvidia-cublasmp-cu12>=0.8.1, nvmath"),
     ],

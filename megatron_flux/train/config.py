@@ -25,7 +25,7 @@ from megatron_flux.settings import Wire
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions
-from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.presets import PRESETS, ModelShape, gathered_share
 
 _VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
@@ -97,6 +97,20 @@ class RunConfig(RunOptions):
         if self.lora is None:
             return None
         return {"rank": self.lora, "alpha": self.lora_alpha, "targets": list(self.lora_targets)}
+
+    def bytes_note(self, link: str | None) -> str | None:
+        """Return one line where gathering weights would move fewer bytes than tensor parallelism over ``link``."""
+        keeps = self.keep_gathered if self.keep_gathered is not None else link in ("host", "p2p")
+        tokens, full = self.micro_batch_size * self.shape.seq_length, self.recompute == "full"
+        sequence_parallel, frozen = self.sequence_parallel, self.lora is not None
+        how = {"sequence_parallel": sequence_parallel, "kept": keeps, "recomputed": full, "frozen": frozen}
+        in_fp32, in_bf16 = (gathered_share(self.shape, tokens, gradient=size, **how) for size in (4, 2))
+        if self.tp == 1 or in_bf16 >= 1:
+            return None
+        gradients = "" if frozen else f" with gradients reduced in bf16, {in_fp32:.2f} x in fp32,"
+        sizes = f"at hidden size {self.shape.hidden_size} and {tokens:,} tokens; these are bytes, not a measurement"
+        share = f"{in_bf16:.2f} x the bytes of tensor parallelism{gradients}"
+        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}"
 
     @property
     def tokens_per_step(self) -> int:

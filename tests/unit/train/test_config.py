@@ -68,6 +68,26 @@ def test_what_does_not_fit_is_refused(device: Any, given: dict[str, Any], messag
     assert message in str(error.value)
 
 
+def test_bytes_of_gathering_weights_are_noted_where_they_are_fewer() -> None:
+    wide = {"preset": "gpt3-6.7b", "seq_length": 4096}  # hidden size 4096: 3.6 x 4096 are 14746 tokens
+    assert resolve(**wide, micro_batch_size=3).bytes_note("nvlink") is None
+    run = resolve(**wide, micro_batch_size=4)
+    assert run.bytes_note("nvlink") == (
+        "gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes of tensor parallelism with gradients reduced "
+        "in bf16, 1.20 x in fp32, at hidden size 4096 and 16,384 tokens; these are bytes, not a measurement"
+    )
+    # Gathered inputs that are kept are not gathered again.
+    assert run.bytes_note("host") is None
+    assert resolve(**wide, micro_batch_size=4, keep_gathered=False).bytes_note("host") == run.bytes_note("nvlink")
+    assert resolve(**wide, micro_batch_size=4, world_size=1).bytes_note("nvlink") is None
+    frozen = resolve(**wide, micro_batch_size=4, lora=8).bytes_note("nvlink")
+    assert frozen is not None
+    assert "would move 0.75 x the bytes" in frozen
+    recomputed = resolve(**wide, micro_batch_size=3, recompute="full").bytes_note("nvlink")
+    assert recomputed is not None
+    assert "0.86 x" in recomputed
+
+
 @pytest.mark.parametrize("given", [TE, {"cuda_graph_impl": "transformer_engine"}])
 def test_transformer_engine_must_be_installed(installed: SimpleNamespace, given: dict[str, Any]) -> None:
     resolve(**given)

@@ -192,6 +192,14 @@ def resolve(
     return RunConfig(**values)
 
 
+def undivided(micro_batch_size: int, tp: int) -> str | None:
+    """Return why ``tp`` ranks cannot share a micro-batch by whole sequences, as FSDP needs, and what to do; or None."""
+    if micro_batch_size % tp == 0:
+        return None
+    of = f"FSDP divides a micro-batch by sequences, and tp {tp} does not divide {micro_batch_size}"
+    return f"{of}; use --micro-batch-size {tp} or a multiple"
+
+
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
     """Parse ``--profile-steps``: first and last step of ``5-7``, or ``5`` alone, within ``steps``.
 

@@ -71,6 +71,7 @@ class RunConfig(RunOptions):
     """The text that ``data`` holds; None before it has been read."""
     out: Path
     profile_steps: tuple[int, int] | None = None  # type: ignore[assignment]
+    fsdp: bool = False
     block_steps: int = 0
     warmup_steps: int = 0
     loss_tolerance: float | None = None
@@ -189,7 +190,10 @@ def resolve(
         "profile_steps": profiled_steps(options.profile_steps, options.steps, values.get("block_steps")),
         "out": out,
     }
-    return RunConfig(**values)
+    run = RunConfig(**values)
+    if run.fsdp and (reason := _why_no_fsdp(run)):
+        raise UserError(f"--fsdp: {reason}, or leave --fsdp out")
+    return run
 
 
 def undivided(micro_batch_size: int, tp: int) -> str | None:
@@ -198,6 +202,23 @@ def undivided(micro_batch_size: int, tp: int) -> str | None:
         return None
     of = f"FSDP divides a micro-batch by sequences, and tp {tp} does not divide {micro_batch_size}"
     return f"{of}; use --micro-batch-size {tp} or a multiple"
+
+
+def _why_no_fsdp(run: RunConfig) -> str | None:
+    """Return what keeps ZeRO-3 from training the same batches to the same losses, and what to do; None if nothing."""
+    if reason := undivided(run.micro_batch_size, run.tp):
+        return reason
+    for what, given in (
+        (f"pp {run.pp}", run.pp > 1),
+        (f"dropout {run.dropout}", run.dropout > 0),
+        (f"--fp8-recipe {run.fp8}", run.fp8 is not None),
+        (f"--lora {run.lora}", run.lora is not None),
+        ("--save", run.save is not None),
+        ("--load", run.load is not None),
+    ):
+        if given:
+            return f"{what} is not compared with FSDP; leave it out"
+    return None
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:

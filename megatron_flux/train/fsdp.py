@@ -23,8 +23,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from megatron_flux.comm.collectives import all_gather
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.model import build_model
+from megatron_flux.train.trainer import Trainer
 
 
 @contextmanager
@@ -92,3 +96,69 @@ def shard(
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
+
+
+class FsdpTrainer(Trainer):
+    """A trainer of the whole run's batches by FSDP2, from the weights of the tensor-parallel ``model``.
+
+    Its ranks read the sequences of their tensor-parallel group's micro-batches, each its part of them.
+    """
+
+    def __init__(self, config: RunConfig, dataset: Any, device: torch.device, model: torch.nn.Module) -> None:
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._weights = dict(unwrapped(model).named_parameters())
+        with all_data_parallel():
+            super().__init__(config_of(config), dataset, device)
+        del self._weights
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make random numbers, memory and Megatron's groups inside this trainer's own."""
+        with all_data_parallel(), super().active():
+            yield
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _build_model(self) -> torch.nn.Module:
+        model = build_model(self.config, self._mcore_config)
+        world = dist.distributed_c10d._get_default_group()
+        shard(unwrapped(model), self._weights, self._group, over=world)
+        return model
+
+    def _build_adam(self) -> Any:
+        return Adam(self.model, self.config)
+
+
+def config_of(config: RunConfig) -> RunConfig:
+    """Return the configuration of the same run without tensor parallelism."""
+    alike = {"tp": 1, "dp": config.world_size, "micro_batch_size": config.micro_batch_size // config.tp}
+    return config.model_copy(update={**alike, "sequence_parallel": False, "gradient_accumulation_fusion": False})
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the GPTModel in Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+class Adam(torch.optim.AdamW):
+    """torch's AdamW on shards, with the groups, betas and clipping of Megatron's optimizer."""
+
+    def __init__(self, model: torch.nn.Module, config: RunConfig) -> None:
+        self._clip = config.clip_grad
+        of: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            of[parameter.dim() > 1 and not name.endswith(".bias")].append(parameter)
+        groups = [{"params": of[decays], "wd_mult": float(decays)} for decays in of if of[decays]]
+        super().__init__(groups, lr=config.lr, weight_decay=config.weight_decay, fused=config.device == "cuda")
+
+    def step(self) -> tuple[bool, float, None]:  # type: ignore[override]
+        """Clip and update; returns success, the gradient norm (0 if nothing is clipped) and no count of zeros."""
+        norm = 0.0
+        if self._clip:
+            every = [parameter for group in self.param_groups for parameter in group["params"]]
+            norm = float(clip_grad_norm_(every, self._clip).full_tensor())  # type: ignore[attr-defined]
+        super().step()
+        return True, norm, None

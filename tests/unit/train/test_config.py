@@ -1,6 +1,7 @@
 """Options that become a configuration, and those that are refused."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,28 @@ def test_what_does_not_fit_is_refused(device: Any, given: dict[str, Any], messag
     with pytest.raises(UserError) as error:
         resolve(device, **given)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"micro_batch_size": 3},
+            "tp 2 does not divide 3; use --micro-batch-size 2 or a multiple, or leave --fsdp out",
+        ),
+        ({"pp": 2, "world_size": 4}, "--fsdp: pp 2 is not compared with FSDP; leave it out, or leave --fsdp out"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"lora": 4, "load": Path("x")}, "--lora 4"),
+        ({"save": Path("x")}, "--save is"),
+        ({"load": Path("x")}, "--load is"),
+        ({**FP8, "micro_batch_size": 2}, "--fp8-recipe current"),
+    ],
+)
+def test_fsdp_trains_what_can_be_compared(given: dict[str, Any], message: str) -> None:
+    given = {"micro_batch_size": 2, "kind": CompareOptions, **given}
+    resolve(**given)
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve(**given, fsdp=True)
 
 
 def test_bytes_of_gathering_weights_are_noted_where_they_are_fewer() -> None:

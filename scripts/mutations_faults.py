@@ -778,6 +778,28 @@ FAULTS: tuple[Fault, ...] = (
         "),)",
         ("tests/distributed/test_bench_layer.py::test_a_decode_step_is_that_of_megatron_core_s_cache",),
     ),
+    # ZeRO-3 beside tensor parallelism.
+    _fault(
+        "every rank of a tensor-parallel group trains the same sequences by FSDP",
+        "megatron_flux/train/fsdp.py",
+        '("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP")',
+        '("_DATA_PARALLEL_GROUP_WITH_CP",)',
+        ("tests/train/test_fsdp.py::test_losses_are_those_of_the_baseline",),
+    ),
+    _fault(
+        "FSDP's weights are not those of the baseline",
+        "megatron_flux/train/fsdp.py",
+        "zip(*(p.chunk(halves, dim) for p in parts), strict=True)",
+        "zip(*(p.chunk(halves, dim) for p in parts[::-1]), strict=True)",
+        ("tests/distributed/test_bench_fsdp.py::test_results_are_those_of_tensor_parallelism",),
+    ),
+    _fault(
+        "a layer's weights are not freed behind its forward",
+        "megatron_flux/train/fsdp.py",
+        "reshard_after_forward=unit in layers",
+        "reshard_after_forward=False",
+        ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
+    ),
 )
 
 

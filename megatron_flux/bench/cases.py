@@ -142,16 +142,21 @@ class Workload(BaseModel):
         heads = self.shape.num_query_groups // tp
         return (self.context_length or 0) + self.seq, self.micro_batch, heads, self.shape.head_size
 
-    def memory_gb(self, tp: int, blocks: int) -> float:
+    def memory_gb(self, tp: int, blocks: int, *, sharded: int = 0) -> float:
         """Estimate the GPU memory that all variants need together, in GB (1e9 bytes), with ``blocks`` sets of layers.
 
         Weights (bf16) and main gradients (fp32) are shared by all variants. A further block of layers holds its own
-        weights only until it is given the shared ones, and in FP8 a quantised copy and its transpose.
+        weights only until it is given the shared ones, and in FP8 a quantised copy and its transpose. ``sharded`` sets
+        are of ZeRO-3: fp32 shards and their gradients, and beside them whole weights before they are sharded, or, in a
+        step, two whole layers with gradients (in bf16, and as they are reduced).
         """
         shape = self.shape
         trained = self.mode == "training"
         each = (6 if trained and not self.frozen else 2) + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0)
         held: float = self.layers * shape.layer_weights // tp * each
+        if sharded:
+            whole = max(self.layers * 2, 2 * (2 + 2 + 4))
+            held += shape.layer_weights * (whole + sharded * self.layers * 8 / tp)
         if self.context_length is not None:
             held += self.layers * 2 * math.prod(self.cache_shape(tp)) * 2
         if trained:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_flux.bench import variants
 from megatron_flux.bench.harness import Variant
 from megatron_flux.comm import agreement
+from megatron_flux.comm.collectives import all_reduce
 from megatron_flux.config import ALL_EXACT, Wires
 
 TOLERANCE = {"exact": 0.05, "fp8": 0.2}
@@ -52,6 +53,15 @@ def observe(
     if dy is not None:
         result.append(gradients[0].float() - dy.float())
     return result + [_product(variants.main_grad(weight)) for weight in trained]
+
+
+def summed(result: Result, weights: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> Result:
+    """Return ``result`` with the sums over ``group`` of what its ranks have of gradients for their own tokens alone."""
+    trained = [weight for _, weight in sorted(weights.items()) if weight.requires_grad]
+    partial = [False] * (len(result) - len(trained)) + [getattr(w, "sequence_parallel", False) for w in trained]
+    return [
+        all_reduce(one.clone(), group).wait() if of_own else one for one, of_own in zip(result, partial, strict=True)
+    ]
 
 
 def differences(result: Result, reference: Result, ranks: dist.ProcessGroup) -> dict[str, float]:

@@ -20,6 +20,9 @@ workload and variant (``arm``):
   te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 
+``fsdp`` and ``fsdp_bf16`` come last in every order, since their weights are made from the others'. Their steps have
+all of ZeRO-3's gathers and scatters: that of the first layer's weights too, which nothing runs beside.
+
 A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
 values of its tokens behind those of ``context_length`` random others, and attends to all of them. All variants share
 the context, and every step is that at the same position. So it can be a CUDA graph, although megatron-core, which keeps
@@ -46,7 +49,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from megatron_flux import nvml
 from megatron_flux.bench import harness, tables, variants
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.correctness import Result, compare, differences, observe, rounded
+from megatron_flux.bench.correctness import Result, compare, differences, observe, rounded, summed
 from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Samples, Variant, attempt
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
@@ -148,7 +151,7 @@ class LayerBench:
         wanted = [name for name, reason in reasons.items() if reason is None]
         settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
         if self.on_gpu:
-            need = workload.memory_gb(self.here.group.size(), len(variants.blocks_of(wanted, workload)))
+            need = variants.memory_gb(wanted, workload, self.here.group.size())
             free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.here.ranks))
             # No optimizer comes here, which the layers would wait for.
             settings["keep_gathered_bytes"] = max(0, int((free - need) * 1e9 / 4))
@@ -156,7 +159,8 @@ class LayerBench:
                 short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --num-layers fit"
                 reasons |= dict.fromkeys(wanted, short)
         ready = []
-        for name, reason in reasons.items():
+        # Others' weights first, which sharded layers are made from.
+        for name, reason in sorted(reasons.items(), key=lambda of: variants.base_of(of[0]) in variants.FSDP):
             if reason is None:
                 kind = variants.block_of(name, workload)
                 if kind not in self._blocks:
@@ -164,7 +168,10 @@ class LayerBench:
                 block, reason = self._blocks[kind]
                 if block is not None:
                     how = {"recipe": workload.fp8, "context": self.context, **settings}
-                    variant = variants.make(name, block, self.x, self.dy, **how)
+                    x, dy = self.x, self.dy
+                    if kind in variants.FSDP:
+                        x, dy = variants.sequences_of(x, dy, workload, self.here.group)
+                    variant = variants.make(name, block, x, dy, **how)
                     _, reason = attempt(partial(self._warm_up, variant), self.here.ranks)
             if reason is None:
                 ready.append(variant)
@@ -180,6 +187,8 @@ class LayerBench:
             self.context = static_context(self.workload, tp, self.here.group.rank(), self.here.device)
         if kind == "te_ub":
             self._userbuffer_bytes = stack.enter_context(variants.userbuffers(self.workload, tp))
+        if kind in variants.FSDP:
+            return variants.build_sharded(kind, self.workload, self.weights, self.here.group, self.here.device)
         block = variants.build(kind, self.workload, tp, self.here.device)
         if self.weights:
             variants.share(block, self.weights)
@@ -193,8 +202,17 @@ class LayerBench:
             return ".adapter." in name
         return self.trained and not self.workload.frozen
 
-    def _held_bytes(self) -> int:
-        """Return the bytes that all variants hold together."""
+    def _block_of(self, kind: str) -> Any:
+        """Return layers that have been built."""
+        return self._blocks[kind][0]
+
+    def _held_bytes(self, variant: Variant) -> int:
+        """Return the bytes of weights, main gradients and caches: those that all variants share, or shards of its own.
+
+        The gradients of shards are made in the first step, and count there.
+        """
+        if (base := variants.base_of(variant.name)) in variants.FSDP:
+            return sum(weight.to_local().nbytes for weight in self._block_of(base).parameters())
         tensors = [*self.weights.values(), *cache_of(self.context)]
         gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
         return sum(tensor.nbytes for tensor in tensors + gradients)
@@ -222,7 +240,7 @@ class LayerBench:
         if not all(entry.isfinite().all() for entry in newest):
             raise FluxError("its layers do not write to the cache of keys and values that was filled for them")
         if self.on_gpu:
-            held = self._held_bytes()
+            held = self._held_bytes(variant)
             torch.cuda.reset_peak_memory_stats()
             with variant.active():
                 variant.run()
@@ -250,6 +268,8 @@ class LayerBench:
         agreement, wires = None, variants.wires_of(variant.name)
         if variants.is_training(variant.name):
             reference, right = self._reference
+            if variants.base_of(variant.name) in variants.FSDP:
+                right = summed(right, self.weights, self.here.group)
             agreement = {"with": reference, **self._compare(results[variant.name], right, wires)}
             if self._rounding is not None:
                 agreement["fp8_rounding"] = rounded(self._rounding)
@@ -278,6 +298,9 @@ class LayerBench:
         }
 
     def _observe(self, variant: Variant) -> Result:
+        if (base := variants.base_of(variant.name)) in variants.FSDP:
+            block = self._block_of(base)
+            variant = variants.as_tensor_parallel(variant, block, self.workload, self.weights, self.here.group)
         return observe(variant, self.x, self.dy, self.weights)
 
     def _compare(self, result: Result, reference: Result, wires: Wires = ALL_EXACT) -> dict[str, Any]:

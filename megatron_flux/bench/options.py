@@ -30,7 +30,7 @@ FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 VARIANTS = ["te", "local", "te_ub", "flux_local", "flux_te", "no_communication"]
 """Variants of ``bench layer`` that run by default; see :mod:`megatron_flux.bench.variants`."""
-BASES = (*VARIANTS, "unsynchronised")
+BASES = (*VARIANTS, "unsynchronised", "fsdp", "fsdp_bf16")
 
 
 _in_file = partial(option, file_only=True)
@@ -120,7 +120,9 @@ class LayerOptions(LoraOptions):
     variants: list[str] = option(
         VARIANTS,
         f"Variants: {', '.join(BASES)}. no_communication skips all communication, unsynchronised sends and never "
-        "waits: bounds, not trainings. te_again is te once more, which shows the noise. flux_te:NAME=VALUE changes a "
+        "waits: bounds, not trainings. fsdp is ZeRO-3 without tensor parallelism (torch's FSDP2, gradients reduced in "
+        "fp32; fsdp_bf16: in bf16); its ranks share each micro-batch by sequences, so tp must divide "
+        "--micro-batch-size. te_again is te once more, which shows the noise. flux_te:NAME=VALUE changes a "
         "setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_fp8.",
     )
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=1)
@@ -287,6 +289,8 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
     check_graphs(graphs, options.link)
     if graphs and "unsynchronised" in bases:
         raise UserError("CUDA graphs cannot hold the copies of unsynchronised, for which nothing waits; leave it out")
+    if graphs and any(base.startswith("fsdp") for base in bases):
+        raise UserError("CUDA graphs cannot capture FSDP2; leave cuda_graphs or the variant fsdp out")
     if graphs and options.fp8 is not None:
         raise UserError("CUDA graphs cannot capture flux's FP8 layers; leave cuda_graphs or --fp8-recipe out")
     if not trained and (options.frozen or options.lora is not None or options.fp8 is not None):

@@ -13,13 +13,17 @@ its weights lie. TransformerEngine's linears hold the norm before them, megatron
 one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
 hook adds other gradients, and ``grad`` is dropped at once.
 
+``fsdp`` and ``fsdp_bf16`` (:mod:`megatron_flux.train.fsdp`) have whole layers with shards of their own, made from the
+shared weights, and take as many tokens: of the same sequences each rank has its part. :func:`as_tensor_parallel` brings
+their results into the form of the others'.
+
 All variants leave out rotary embedding, the final norm and dropout.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -30,15 +34,19 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import NotHereError, Variant
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import flux_config
+from megatron_flux.comm.collectives import all_gather
 from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
 from megatron_flux.errors import FluxError
 from megatron_flux.settings import WIRES
+from megatron_flux.train.config import undivided
 from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
 from megatron_flux.train.memory import workspace_bytes
 from megatron_flux.train.options import LORA_TARGETS
 from megatron_flux.train.presets import ExpertShape, ModelShape
 
-BlockKind = Literal["te", "te_ub", "te_bound", "local"]
+BlockKind = Literal["te", "te_ub", "te_bound", "local", "fsdp", "fsdp_bf16"]
+FSDP: dict[str, torch.dtype] = {"fsdp": torch.float32, "fsdp_bf16": torch.bfloat16}
+"""Variants without tensor parallelism, and the dtype that gradients are reduced in."""
 NEED_PEERS = ("te_ub", "unsynchronised")
 """Variants whose ranks write into each other's memory."""
 
@@ -51,20 +59,26 @@ def base_of(name: str) -> str:
 def block_of(name: str, workload: Workload) -> BlockKind:
     """Return which layers a variant of ``workload`` runs."""
     base = base_of(name)
-    if base == "te_ub":
-        return "te_ub"
+    if base in ("te_ub", *FSDP):
+        return base  # type: ignore[return-value]
     if base in BOUNDS:
         if workload.fp8 is not None:
             return "te_bound"
         if workload.shape.experts is not None:
             return "te"
-        return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
+        return available_layers()
     return "te" if base in ("te", "flux_te") else "local"
 
 
-def blocks_of(names: Iterable[str], workload: Workload) -> set[BlockKind]:
-    """Return the layers that the variants run together."""
-    return {block_of(name, workload) for name in names}
+def available_layers() -> Literal["te", "local"]:
+    """Return the layers of variants that are there with and without TransformerEngine."""
+    return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
+
+
+def memory_gb(names: Iterable[str], workload: Workload, tp: int) -> float:
+    """Estimate the GPU memory that the variants need together, in GB (1e9 bytes)."""
+    kinds = {block_of(name, workload) for name in names}
+    return workload.memory_gb(tp, len(kinds - FSDP.keys()), sharded=len(kinds & FSDP.keys()))
 
 
 def is_training(name: str) -> bool:
@@ -102,7 +116,9 @@ def why_not(name: str, workload: Workload, device: torch.device, link: str) -> s
         return "TransformerEngine's userbuffers are measured in trainings with sequence parallelism"
     if base == "unsynchronised" and not workload.sequence_parallel:
         return "its copies are those of gathers and reduce-scatters, which there are none of"
-    if kind != "local" and (reason := why_no_te(device)) is not None:
+    if base in FSDP and (workload.mode != "training" or workload.lora is not None or recipe is not None):
+        return "ZeRO-3 is measured in trainings in bf16, without adapters"
+    if kind not in ("local", *FSDP) and (reason := why_no_te(device)) is not None:
         return reason
     if base in NEED_PEERS and (link == "host" or (link == "none" and device.type == "cuda")):
         return f"it needs peer access between GPUs; the link is {link}"
@@ -132,7 +148,8 @@ def make(
 
     A step takes ``x`` ``[s/tp, b, h]``, a leaf that requires a gradient, and the output's gradient ``dy``; it returns
     output and input gradient. Without ``dy`` it runs forward alone, in inference mode with megatron-core's ``context``,
-    and returns the output. ``settings``: FluxConfig of the flux variants.
+    and returns the output. ``settings``: FluxConfig of the flux variants. ``x`` and ``dy`` of ``fsdp`` are the rank's
+    sequences ``[s, b/tp, h]``.
     """
     base = base_of(name)
 
@@ -152,7 +169,11 @@ def make(
         with ExitStack() as opened:
             if recipe == "delayed":
                 opened.enter_context(own_scales(vars(block).setdefault("_scales", {})))
-            if base in BOUNDS:
+            if base in FSDP:
+                from megatron_flux.train.fsdp import all_data_parallel
+
+                opened.enter_context(all_data_parallel())
+            elif base in BOUNDS:
                 opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
                 opened.enter_context(BOUNDS[base].without_mappings())
                 if recipe is not None:
@@ -175,6 +196,42 @@ def backward_dw(block: Any) -> None:
         layer.self_attention.backward_dw()
 
 
+def sequences_of(
+    x: torch.Tensor, dy: torch.Tensor | None, workload: Workload, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's sequences ``[s, b/tp, h]`` of what tensor parallelism divides by tokens; x is a leaf again."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        every = all_gather(tensor, group).wait() if workload.sequence_parallel else tensor
+        return every.chunk(group.size(), dim=1)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+    assert dy is not None  # noqa: S101  (a training)
+    return own(x.detach()).requires_grad_(), own(dy)
+
+
+def as_tensor_parallel(
+    variant: Variant, block: Any, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any
+) -> Variant:
+    """Return ``variant``, one of ``FSDP``, with results as of tensor parallelism: of ``make`` and in ``main_grad``."""
+    from megatron_flux.train import fsdp
+
+    def tokens_of(tensor: torch.Tensor) -> torch.Tensor:
+        every = torch.cat(all_gather(tensor[None], group).wait().unbind(), dim=1)
+        return every.chunk(group.size())[group.rank()] if workload.sequence_parallel else every
+
+    def run() -> tuple[torch.Tensor, ...]:
+        block.zero_grad()
+        results = tuple(map(tokens_of, variant.run()))
+        for name, parameter in block.named_parameters():
+            if parameter.requires_grad:
+                weight = weights[shared_name(name)]
+                total = parameter.grad.full_tensor() * group.size()  # FSDP2 takes the mean
+                main_grad(weight).add_(fsdp.cut(total, weight.shape, group, fsdp.halves_of(name, block.config)))
+        return results
+
+    return Variant(variant.name, run, variant.active)
+
+
 def memory_outside(variant: Variant) -> int:
     """Return a variant's bytes that torch's caching allocator does not know of: symmetric memory, userbuffers."""
     return workspace_bytes() if variant.name.startswith("flux") else variant.facts.get("userbuffer_bytes", 0)
@@ -186,7 +243,7 @@ def look_inside(variant: Variant) -> None:
     Raises:
         NotHereError: no layer ran flux.
     """
-    if base_of(variant.name) in ("te", "local", "te_ub"):
+    if base_of(variant.name) in ("te", "local", "te_ub", *FSDP):
         return
     ops.stats.reset()  # calls and fallbacks of this step alone
     with variant.active():
@@ -268,7 +325,8 @@ def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
 def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
     """Build a block of ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state.
 
-    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone.
+    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone. Those of ``FSDP`` are for
+    :func:`build_sharded`.
     """
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -278,6 +336,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     from megatron_flux.train.model import layer_options, layer_spec
 
     shape, dtype = workload.shape, dtype_of(device, workload.fp8)
+    whole, spec = kind in FSDP, available_layers() if kind in FSDP else kind
     config = TransformerConfig(
         **layer_options(shape, device.type),
         **expert_options(shape, tp, device.type),
@@ -287,17 +346,17 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
         init_method_std=shape.hidden_size**-0.5,
         output_layer_init_method=init_method_normal(shape.hidden_size**-0.5),
         tensor_model_parallel_size=tp,
-        sequence_parallel=workload.sequence_parallel,
+        sequence_parallel=workload.sequence_parallel and not whole,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        gradient_accumulation_fusion=True,
+        gradient_accumulation_fusion=not whole,  # FSDP2 reduces ``grad``
         tp_comm_overlap=kind == "te_ub",
     )
     # Allowed only where Megatron's schedule overlaps the experts' communication; layers read it as they are built.
     config.delay_wgrad_compute = workload.delay_wgrad
-    layer, _ = layer_spec("local" if kind == "local" else "transformer_engine", shape, device.type)
+    layer, _ = layer_spec("local" if spec == "local" else "transformer_engine", shape, device.type)
     layers = TransformerBlockSubmodules(layer_specs=[layer] * workload.layers)
     # No norm behind the last layer: the figures are per layer.
     block = TransformerBlock(config, layers, post_layer_norm=False)
@@ -308,6 +367,29 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     block = block.to(device)
     if shape.experts is not None:
         fix_routing(block, workload.tokens // tp)
+    return block
+
+
+def build_sharded(
+    kind: str, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any, device: torch.device
+) -> Any:
+    """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
+
+    Raises:
+        NotHereError: there are no weights, or a micro-batch cannot be divided by sequences.
+    """
+    from megatron_flux.train import fsdp
+
+    if reason := undivided(workload.micro_batch, group.size()):
+        raise NotHereError(reason)
+    if not weights:
+        raise NotHereError("it takes its weights from a variant with tensor parallelism, and none could be built")
+    with fsdp.all_data_parallel():
+        block: Any = build(kind, workload, 1, device)  # type: ignore[arg-type]
+        own = {name: weights[shared_name(name)] for name, _ in block.named_parameters()}
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(own[name].requires_grad)
+        fsdp.shard(block, own, group, over=group, reduce_dtype=FSDP[kind])
     return block
 
 

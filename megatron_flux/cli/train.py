@@ -14,6 +14,7 @@ from megatron_flux.metrics.summary import parity
 from megatron_flux.metrics.table import counted
 from megatron_flux.patch.megatron_core import checked_versions
 from megatron_flux.run import folder, launcher, rank
+from megatron_flux.telemetry import environment
 from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.options import CompareOptions, TrainOptions
@@ -72,7 +73,8 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
     other_data = checkpoint_access.check_data(run, saved)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
-    for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
+    bytes_note = run.command == "compare" and run.bytes_note(environment.link(run.link)["kind"])
+    for line in filter(None, (f"{size}: {text.name}", other_data, resumes, bytes_note)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with description.made(run):

@@ -135,7 +135,7 @@ class CallRecord(BaseModel):
 class ProcessRecord(BaseModel):
     """The process that writes records from here on: ``flux/run``. A requeued job has another one."""
 
-    arm: Literal["baseline", "flux"] = Field(description="baseline or flux")
+    arm: Literal["baseline", "flux", "fsdp"] = Field(description="baseline, flux or fsdp")
     resumed_from: int | None = Field(description="step of the checkpoint")
     wandb_id: str | None = Field(description="id of the wandb run")
     job: dict[str, str] | None = Field(description="the scheduler's job: id, name, array, task, restarts")

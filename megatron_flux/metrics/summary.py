@@ -142,13 +142,16 @@ def fallbacks_of(records: Sequence[Record]) -> dict[str, int]:
     return dict(total)
 
 
-def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(
+    baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[str, Any], fsdp: Sequence[Record] | None = None
+) -> dict[str, Any]:
     """Summarize a comparison of stock with patched Megatron as strict JSON; ``info`` is ``config.json``.
 
     ``speedup`` is median baseline / median flux step time, ``speedup_ci95`` is ``[low, high]`` or null,
     ``flux_active_layers`` the fewest in any timed flux step, ``flux_fallbacks`` calls by reason, ``environment`` that
     of the first start that recorded it. ``without_gpu`` is null on GPUs; on CPUs it is :func:`without_gpu`, and there
-    is no speed-up.
+    is no speed-up. With records of ``fsdp`` there is that key: its summary as in ``arms``, ``speedup`` over the
+    baseline, and the loss difference from it.
     """
     variants = {"baseline": _variant(baseline), "flux": _variant(flux)}
     base_ms, flux_ms = (variants[variant]["step_time_ms"]["median"] for variant in VARIANTS)
@@ -177,6 +180,9 @@ def summarize(baseline: Sequence[Record], flux: Sequence[Record], info: Mapping[
         "notes": _notes(baseline, flux),
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
+    if fsdp is not None:
+        beside = _beside(variants["baseline"], baseline, fsdp, on_cpus is None)
+        summary |= {"fsdp": beside, "notes": [*_notes(baseline, flux), fsdp_note(beside)]}
     summary = strict_json.encodable(summary)
     return {**summary, "verdict": verdict(summary)}
 
@@ -238,6 +244,26 @@ def _variant(records: Sequence[Record]) -> dict[str, Any]:
         "non_finite_losses": len(diverged),
         "first_non_finite_loss": next(iter(diverged), None),
     }
+
+
+def _beside(
+    variant: Mapping[str, Any], baseline: Sequence[Record], fsdp: Sequence[Record], timed: bool
+) -> dict[str, Any]:
+    """Compare ``fsdp`` with the baseline, which is summarized as ``variant``; times only if they are ``timed``."""
+    own, differences = _variant(fsdp), relative_differences(baseline, fsdp, "lm loss")
+    ms, base_ms = own["step_time_ms"]["median"], variant["step_time_ms"]["median"]
+    return {
+        **own,
+        "speedup": base_ms / ms if timed and base_ms is not None and ms else None,
+        "compared_iterations": len(differences),
+        "max_relative_loss_difference": largest(differences),
+    }
+
+
+def fsdp_note(fsdp: Mapping[str, Any]) -> str:
+    """Return one sentence about a summary's ``fsdp``."""
+    speed = "" if fsdp["speedup"] is None else f"{fsdp['speedup']:.3g}x the baseline's speed, "
+    return f"ZeRO-3 without tensor parallelism (fsdp): {speed}{losses(fsdp)} from the baseline."
 
 
 def _not_finite(records: Sequence[Record]) -> list[int]:

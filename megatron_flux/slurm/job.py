@@ -97,6 +97,8 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     options = validated(kind, "training", chosen)
     world_size = job.nodes * profile.processes_per_node
     run = config.resolve(options, world_size=world_size, device=profile.device, out=Path("run"))
+    if run.fsdp:
+        raise UserError("fsdp is not compared in a job, which saves checkpoints; leave it out of the training options")
     gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
     if run.fp8 is not None and gpu is not None:
         check_capability(run.fp8, gpu.capability, f"the {gpu.name} of profile {profile.name}")

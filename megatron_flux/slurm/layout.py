@@ -32,7 +32,8 @@ def check(job: Resolved) -> dict[str, Any]:
 
     ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output``, the
     linears that ran flux (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights,
-    gradients and optimizer state of a GPU.
+    gradients and optimizer state of a GPU. ``bytes_note``: a line where gathering weights would move fewer bytes, or
+    None.
 
     Raises FluxError: a stage cannot be built or run; names its rank.
     """
@@ -47,6 +48,7 @@ def check(job: Resolved) -> dict[str, Any]:
         "link": "none" if job.spans else job.profile.link,
         "stages": stages,
         "memory_gib": least_memory(run),
+        "bytes_note": run.bytes_note("none" if job.spans else job.profile.link),
     }
 
 
@@ -62,7 +64,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             "layer run flux"
         )
     lines.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
-    return [*lines, "every stage fits"]
+    return [*lines, *filter(None, [found["bytes_note"]]), "every stage fits"]
 
 
 @contextmanager

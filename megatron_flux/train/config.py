@@ -25,7 +25,7 @@ from megatron_flux.settings import Wire
 from megatron_flux.train.fp8 import Recipe, check_capability
 from megatron_flux.train.fp8 import check as check_fp8
 from megatron_flux.train.options import CompareOptions, RunOptions, TrainOptions
-from megatron_flux.train.presets import PRESETS, ModelShape
+from megatron_flux.train.presets import PRESETS, ModelShape, gathered_share
 
 _VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
@@ -71,6 +71,7 @@ class RunConfig(RunOptions):
     """The text that ``data`` holds; None before it has been read."""
     out: Path
     profile_steps: tuple[int, int] | None = None  # type: ignore[assignment]
+    fsdp: bool = False
     block_steps: int = 0
     warmup_steps: int = 0
     loss_tolerance: float | None = None
@@ -97,6 +98,20 @@ class RunConfig(RunOptions):
         if self.lora is None:
             return None
         return {"rank": self.lora, "alpha": self.lora_alpha, "targets": list(self.lora_targets)}
+
+    def bytes_note(self, link: str | None) -> str | None:
+        """Return one line where gathering weights would move fewer bytes than tensor parallelism over ``link``."""
+        keeps = self.keep_gathered if self.keep_gathered is not None else link in ("host", "p2p")
+        tokens, full = self.micro_batch_size * self.shape.seq_length, self.recompute == "full"
+        sequence_parallel, frozen = self.sequence_parallel, self.lora is not None
+        how = {"sequence_parallel": sequence_parallel, "kept": keeps, "recomputed": full, "frozen": frozen}
+        in_fp32, in_bf16 = (gathered_share(self.shape, tokens, gradient=size, **how) for size in (4, 2))
+        if self.tp == 1 or in_bf16 >= 1:
+            return None
+        gradients = "" if frozen else f" with gradients reduced in bf16, {in_fp32:.2f} x in fp32,"
+        sizes = f"at hidden size {self.shape.hidden_size} and {tokens:,} tokens; these are bytes, not a measurement"
+        share = f"{in_bf16:.2f} x the bytes of tensor parallelism{gradients}"
+        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -175,7 +190,35 @@ def resolve(
         "profile_steps": profiled_steps(options.profile_steps, options.steps, values.get("block_steps")),
         "out": out,
     }
-    return RunConfig(**values)
+    run = RunConfig(**values)
+    if run.fsdp and (reason := _why_no_fsdp(run)):
+        raise UserError(f"--fsdp: {reason}, or leave --fsdp out")
+    return run
+
+
+def undivided(micro_batch_size: int, tp: int) -> str | None:
+    """Return why ``tp`` ranks cannot share a micro-batch by whole sequences, as FSDP needs, and what to do; or None."""
+    if micro_batch_size % tp == 0:
+        return None
+    of = f"FSDP divides a micro-batch by sequences, and tp {tp} does not divide {micro_batch_size}"
+    return f"{of}; use --micro-batch-size {tp} or a multiple"
+
+
+def _why_no_fsdp(run: RunConfig) -> str | None:
+    """Return what keeps ZeRO-3 from training the same batches to the same losses, and what to do; None if nothing."""
+    if reason := undivided(run.micro_batch_size, run.tp):
+        return reason
+    for what, given in (
+        (f"pp {run.pp}", run.pp > 1),
+        (f"dropout {run.dropout}", run.dropout > 0),
+        (f"--fp8-recipe {run.fp8}", run.fp8 is not None),
+        (f"--lora {run.lora}", run.lora is not None),
+        ("--save", run.save is not None),
+        ("--load", run.load is not None),
+    ):
+        if given:
+            return f"{what} is not compared with FSDP; leave it out"
+    return None
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:

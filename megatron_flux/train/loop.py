@@ -45,6 +45,8 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
     with StopRequest(device, Peers()) as stop:
         names = VARIANTS if comparing else ("flux" if config.flux else "baseline",)
         variants = {name: Variant(name, config, dataset, device) for name in names}
+        if config.fsdp:
+            variants["fsdp"] = Variant("fsdp", config, dataset, device, variants["baseline"].trainer.model)
         if config.load is not None:
             for variant, saved in zip(variants.values(), sources(config), strict=True):
                 checkpoint.load(variant.trainer, saved)
@@ -63,8 +65,9 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 recording.enter_context(variant)
             stopped = _train(config, variants, iterations, save, stop)
             if comparing and not stopped and dist.get_rank() == 0:
-                baseline, flux = (read_records(config.out / name / "metrics.jsonl") for name in VARIANTS)
-                summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()))
+                records = [read_records(config.out / name / "metrics.jsonl") for name in variants]
+                baseline, flux, *fsdp = records
+                summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()), *fsdp)
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
                     variant.conclude(final)

@@ -243,6 +243,12 @@ class CompareOptions(RunOptions, ProcessOptions, ModelOptions):
 
     group: ClassVar[str] = "Comparison"
 
+    fsdp: bool = option(
+        False,
+        "Also train without tensor parallelism, by ZeRO-3 (torch's FSDP2), from the same weights on the same batches. "
+        "Recorded in the folder fsdp and noted below the table, but in no chart. tp must divide --micro-batch-size; "
+        "pp is 1, and FP8, dropout, --lora, --save and --load are refused.",
+    )
     block_steps: int | None = _in_file(
         None, "Steps of one side before the other's (A B B A). Default: about eight blocks each.", ge=1
     )

@@ -187,3 +187,33 @@ def step_flops(shape: ModelShape, sequences: int, *, frozen: bool = False) -> fl
     logits = 2 * s * h * shape.vocab_size
     weights = shape.num_layers * 2 * s * shape.layer_weights + logits
     return sequences * ((2.0 if frozen else 3.0) * weights + 3.0 * shape.num_layers * scores)
+
+
+def gathered_share(
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence_parallel: bool = True,
+    kept: bool = False,
+    recomputed: bool = False,
+    frozen: bool = False,
+    gradient: int = 4,
+) -> float:
+    """Return the bytes that ZeRO-3 moves for a layer and micro-batch, as a share of those of tensor parallelism.
+
+    Counted for the same ``tokens`` (m), in bf16, as a rank receives them, over the same ranks: both times
+    (tp - 1) / tp, which cancels out. With hidden size h and a layer of W weights:
+
+    * Tensor parallelism: each all-gather or reduce-scatter of m x h activations is 2 m h bytes. With sequence
+      parallelism there are four in forward, four in backward, and two more that gather x again for wgrad, unless it is
+      ``kept`` or the weights are ``frozen``: 20 m h. Without, there are two all-reduces in each direction, each of
+      which is a reduce-scatter and an all-gather: 16 m h. ``recomputed`` layers run forward twice: 8 m h more.
+    * ZeRO-3: W is gathered for forward and for backward, 2 bytes a weight each time, and the gradient is scattered in
+      ``gradient`` bytes (Megatron and ``fsdp``: fp32; of frozen weights none): (4 + gradient) W, whatever m is.
+
+    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h). A layer of ordinary attention and an MLP of 4 h has
+    W = 12 h^2: m > 3.6 h with gradients in bf16, and m > 4.8 h in fp32. GQA makes W smaller, and a gated MLP of the
+    same width larger. Biases and norms are left out.
+    """
+    collectives = 8 + (2 if sequence_parallel and not kept and not frozen else 0) + (4 if recomputed else 0)
+    return (4 + (0 if frozen else gradient)) * shape.layer_weights / (2 * collectives * tokens * shape.hidden_size)

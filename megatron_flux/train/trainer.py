@@ -64,8 +64,7 @@ class Trainer:
         """Enqueue a step; returns the micro-batches' losses, the gradient norm and the learning rate."""
         config = self.config
         self._graphs.before_step()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._zero_gradients()
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step, data_iterator=self.batches, model=self.model,
             num_microbatches=config.micro_batches, seq_length=config.shape.seq_length,
@@ -92,6 +91,10 @@ class Trainer:
         seconds = time.perf_counter() - start
         return LocalStep(*_sums(losses), grad_norm, lr, seconds)
 
+    def _zero_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def _build_model(self) -> torch.nn.Module:
         config, mcore = self.config, self._mcore_config
         bare = build_model(config, mcore)
@@ -105,14 +108,17 @@ class Trainer:
         mcore.no_sync_func = model.no_sync if config.overlap_grad_reduce else None
         return model
 
-    def _build_optimizer(self) -> tuple[Any, Any]:
+    def _build_adam(self) -> Any:
         config = self.config
         same = {name: getattr(config, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")}
         adam = OptimizerConfig(
             optimizer="adam", **same, bf16=config.precision == "bf16", params_dtype=config.dtype,
             use_distributed_optimizer=config.distributed_optimizer,
         )  # fmt: skip
-        optimizer = get_megatron_optimizer(adam, [self.model])
+        return get_megatron_optimizer(adam, [self.model])
+
+    def _build_optimizer(self) -> tuple[Any, Any]:
+        config, optimizer = self.config, self._build_adam()
         batch = config.global_batch_size
         # The scheduler counts sequences. Constant rates ignore the decay's length, but it must exceed the warm-up.
         decay_steps = config.lr_decay_steps or config.lr_warmup_steps + 1

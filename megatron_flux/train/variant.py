@@ -35,10 +35,17 @@ logger = logging.getLogger("megatron_flux")
 class Variant:
     """Trains in blocks of steps and, inside the context, records every step. Rank 0 writes, all ranks take part."""
 
-    def __init__(self, name: str, config: RunConfig, dataset: Any, device: torch.device) -> None:
-        """Build the trainer of ``name``, ``baseline`` or ``flux``. A collective call."""
+    def __init__(
+        self, name: str, config: RunConfig, dataset: Any, device: torch.device, weights: torch.nn.Module | None = None
+    ) -> None:
+        """Build the trainer of ``name``: ``baseline``, ``flux``, or ``fsdp`` with a model's ``weights``. Collective."""
         self.name, self.config = name, config
-        self.trainer = Trainer(config, dataset, device)
+        if weights is None:
+            self.trainer = Trainer(config, dataset, device)
+        else:
+            from megatron_flux.train.fsdp import FsdpTrainer
+
+            self.trainer = FsdpTrainer(config, dataset, device, weights)
         self.folder = config.out / name
         self._device = device
         for choice in config.layer_backend:

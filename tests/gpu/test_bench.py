@@ -144,6 +144,16 @@ def test_variants_traces_and_memory(tmp_path: Path) -> None:
     assert (rows["flux_local"]["flux_layers"], rows["flux_local"]["flux_fallbacks"]) == (8, {})
 
 
+@pytest.mark.parametrize("more", [(), ("--frozen",)], ids=["trained", "frozen"])
+def test_zero_3_on_the_same_tokens(tmp_path: Path, more: tuple[str, ...]) -> None:
+    names = ("te" if HAVE_TE else "local", "fsdp", "fsdp_bf16")
+    summary = layers(tmp_path / "run", "--variants", ",".join(names), *more)
+    assert summary["skipped"] == []
+    for row in summary["rows"]:
+        assert row["agreement"]["ok"], (row["arm"], row["agreement"])
+        assert min(row["ms_per_layer"], row["peak_memory_gb"], row["breakdown"]["communication_ms"]) > 0
+
+
 def test_fused_backend_computes_the_same(tmp_path: Path) -> None:
     summary = layers(tmp_path / "run", "--variants", "local,flux_local", "--backend", "fused", "--set=trace=false")
     local, flux = summary["rows"]

@@ -128,6 +128,11 @@ def test_links_and_wires_that_cannot_be_are_refused(cluster: str, site: dict, la
     assert "\n" not in str(error.value)
 
 
+def test_a_job_saves_and_so_does_not_compare_with_fsdp() -> None:
+    with pytest.raises(UserError, match="fsdp is not compared in a job, which saves checkpoints; leave it out"):
+        job.resolve(Job.load("tiny"), Profile.load("nvlink-h100"), "compare", {"fsdp": True, "micro_batch_size": 8})
+
+
 def test_memory_is_checked_for_both_variants() -> None:
     small = Profile.load("pcie-l20")
     both = job.resolve(Job.load("llama2-70b"), small, "compare").run

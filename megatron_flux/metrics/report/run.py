@@ -11,7 +11,7 @@ from megatron_flux.errors import UserError
 from megatron_flux.metrics.report.page import flat
 from megatron_flux.metrics.run_files import RunFiles, settings_of
 from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import VARIANTS, Record, summarize, verdict
+from megatron_flux.metrics.summary import VARIANTS, Record, fsdp_note, summarize, verdict
 from megatron_flux.metrics.table import UNKNOWN
 
 TIME_SETTINGS = (
@@ -105,6 +105,8 @@ def load(path: Path, name: str) -> Run:
     about = {name: config.get(name) or stored.get(name) for name in ("versions", "device", "link", "layout", "command")}
     variants = files.records
     summary = summarize(variants["baseline"], variants["flux"], about)
+    if isinstance(fsdp := stored.get("fsdp"), dict):
+        summary["notes"].append(fsdp_note(fsdp))
     if all(variants.values()) and not (path / "summary.json").exists():
         summary["notes"].append("There is no summary.json: the run did not end.")
     problems = files.problems + [

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_flux.bench import ops, tune
+from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
+from megatron_flux.bench.variants import memory_gb
 from megatron_flux.errors import UserError
 from megatron_flux.run import launcher
 from megatron_flux.run.rank import MEASURED
@@ -227,6 +229,15 @@ def test_layers_of_experts() -> None:
     assert weights < workload.memory_gb(2, 1) < 2 * weights
 
 
+def test_memory_of_shards() -> None:
+    workload = Workload(model="llama2-70b", seq=1024, micro_batch=2, layers=2)
+    weights = workload.layers * workload.shape.layer_weights
+    names = ["te", "fsdp", "fsdp_bf16"]
+    more = memory_gb(names, workload, 2) - workload.memory_gb(2, 1)
+    # Each has half the weights and gradients in fp32; both layers are whole, with gradients, in one of them at a time.
+    assert more == pytest.approx((2 * weights / 2 * 8 + weights * (2 + 2 + 4)) / 1e9)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -239,6 +250,7 @@ def test_layers_of_experts() -> None:
         ({"backend": "warp"}, "unknown backend 'warp'"),
         ({"seq_length": 4097}, "4097 tokens a sequence"),
         ({"cuda_graphs": True, "variants": ["unsynchronised"]}, "nothing waits"),
+        ({"cuda_graphs": True, "variants": ["te", "fsdp_bf16"]}, "cannot capture FSDP2"),
         ({"cuda_graphs": True, "fp8": ["current"]}, "cannot capture"),
         ({"cuda_graphs": True, "link": "p2p"}, "over the link p2p"),
         ({"mode": "prefill", "frozen": True}, "has no gradients"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_flux.errors import FluxError
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.slurm.job import Job, Resolved, resolve
-from megatron_flux.slurm.layout import check
+from megatron_flux.slurm.layout import check, lines
 from megatron_flux.slurm.profile import Profile
 
 
@@ -57,3 +57,11 @@ def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LinearPatch, "why_stock_common", lambda self, layer, x, weight: "made up")
     with pytest.raises(FluxError, match=r"rank 0, pipeline stage 0: FallbackError: .* cannot run flux: made up"):
         check(small())
+
+
+def test_fewer_bytes_by_gathered_weights_are_said() -> None:
+    few, last = lines(found := check(small()))[-2:]
+    assert few == found["bytes_note"]
+    assert few.startswith("gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes")
+    assert last == "every stage fits"
+    assert lines({**found, "bytes_note": None}) == [line for line in lines(found) if line != few]

@@ -1,6 +1,7 @@
 """Options that become a configuration, and those that are refused."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,48 @@ def test_what_does_not_fit_is_refused(device: Any, given: dict[str, Any], messag
     with pytest.raises(UserError) as error:
         resolve(device, **given)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"micro_batch_size": 3},
+            "tp 2 does not divide 3; use --micro-batch-size 2 or a multiple, or leave --fsdp out",
+        ),
+        ({"pp": 2, "world_size": 4}, "--fsdp: pp 2 is not compared with FSDP; leave it out, or leave --fsdp out"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"lora": 4, "load": Path("x")}, "--lora 4"),
+        ({"save": Path("x")}, "--save is"),
+        ({"load": Path("x")}, "--load is"),
+        ({**FP8, "micro_batch_size": 2}, "--fp8-recipe current"),
+    ],
+)
+def test_fsdp_trains_what_can_be_compared(given: dict[str, Any], message: str) -> None:
+    given = {"micro_batch_size": 2, "kind": CompareOptions, **given}
+    resolve(**given)
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve(**given, fsdp=True)
+
+
+def test_bytes_of_gathering_weights_are_noted_where_they_are_fewer() -> None:
+    wide = {"preset": "gpt3-6.7b", "seq_length": 4096}  # hidden size 4096: 3.6 x 4096 are 14746 tokens
+    assert resolve(**wide, micro_batch_size=3).bytes_note("nvlink") is None
+    run = resolve(**wide, micro_batch_size=4)
+    assert run.bytes_note("nvlink") == (
+        "gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes of tensor parallelism with gradients reduced "
+        "in bf16, 1.20 x in fp32, at hidden size 4096 and 16,384 tokens; these are bytes, not a measurement"
+    )
+    # Gathered inputs that are kept are not gathered again.
+    assert run.bytes_note("host") is None
+    assert resolve(**wide, micro_batch_size=4, keep_gathered=False).bytes_note("host") == run.bytes_note("nvlink")
+    assert resolve(**wide, micro_batch_size=4, world_size=1).bytes_note("nvlink") is None
+    frozen = resolve(**wide, micro_batch_size=4, lora=8).bytes_note("nvlink")
+    assert frozen is not None
+    assert "would move 0.75 x the bytes" in frozen
+    recomputed = resolve(**wide, micro_batch_size=3, recompute="full").bytes_note("nvlink")
+    assert recomputed is not None
+    assert "0.86 x" in recomputed
 
 
 @pytest.mark.parametrize("given", [TE, {"cuda_graph_impl": "transformer_engine"}])

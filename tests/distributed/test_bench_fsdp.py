@@ -1,0 +1,147 @@
+"""The variants ``fsdp`` and ``fsdp_bf16`` of ``bench layer``: ZeRO-3 of the same layers and tokens, over gloo."""
+
+import json
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_flux.bench.cases import Workload
+from megatron_flux.train.presets import PRESETS
+from megatron_flux.train.shims import gradient_accumulation_fusion
+from scripts import rival
+from tests.distributed import te_stand_in, test_bench_fp8
+from tests.distributed.megatron_world import megatron
+from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_bench_layer import run
+
+VARIANTS = ("fsdp", "local", "fsdp_bf16", "no_communication")
+WORK = Workload(model="swiglu", seq=16, micro_batch=4, layers=2)
+
+
+@pytest.mark.parametrize("model", ["gelu", "swiglu"])
+def test_results_are_those_of_tensor_parallelism(world: WorkerPool, tmp_path: Path, model: str) -> None:
+    work = WORK.model_copy(update={"model": model})
+    summary = world.run(partial(run, workloads=(work,), variants=VARIANTS), world.size, tmp_path)[0]
+    assert summary["skipped"] == []
+    found = {row["arm"]: row for row in summary["rows"]}
+    assert found.keys() == set(VARIANTS)
+    for name, most in (("fsdp", 1e-5), ("fsdp_bf16", 1e-2)):
+        agreement = found[name]["agreement"]
+        assert (agreement["with"], agreement["ok"], found[name]["training"]) == ("local", True, True)
+        assert max(agreement["y"], agreement["dx"]) < 1e-5
+        assert agreement["wgrad"] < most
+    assert found["fsdp_bf16"]["agreement"]["wgrad"] > 1e-4
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen: bool) -> None:
+    work = WORK.model_copy(update={"sequence_parallel": False, "frozen": frozen, "layers": 1})
+    _, row = world2.run(partial(run, workloads=(work,), variants=("local", "fsdp")), 2, tmp_path)[0]["rows"]
+    agreement = row["agreement"]
+    assert agreement["ok"]
+    assert ("wgrad" in agreement) is not frozen
+    assert max(value for name, value in agreement.items() if name in ("y", "dx", "wgrad")) < 1e-5
+
+
+def run_with_te(out: Path, model: str) -> dict[str, Any]:
+    from megatron_flux.bench import variants
+
+    with mock.patch.object(variants, "available_layers", return_value="te"):
+        return test_bench_fp8.run(out, model, (None,), ("te", "fsdp", "fsdp_again"), rounds=2)
+
+
+@te_stand_in.needed
+@pytest.mark.parametrize("model", ["gelu", "swiglu"])
+def test_layers_of_transformer_engine(te_world2: WorkerPool, tmp_path: Path, model: str) -> None:
+    summary = te_world2.run(run_with_te, tmp_path, model)[0]
+    assert summary["skipped"] == []
+    rows = {row["arm"]: row for row in summary["rows"]}
+    for name in ("fsdp", "fsdp_again"):
+        agreement = rows[name]["agreement"]
+        assert (agreement["with"], agreement["ok"]) == ("te", True)
+        assert max(agreement[of] for of in ("y", "dx", "wgrad")) < 1e-5
+        assert rows[name]["speedup_vs_te"] > 0
+
+
+def run_with_mixed_rows(tp: int, out: Path) -> dict[str, Any]:
+    from megatron_flux.train import fsdp
+
+    with mock.patch.object(fsdp, "halves_of", return_value=1):
+        return run(tp, out, workloads=(WORK,), variants=("local", "fsdp"))
+
+
+def test_weights_put_together_wrongly_are_seen(world2: WorkerPool, tmp_path: Path) -> None:
+    _, row = world2.run(run_with_mixed_rows, 2, tmp_path)[0]["rows"]
+    assert not row["agreement"]["ok"]
+
+
+def test_sequences_that_cannot_be_divided(world2: WorkerPool, tmp_path: Path) -> None:
+    work = WORK.model_copy(update={"micro_batch": 3, "layers": 1})
+    whole = WORK.model_copy(update={"layers": 1})
+    changes = {"workloads": (work, whole), "variants": ("fsdp",)}
+    summary = world2.run(partial(run, **changes), 2, tmp_path)[0]
+    assert [skipped["reason"] for skipped in summary["skipped"]] == [
+        "FSDP divides a micro-batch by sequences, and tp 2 does not divide 3; use --micro-batch-size 2 or a multiple",
+        "it takes its weights from a variant with tensor parallelism, and none could be built",
+    ]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@on_ranks("world2")
+def test_a_step_gathers_every_weight_twice_and_scatters_its_gradient(frozen: bool) -> None:
+    from megatron_flux.bench import variants
+
+    work = Workload(model="small", seq=8, micro_batch=2, layers=3, frozen=frozen)
+    group: Any = dist.group.WORLD
+    names = [("all_gather_single", "reduce_scatter_single"), ("all_gather_into_tensor", "reduce_scatter_tensor")]
+    gather, scatter = names[not hasattr(dist, "all_gather_single")]  # torch 2.13 renamed both
+    with megatron(2), gradient_accumulation_fusion():
+        device = torch.device("cpu")
+        weights = variants.shareable_weights(variants.build("local", work, 2, device), trained=lambda _: not frozen)
+        sharded = variants.build_sharded("fsdp", work, weights, group, device)
+        x = torch.randn(8, 1, work.shape.hidden_size, requires_grad=True)
+        variant = variants.make("fsdp", sharded, x, torch.ones_like(x))
+        calls = {name: mock.Mock(wraps=getattr(dist, name)) for name in (gather, scatter)}
+        for step in range(1, 3):
+            with mock.patch.multiple(dist, **calls), variant.active():
+                variant.run()
+            assert (calls[gather].call_count, calls[scatter].call_count) == (6 * step, 0 if frozen else 3 * step)
+    weights_bytes = sum(parameter.nbytes for parameter in sharded.parameters())
+    for call, times in ((calls[gather], 2), (calls[scatter], 0 if frozen else 1)):
+        # The larger of its tensors is the whole one.
+        sizes = [
+            max(t.nbytes for t in (*one.args, *one.kwargs.values()) if torch.is_tensor(t)) for one in call.mock_calls
+        ]
+        assert sum(sizes) == 2 * times * weights_bytes  # of two steps
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pairs_of_sizes(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    monkeypatch.setattr(rival, "PRESETS", dict(PRESETS))
+    pairs = rival.workloads([8192, 2048, 4096], [1, 2, 4, 6], 4, tp)
+    assert [work.tokens for work in pairs] == [h * times for h in (2048, 4096, 8192) for times in (1, 2, 4, 6)]
+    assert all(work.micro_batch % tp == 0 and 512 <= work.seq <= 4096 for work in pairs)
+
+
+def test_pairs_of_sizes_are_measured_in_one_run(warm_python: str, tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.rival"]
+    words = ["--hidden", "128,64", "--times", "1,2", "--variants", "local,fsdp", "--num-layers", "1", "--rounds", "1"]
+    done = subprocess.run(
+        [warm_python, "-m", *command, *words, "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "rival.json").read_text())["rows"]
+    assert [(row["hidden_size"], row["tokens"], row["arm"]) for row in rows] == [
+        (h, number * h, arm) for h in (64, 128) for number in (1, 2) for arm in ("local", "fsdp")
+    ]
+    assert {row["link"] for row in rows} == {"none"}
+    assert all(row["agreement"]["ok"] for row in rows)
+    assert [row["gathered_share"] for row in rows[::2]] == [4.8, 2.4] * 2

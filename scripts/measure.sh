@@ -75,13 +75,16 @@ ASKED=("${@:-}") RAN=0
 stage checks 590 "$ranks $GPUS tests/gpu/checks.py --out @.jsonl"
 ((GPUS < 4)) || stage groups 300 "$ranks $GPUS tests/gpu/checks.py --out @.jsonl --split 2 --rounds 50"
 stage emulated_checks 150 "$ranks 2 tests/gpu/checks.py --emulate 8 --rounds 10 --out @.jsonl"
-stage tests 1500 "MEGATRON_FLUX_TUNE=${MEGATRON_FLUX_TUNE:-off} python3 -m pytest -v tests/gpu"
+stage tests 600 "python3 -m scripts.gpu_tests @ --seconds 560"
 # The later stages use its plans, which may ship with the package: of all candidates.
 stage tune 590 "$flux tune --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048"
 stage ops 590 "$flux bench ops --tp $GPUS --preset gpt3-175b,llama2-70b --tokens 8192,2048 --out @"
 stage decode_ops 300 "$flux bench ops --tp $GPUS --preset llama2-70b --directions decode --out @"
+stage peers 590 "$flux bench peers --tp $GPUS --seconds 400 --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
 stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_graphs=true --set=trace=false --out @"
+stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --again 20 --out @"
+stage rival 250 "$ranks $GPUS -m scripts.rival --out @"
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done
@@ -108,6 +111,7 @@ for way in host p2p; do
     done
 done
 stage host_ops 300 "$flux bench ops --tp $GPUS --link host --wire fp8 --preset gpt3-175b,gpt3-6.7b --tokens 8192 --out @"
+stage host_rival 300 "$ranks $GPUS -m scripts.rival --link host --out @"
 stage host_layer 400 "$layer --link host $narrow --variants te,flux_te,flux_te:backend=chunked_fp8,no_communication --out @"
 for wire in exact fp8; do
     stage host_compare_$wire 300 "$flux compare $trained --nproc $GPUS --link host --wire $wire --steps 40 --out @"

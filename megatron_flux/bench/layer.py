@@ -407,8 +407,9 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
 
 
 def baseline_of(names: dict[str, Any]) -> str:
-    """Return the variant that others are compared with."""
-    return next((name for name in ("te", "local") if name in names), next(iter(names)))
+    """Return the variant that others are compared with: stock, else the first that is no bound."""
+    trainings = [name for name in names if variants.is_training(name)] or list(names)
+    return next((name for name in ("te", "local") if name in names), trainings[0])
 
 
 def row(workload: Workload, variant: Variant, samples: Samples) -> dict[str, Any]:

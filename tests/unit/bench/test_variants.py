@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_flux.bench import variants
+from megatron_flux.bench import layer, variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Variant
 from megatron_flux.bench.layer import complete, row
@@ -101,3 +101,12 @@ def test_rows_have_the_names_that_others_rely_on() -> None:
 def test_without_te_or_a_faster_bound_nothing_is_made_up() -> None:
     assert all(r["speedup_vs_te"] is r["hidden_share"] is None for r in rows_of(local=20.0, no_communication=15.0))
     assert [r["hidden_share"] for r in rows_of(te=20.0, no_communication=20.0)] == [None, None]
+
+
+def test_results_are_compared_with_a_training() -> None:
+    """A bound's results are wrong by design."""
+    names = dict.fromkeys(["no_communication", "flux_te", "te"])
+    assert layer.baseline_of(names) == "te"
+    del names["te"]
+    assert layer.baseline_of(names) == "flux_te"
+    assert layer.baseline_of({"no_communication": None}) == "no_communication"

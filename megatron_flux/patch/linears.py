@@ -260,7 +260,7 @@ class LinearPatch(StockReasons):
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
         """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
         counted = self.gradient_added if runs_flux else self.gradient_dropped
-        if not self.te.loses_gradient or layer in counted:
+        if layer in counted:
             return
         if not counted:
             about = "flux adds it: gradients are those of TP 1, and not stock's" if runs_flux else "so do layers here"

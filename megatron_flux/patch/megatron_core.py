@@ -8,16 +8,15 @@ not as expected.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import version
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import NamedTuple
 
@@ -50,13 +49,6 @@ INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
 those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""
 _LINEAR = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
-REIMPLEMENTED = (
-    *(*REPLACED, f"{LAYERS}:ColumnParallelLinear.forward", f"{LAYERS}:RowParallelLinear._forward_impl"),
-    *(_LINEAR, f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"),
-    *(f"{LAYERS}:_linear_forward", f"{LAYERS}:_wgrad_gemm"),  # from 0.20 on
-    *(f"{TE_LAYERS}:TELinear.forward", f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward"),
-)
-"""Code that flux does anew, and its callers; scripts/seams.py compares it with another line's."""
 _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
@@ -97,7 +89,8 @@ NEWEST_SEAMS = {
     "megatron.core.tensor_parallel.layers:_wgrad_gemm": "cfc2f24b0d09",
     "megatron.core.extensions.transformer_engine:TELinear.forward": "ad87957e050e",
 }
-"""Digests of the newest line's code; ``python scripts/seams.py FOLDER`` prints them."""
+"""Code that flux replaces or does anew, and its callers, with digests of the newest line's; ``python scripts/seams.py
+FOLDER`` prints them."""
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
@@ -146,17 +139,10 @@ def _folder() -> Path | None:
 
 
 def installed_megatron_core() -> str:
-    """Return the version of what ``import megatron.core`` finds: the installed package's, or a checkout's own.
-
-    A Megatron-LM checkout comes before the installed package when one of its scripts runs, and need not be of the same
-    version. Nothing is imported.
+    """Return the version of what ``import megatron.core`` finds: a Megatron-LM checkout comes before the installed
+    package when one of its scripts runs, and need not be of the same version. Nothing is imported.
     """
-    core = _folder()
-    with suppress(PackageNotFoundError):
-        packaged = Path(str(distribution("megatron-core").locate_file("megatron/core"))).resolve()
-        if core in (None, packaged):
-            return version("megatron-core")
-    if core is not None:
+    if (core := _folder()) is not None:
         with suppress(FileNotFoundError, ValueError):
             return version_of_tree(core)
     supported = shown(SUPPORTED_MEGATRON_CORE)
@@ -226,10 +212,9 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
 
     Another library's object in its place is not checked: calls run stock through it.
     """
-    module_name, _, qualified = path.partition(":")
     releases = shown(SUPPORTED_MEGATRON_CORE)
     try:
-        target = attrgetter(qualified)(importlib.import_module(module_name))
+        target = resolve_name(path)
     except (ImportError, AttributeError) as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and absent.partition(".")[0] != "megatron":
@@ -241,7 +226,7 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
         raise UnsupportedVersionError(
             f"{path} is missing from the installed megatron-core ({error}); use an unmodified release {releases}"
         ) from error
-    if name_of_other(target, qualified.rpartition(".")[2]) is not None:
+    if name_of_other(target, re.split("[.:]", path)[-1]) is not None:
         return
     present = inspect.signature(target).parameters
     if missing := [name for name in parameters if name not in present]:

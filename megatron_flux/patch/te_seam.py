@@ -27,6 +27,7 @@ from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,21 +40,12 @@ from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm, Returned
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
-from megatron_flux.patch.te_fp8 import TransformerEngineFp8
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
 from megatron_flux.patch.te_wgrad import WgradStore
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
-LOSES_GRADIENT = SpecifierSet(">=2.4,<=2.20.2")
-"""Releases whose ``LayerNormLinear`` drops the gradient of a norm output that it has returned gathered: backward adds
-it ``if ctx.return_layernorm_output and not ctx.return_layernorm_output_gathered``, and nowhere else."""
 
-REIMPLEMENTED = (
-    "transformer_engine.pytorch.module.linear",
-    "transformer_engine.pytorch.module.layernorm_linear",
-    "transformer_engine.pytorch.module._common:apply_normalization",
-)
-"""Code that flux's layers do anew; scripts/seams.py compares it with another release's."""
 NEWEST_SEAMS = {
     "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",
     "transformer_engine.pytorch.module.layernorm_linear": "2feed8c5529e",
@@ -62,7 +54,7 @@ NEWEST_SEAMS = {
     "transformer_engine.pytorch.distributed:_all_gather_fp8": "f6861b53dddd",
     "transformer_engine.pytorch.distributed:gather_along_first_dim": "66ac93668616",
 }
-"""Digests of this code, and of that of :mod:`megatron_flux.patch.te_fp8`, in 2.20.2; scripts/seams.py prints them."""
+"""Code that flux's layers do anew, with digests of that in 2.20.2; scripts/seams.py prints them."""
 
 DELAYS_WGRAD = SpecifierSet(">=2.11")
 """Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""
@@ -127,29 +119,29 @@ class TransformerEngine:
 
     def __init__(self, installed: str) -> None:
         """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
-        self.installed, release = installed, release_of(installed)
-        # A newer one is used with the code of 2.20.2 alone.
-        self.loses_gradient = release is not None and (release in LOSES_GRADIENT or release >= Version(_BEYOND))
+        self.installed = installed
         kernels = "transformer_engine_torch"
         self.norms = {
-            "LayerNorm": (_symbol(f"{kernels}:layernorm_fwd"), _symbol(f"{kernels}:layernorm_bwd")),
-            "RMSNorm": (_symbol(f"{kernels}:rmsnorm_fwd"), _symbol(f"{kernels}:rmsnorm_bwd")),
+            "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
+            "RMSNorm": (resolve_name(f"{kernels}:rmsnorm_fwd"), resolve_name(f"{kernels}:rmsnorm_bwd")),
         }
-        self.dtypes = _symbol("transformer_engine.pytorch.constants:TE_DType")
+        self.dtypes = resolve_name("transformer_engine.pytorch.constants:TE_DType")
         fp8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
-        self.in_fp8 = _symbol(f"{fp8}.is_fp8_enabled")
-        self._fp8_calibration = _symbol(f"{fp8}.is_fp8_calibration")
-        self._offloading = _symbol("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
-        self._exporting = _symbol("transformer_engine.pytorch.export:is_in_onnx_export_mode")
-        self._debug = _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState")
+        self.in_fp8 = resolve_name(f"{fp8}.is_fp8_enabled")
+        self._fp8_calibration = resolve_name(f"{fp8}.is_fp8_calibration")
+        self._offloading = resolve_name("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
+        self._exporting = resolve_name("transformer_engine.pytorch.export:is_in_onnx_export_mode")
+        self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
-        _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
+        resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
 
     @cached_property
     def fp8(self) -> TransformerEngineFp8 | str:
         """Return what flux uses of it in FP8, or why that cannot be used."""
+        if self.installed not in SUPPORTED_FP8:
+            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
         try:
-            return TransformerEngineFp8(_symbol, self.installed)
+            return TransformerEngineFp8(self.installed)
         except (ImportError, AttributeError) as error:
             return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 
@@ -213,7 +205,7 @@ class TransformerEngine:
         if release is None or release not in DELAYS_WGRAD:
             return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
         try:
-            return cast(Callable[..., Any], _symbol("transformer_engine.pytorch.cpp_extensions:general_gemm"))
+            return cast(Callable[..., Any], resolve_name("transformer_engine.pytorch.cpp_extensions:general_gemm"))
         except (ImportError, AttributeError) as error:
             return f"delayed wgrad: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 
@@ -265,8 +257,3 @@ def _norm(
         return found if has_mean else (*found, None)
 
     return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
-
-
-def _symbol(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return attrgetter(name)(importlib.import_module(module))

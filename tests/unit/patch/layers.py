@@ -88,7 +88,7 @@ class Te:
     """A TransformerEngine that has its own reason, or none."""
 
     reason: str | None = None
-    loses_gradient, installed = True, "2.11.0"
+    installed = "2.11.0"
 
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool) -> str | None:
         assert not fp8

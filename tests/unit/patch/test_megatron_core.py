@@ -44,7 +44,7 @@ def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     layers = importlib.util.find_spec(LAYERS)
     assert layers is not None
     installed = Path(str(layers.origin))
-    paths = [path for path in megatron_core.REIMPLEMENTED if path.startswith(LAYERS)]
+    paths = [path for path in megatron_core.NEWEST_SEAMS if path.startswith(LAYERS)]
     monkeypatch.setattr(megatron_core, "NEWEST_SEAMS", seams.digests(installed.parents[3], paths))
     core = _checkout(tmp_path, "0.97.0")
     (core / "tensor_parallel").mkdir()

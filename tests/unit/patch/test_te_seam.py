@@ -130,11 +130,3 @@ def test_which_output_of_the_norm_is_returned(
     layer = linear(**{"sequence_parallel": True, **changes})
     assert te_seam.load().returned(layer) == expected
     assert why_stock(te_seam.load(), layer) is None
-
-
-def test_a_build_of_a_release_drops_what_the_release_drops(
-    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for version, drops in (("2.11.0", True), ("2.11.0a0+gabc.nv26.01", True), ("2.20.2", True), ("2.20.3", False)):
-        monkeypatch.setattr(te_seam, "version", lambda name, version=version: version)
-        assert te_seam.load().loses_gradient is drops

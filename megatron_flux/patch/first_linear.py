@@ -29,13 +29,12 @@ logger = logging.getLogger("megatron_flux")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _handle: Any = None
 _settled = False
-_looking = False
 
 
 def watch(switch_on: Callable[[], None]) -> None:
     """Call ``switch_on`` as the first linear is built, if ``MEGATRON_FLUX`` is on. Idempotent.
 
-    The hook sees parameters as they are registered: no forward has more to do.
+    The hook sees parameters as they are registered: no forward has more to do. It stays when the wait has ended.
     """
     global _handle
     if _handle is None and not _settled and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
@@ -44,11 +43,8 @@ def watch(switch_on: Callable[[], None]) -> None:
 
 def settle() -> None:
     """End the wait: flux was switched on or off by other means, the options of a command for instance."""
-    global _handle, _settled
+    global _settled
     _settled = True
-    if _handle is not None and not _looking:
-        _handle.remove()
-        _handle = None
 
 
 def rank() -> int:
@@ -57,18 +53,9 @@ def rank() -> int:
 
 
 def _look(module: Any, switch_on: Callable[[], None]) -> None:
-    global _looking
     if _settled or not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
         return
-    _looking = True  # torch goes through its hooks: none may be removed now; this one does nothing from here on
-    try:
-        settle()
-        _switch(switch_on)
-    finally:
-        _looking = False
-
-
-def _switch(switch_on: Callable[[], None]) -> None:
+    settle()
     autoload = os.environ.get(_AUTOLOAD, "1")
     if autoload == "1":
         if switched_on():  # or raises: a value that is neither on nor off

@@ -65,9 +65,6 @@ from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
 
-KEEP = "_megatron_flux_keep_gathered"
-"""Key in a layer's ``__dict__``; its value says if the gathered input is kept."""
-
 
 class LinearPatch(StockReasons):
     """Makes the replacement methods and counts what they ran."""
@@ -122,7 +119,7 @@ class LinearPatch(StockReasons):
                 deferred=deferred_to(kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")),
                 backend=backends,
                 wires=self.config.wires,
-                **self._gather_options(layer),
+                **self._gather_options(),
             )
 
         return _forward_impl
@@ -188,7 +185,7 @@ class LinearPatch(StockReasons):
             operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:
                 linear, operands = column_parallel_linear, (weight, bias, layer.tp_group)
-                options |= self._gather_options(layer) | {"epilogue_bias": True}
+                options |= self._gather_options() | {"epilogue_bias": True}
             if kind == TE_NORM_COLUMN:
                 options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
                 options["returned"] = returned
@@ -232,11 +229,11 @@ class LinearPatch(StockReasons):
 
         return forward
 
-    def _gather_options(self, layer: torch.nn.Module) -> dict[str, Any]:
+    def _gather_options(self) -> dict[str, Any]:
         config = self.config
         return {
             "gather_ahead": config.gather_ahead,
-            "keep_gathered": layer.__dict__.get(KEEP, config.keep_gathered),
+            "keep_gathered": config.keep_gathered,
             "keep_gathered_bytes": config.keep_gathered_bytes,
         }
 

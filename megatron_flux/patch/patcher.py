@@ -33,7 +33,6 @@ from megatron_flux.patch import compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
-    LINEARS,
     checked_line,
     fused_mlp,
     inference_layers,
@@ -258,7 +257,7 @@ def report(model: Model | None = None) -> dict[str, Any]:
         },
         "kept_gathered": keep.report(),
         "cuda_graphs": now is not None and now.cuda_graphs,
-        **({} if model is None else {"layers": {name: ran(layer) for name, layer in linears_of(model, LINEARS)}}),
+        **({} if model is None else {"layers": {name: ran(layer) for name, layer in linears_of(model)}}),
     }
 
 

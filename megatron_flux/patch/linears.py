@@ -39,7 +39,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -49,7 +49,6 @@ from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.reasons import (
     CHOSEN,
     INFERENCE_OPTIMIZED,
@@ -70,10 +69,10 @@ class LinearPatch(StockReasons):
     """Makes the replacement methods and counts what they ran."""
 
     def __init__(
-        self, config: FluxConfig, line: MegatronCoreLine, row: type, te: TransformerEngine | str | None = None
+        self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
         """See :class:`~megatron_flux.patch.reasons.StockReasons`."""
-        super().__init__(config, line, row, te)
+        super().__init__(config, added, row, te)
         self.patched = False  # megatron-core's own classes run flux
         self.subclasses: dict[type, type] = {}
         """Classes of layer specs that run flux (:mod:`megatron_flux.patch.spec`), by the class that each stands for."""

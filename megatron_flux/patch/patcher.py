@@ -33,7 +33,7 @@ from megatron_flux.patch import compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
-    checked_line,
+    check_symbols,
     fused_mlp,
     inference_layers,
     installed_megatron_core,
@@ -113,10 +113,10 @@ def use(config: FluxConfig | None) -> LinearPatch:
             _log("megatron_flux: already %s, now with %s", "patched" if is_patched() else "registered", config)
         return _linears
     strict = (config or FluxConfig()).strict
-    line = checked_line(strict=strict)
+    added = check_symbols(strict=strict)
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
+    linears = LinearPatch(config or FluxConfig(), added, RowParallelLinear)
     if te_layers() is not None:
         try:
             linears.te = te_seam.load(strict=strict)

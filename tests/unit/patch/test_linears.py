@@ -11,7 +11,6 @@ from megatron_flux import FluxConfig
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import LINES
 from megatron_flux.patch.reasons import TE_KINDS
 from tests.unit.patch.layers import Layer, TeLayer, Traced, X
 
@@ -29,7 +28,7 @@ def configured(kind: str, **attributes: Any) -> Any:
 
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
-    patch = LinearPatch(FluxConfig(), LINES[0], Layer)
+    patch = LinearPatch(FluxConfig(), {}, Layer)
     a, b, c, never = (torch.nn.Identity() for _ in range(4))
     a.extra_repr = lambda: "layer A"  # type: ignore[method-assign]
     for kind, reason, layer in (

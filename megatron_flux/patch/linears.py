@@ -40,7 +40,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -136,8 +136,13 @@ class LinearPatch(StockReasons):
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
+            if not layer.input_is_parallel:
+                from megatron.core.tensor_parallel import layers
+
+                # This rank's columns, as stock cuts them; backward gathers their gradients.
+                input_ = layers.scatter_to_tensor_model_parallel_region(input_, group=layer.tp_group)
             y = row_parallel_linear(
-                input_ if layer.input_is_parallel else own_columns(input_, layer.tp_group),
+                input_,
                 weight,
                 layer.tp_group,
                 sequence_parallel=layer.sequence_parallel,
@@ -287,13 +292,6 @@ class LinearPatch(StockReasons):
         """End the patch. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
-
-
-def own_columns(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return this rank's columns of ``x``, as stock cuts them; backward gathers their gradients."""
-    from megatron.core.tensor_parallel import layers
-
-    return cast(torch.Tensor, layers.scatter_to_tensor_model_parallel_region(x, group=group))
 
 
 def deferred_to(buffer: list[torch.Tensor] | None, limit: int | None) -> Callable[[torch.Tensor], bool] | None:

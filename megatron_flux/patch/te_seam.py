@@ -172,7 +172,11 @@ class TransformerEngine:
             return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
-        if self._offloading() and not self._may_offload(layer, fp8):
+        # Megatron's own offloading makes TransformerEngine say that it offloads, too: see patch.reasons.
+        if self._offloading() and not (
+            getattr(getattr(layer, "config", None), "fine_grained_activation_offloading", False)
+            or (not fp8 and self.offloads_anything())
+        ):
             return "activation offloading to the CPU"
         if self._exporting():
             return "ONNX export"
@@ -184,12 +188,6 @@ class TransformerEngine:
         """Return True if its activation offloading, where it is on, takes whatever is saved: not the older kind."""
         module: Any = importlib.import_module("transformer_engine.pytorch.cpu_offload")
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
-
-    def _may_offload(self, layer: Any, fp8: bool) -> bool:
-        # Megatron's own offloading makes TransformerEngine say that it offloads, too: see patch.reasons.
-        config = getattr(layer, "config", None)
-        of_megatron = getattr(config, "fine_grained_activation_offloading", False)
-        return of_megatron or (not fp8 and self.offloads_anything())
 
     def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
         if isinstance(self.wgrad_gemm, str):

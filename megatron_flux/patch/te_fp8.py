@@ -425,8 +425,8 @@ class Fp8Call(Precision):
         """Return what TransformerEngine has quantised, to multiply over its columns."""
         dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
-            return Fp8Operand(_matrix(tensor._data), dtype, tensor._scale_inv)
-        data, scales = _matrix(tensor._rowwise_data), tensor._rowwise_scale_inv
+            return Fp8Operand(rows(tensor._data), dtype, tensor._scale_inv)
+        data, scales = rows(tensor._rowwise_data), tensor._rowwise_scale_inv
         if tensor._is_2D_scaled:
             return Fp8Operand(data, dtype, scales, "128x128")
         if self._te.compact and not tensor._is_gemm_ready_format():
@@ -436,11 +436,11 @@ class Fp8Call(Precision):
     def _rows(self, tensor: Any) -> Rows:
         """Return the same to be gathered for wgrad."""
         if not self._in_blocks:
-            return Rows(_matrix(tensor._data), tensor._scale_inv)
+            return Rows(rows(tensor._data), tensor._scale_inv)
         data = tensor._columnwise_data
         if not self._te.compact:
             data = self._api.fp8_transpose(data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
-        return Rows(_matrix(data), tensor._columnwise_scale_inv)
+        return Rows(rows(data), tensor._columnwise_scale_inv)
 
     def _transposed(self, tensor: Any) -> Fp8Operand:
         """Return the same transposed, to multiply over its rows."""
@@ -461,8 +461,3 @@ class Fp8Call(Precision):
         forms = (None, None, data, scales) if transposed else (data, scales, None, None)
         square = operand.scaling == "128x128"
         return self._api.blocks(*forms, dtype, quantizer, square, *self._te.laid_out)
-
-
-def _matrix(data: torch.Tensor) -> torch.Tensor:
-    """View bytes ``[..., k]`` as ``[m, k]``."""
-    return data.view(-1, data.shape[-1])

@@ -272,7 +272,9 @@ class LinearPatch(StockReasons):
         counted.add(layer)
 
     def what_ran(self, layer: torch.nn.Module) -> str:
-        """Return ``flux``, ``stock: `` with the last reason, both (by call), or ``not called``."""
+        """Return ``flux``, ``stock: `` with the last reason, both (by call), ``not called``, or ``not patched``."""
+        if not self.covers(layer):
+            return "not patched"
         reason = self._stock.get(layer)
         ran = ["flux"] * (layer in self._active) + ([] if reason is None else [f"stock: {reason}"])
         if not ran:  # Python finds what is set on the layer before what is replaced in its class

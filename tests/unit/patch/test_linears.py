@@ -29,6 +29,7 @@ def configured(kind: str, **attributes: Any) -> Any:
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
     patch = LinearPatch(FluxConfig(), {}, Layer)
+    patch.patched = True
     a, b, c, never = (torch.nn.Identity() for _ in range(4))
     a.extra_repr = lambda: "layer A"  # type: ignore[method-assign]
     for kind, reason, layer in (

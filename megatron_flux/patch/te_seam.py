@@ -22,7 +22,6 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -131,6 +130,9 @@ class TransformerEngine:
         self._fp8_calibration = resolve_name(f"{fp8}.is_fp8_calibration")
         self._offloading = resolve_name("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
         self._exporting = resolve_name("transformer_engine.pytorch.export:is_in_onnx_export_mode")
+        self._gemm = resolve_name("transformer_engine.pytorch.cpp_extensions:general_gemm")
+        release = release_of(installed)
+        self._delays_wgrad = release is not None and release in DELAYS_WGRAD
         self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
         resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
@@ -190,29 +192,16 @@ class TransformerEngine:
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
 
     def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
-        if isinstance(self.wgrad_gemm, str):
-            return self.wgrad_gemm
+        if not self._delays_wgrad:
+            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
         if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
             return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
         return None
 
-    @cached_property
-    def wgrad_gemm(self) -> Callable[..., Any] | str:
-        """Return the GEMM of a delayed wgrad, or why it cannot be used."""
-        release = release_of(self.installed)
-        if release is None or release not in DELAYS_WGRAD:
-            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
-        try:
-            return cast(Callable[..., Any], resolve_name("transformer_engine.pytorch.cpp_extensions:general_gemm"))
-        except (ImportError, AttributeError) as error:
-            return f"delayed wgrad: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
-
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
         """Return the owner of this call's wgrad if it is delayed, else None. ``bias``: see there."""
         store = layer.wgrad_store
-        if not store.delay_wgrad_compute():
-            return None
-        return WgradStore(cast(Callable[..., Any], self.wgrad_gemm), store, bias)
+        return WgradStore(self._gemm, store, bias) if store.delay_wgrad_compute() else None
 
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why it must run a call under its FP8 autocast itself, or None."""

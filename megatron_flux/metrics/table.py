@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from io import TextIOWrapper
 from typing import IO, Any
 
 from rich import box
@@ -167,7 +166,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     print_table("", HEAD, rows(summary), *notes, Text(verdict(summary), "bold"))
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+def grid(head: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
     """Return a table whose rows are never folded. Columns whose heading begins with ``<`` are aligned left.
 
     So is the first column; others are aligned right.
@@ -194,14 +193,18 @@ def print_table(
     Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. Where the encoding lacks
     a character there is a ``?``.
     """
-    console, table = Console(file=file, highlight=False, emoji=False, markup=False), grid(head, rows)
-    if isinstance(console.file, TextIOWrapper):
-        console.file.reconfigure(errors="replace")
+    console = Console(file=file, highlight=False, emoji=False, markup=False)
+
+    def encodable(cell: str | Text) -> Text:
+        plain, style = (cell.plain, cell.style) if isinstance(cell, Text) else (cell, "")
+        return Text(plain.encode(console.encoding, "replace").decode(console.encoding), style)
+
+    table = grid(head, [map(encodable, row) for row in rows])
     console.width = max(
         console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     )
     if title:
-        console.print(title, style="bold", soft_wrap=True)
+        console.print(encodable(title), style="bold", soft_wrap=True)
     console.print(table)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(encodable(note), soft_wrap=True)

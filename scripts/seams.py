@@ -6,7 +6,7 @@
 
 Use it when a release of either comes out. A folder is a checkout or ``site-packages``. Only text is read; nothing of a
 release is imported. What is compared stands in ``megatron_flux/patch``: ``REPLACED``, ``TE_REPLACED`` and
-``REIMPLEMENTED``. Each function of it whose code differs is printed as a diff, docstrings and comments apart. Exit code
+``NEWEST_SEAMS``. Each function of it whose code differs is printed as a diff, docstrings and comments apart. Exit code
 1: something moved; read it (of NEW alone: and it is no wheel of a supported release). Names that are gone are found by
 the tests, run in an environment with the new release.
 """
@@ -20,14 +20,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_flux.patch import megatron_core, te_fp8, te_seam
+from megatron_flux.patch import megatron_core, te_seam
 from megatron_flux.patch.seams import digests, functions
 
-PATHS = (
-    *(*megatron_core.REPLACED, *megatron_core.TE_REPLACED, *megatron_core.REIMPLEMENTED),
-    *(*te_seam.REIMPLEMENTED, *te_fp8.REIMPLEMENTED),
-)
 KNOWN = megatron_core.NEWEST_SEAMS | te_seam.NEWEST_SEAMS
+PATHS = (*megatron_core.REPLACED, *megatron_core.TE_REPLACED, *KNOWN)
 SUPPORTED = {
     "megatron_core": megatron_core.SUPPORTED_MEGATRON_CORE,
     "transformer_engine": te_seam.SUPPORTED_TE,

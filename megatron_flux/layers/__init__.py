@@ -1,29 +1,7 @@
 """Autograd for column- and row-parallel linears. This package knows no Megatron class.
 
-Per layer with sequence parallelism, with ``tp`` ranks, ``x`` and ``y`` as seen by one rank:
-
-=======  =========================  ==========================================================================
-layer    x, weight, y               work
-=======  =========================  ==========================================================================
-column   ``[s/tp, b, k]``           forward  ``y  = all_gather(x) @ weight.T``                all_gather_gemm
-         ``[n, k]``                 dgrad    ``dx = reduce_scatter(dy @ weight)``             gemm_reduce_scatter
-         ``[s, b, n]``              wgrad    ``dw = dy.T @ all_gather(x)``                    all_gather, prefetched
-row      ``[s, b, k]``              forward  ``y  = reduce_scatter(x @ weight.T)``            gemm_reduce_scatter
-         ``[n, k]``                 dgrad    ``dx = all_gather(dy) @ weight``                 all_gather_gemm
-         ``[s/tp, b, n]``           wgrad    ``dw = all_gather(dy).T @ x``                    reuses dgrad's gather
-=======  =========================  ==========================================================================
-
-Without it all ranks have the same rows, ``x`` of a column and ``y`` of a row layer are whole, and a layer communicates
-once:
-
-=======  =========================  ==========================================================================
-column   ``[s, b, k]``              forward  ``y  = x @ weight.T``
-         ``[n, k]``                 dgrad    ``dx = all_reduce(dy @ weight)``                 gemm_all_reduce
-         ``[s, b, n]``              wgrad    ``dw = dy.T @ x``                                beside dgrad's sum
-row      ``[s, b, k]``              forward  ``y  = all_reduce(x @ weight.T)``                gemm_all_reduce
-         ``[n, k]``                 dgrad    ``dx = dy @ weight``
-         ``[s, b, n]``              wgrad    ``dw = dy.T @ x``
-=======  =========================  ==========================================================================
+With sequence parallelism a layer communicates in forward, dgrad and wgrad; without it all ranks have the same rows, and
+it does once. The tables of shapes and operators are in :mod:`~megatron_flux.layers.linears`.
 
 The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving
 the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthikanti et al., "Reducing Activation

@@ -29,6 +29,7 @@ Budget
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from megatron_flux.comm import links
 from megatron_flux.comm.agreement import of_all_ranks
@@ -72,23 +72,16 @@ class Kept:
         return self.gathered
 
 
-class _OptimizerSteps:
-    """Counts the steps of all optimizers in this process, from the first question on."""
+@functools.cache
+def _optimizer_steps() -> list[int]:
+    """Return a list of one number: the steps of all optimizers in this process, from the first question on."""
+    count = [0]
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._hook: RemovableHandle | None = None
+    def add(*_: object) -> None:
+        count[0] += 1
 
-    def count(self) -> int:
-        if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(self._add)
-        return self._count
-
-    def _add(self, *_: object) -> None:
-        self._count += 1
-
-
-_steps = _OptimizerSteps()
+    register_optimizer_step_post_hook(add)
+    return count
 
 
 class _Ledger:
@@ -97,7 +90,7 @@ class _Ledger:
     def __init__(self) -> None:
         self.requested_bytes: int | None = None
         self.budget_bytes: int | None = None  # None: not agreed yet
-        self.first_step = self.step = _steps.count()
+        self.first_step = self.step = _optimizer_steps()[0]
         self.count = 0  # of times that reserved_bytes began at zero
         self.reserved_bytes = 0
         self.peak_bytes = 0  # of reserved_bytes since :func:`reset_peak`
@@ -106,7 +99,7 @@ class _Ledger:
 
     def reserve(self, nbytes: int, x: torch.Tensor, requested: int | None, group: dist.ProcessGroup) -> Kept | None:
         """Reserve ``nbytes``; None if there is no room. Collective when the budget is agreed."""
-        step = _steps.count()
+        step = _optimizer_steps()[0]
         if requested != self.requested_bytes:
             self.requested_bytes, self.budget_bytes, self.first_step, self.step = requested, None, step, -1
         if step != self.step:

@@ -55,10 +55,5 @@ class RunFiles:
     @property
     def settings(self) -> dict[str, Any]:
         """The requested configuration."""
-        return settings_of(self.config)
-
-
-def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the requested configuration in a ``config.json``."""
-    settings = config.get("config")
-    return settings if isinstance(settings, dict) else {}
+        settings = self.config.get("config")
+        return settings if isinstance(settings, dict) else {}

@@ -19,8 +19,6 @@ UNKNOWN = "—"
 MINUS = "\u2212"
 CROSS = "\u00d7"
 
-_ASCII = str.maketrans({"…": "~", UNKNOWN: "-", MINUS: "-"})
-
 Form = Callable[[Any], str]
 
 
@@ -168,24 +166,19 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     print_table("", HEAD, rows(summary), *notes, Text(verdict(summary), "bold"))
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, unicode: bool = True) -> Table:
+def grid(head: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
     """Return a table whose rows are never folded. Columns whose heading begins with ``<`` are aligned left.
 
     So is the first column; others are aligned right.
     """
-    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(head):
         left = not index or name.startswith("<")
-        table.add_column(_text(name.removeprefix("<"), unicode), no_wrap=True, justify="left" if left else "right")
+        table.add_column(name.removeprefix("<"), no_wrap=True, justify="left" if left else "right")
     for row in rows:
-        table.add_row(*(_text(cell, unicode) for cell in row))
+        # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return table
-
-
-def _text(content: str | Text, unicode: bool) -> Text:
-    # Text, never a str: reasons come from elsewhere and may hold what rich takes for markup.
-    plain, style = (content.plain, content.style) if isinstance(content, Text) else (content, "")
-    return Text(plain if unicode else plain.translate(_ASCII).encode("ascii", "replace").decode(), style)
 
 
 def print_table(
@@ -197,17 +190,21 @@ def print_table(
 ) -> None:
     """Print a :func:`grid` below ``title`` and above ``notes``, the only printer for terminals, pipes and files.
 
-    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. ASCII where the
-    encoding has no more.
+    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. Where the encoding lacks
+    a character there is a ``?``.
     """
     console = Console(file=file, highlight=False, emoji=False, markup=False)
-    unicode = console.encoding.lower().startswith("utf")
-    table = grid(head, rows, unicode=unicode)
+
+    def encodable(cell: str | Text) -> Text:
+        plain, style = (cell.plain, cell.style) if isinstance(cell, Text) else (cell, "")
+        return Text(plain.encode(console.encoding, "replace").decode(console.encoding), style)
+
+    table = grid(head, [map(encodable, row) for row in rows])
     console.width = max(
         console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     )
     if title:
-        console.print(_text(title, unicode), style="bold", soft_wrap=True)
+        console.print(encodable(title), style="bold", soft_wrap=True)
     console.print(table)
     for note in notes:
-        console.print(_text(note, unicode), soft_wrap=True)
+        console.print(encodable(note), soft_wrap=True)

@@ -28,8 +28,8 @@ STALL_S, STALL_STEPS = 30.0, 10.0
 START_S = 900.0
 """Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
 
-SUMMARY_S = 5.0
-"""Seconds between summaries of a running job: the interval of the speed-up takes longer the longer a run is."""
+REFRESH_S = 3.0
+"""Seconds between views: the interval of the speed-up takes longer the longer a run is."""
 
 
 def watch(path: Path) -> None:
@@ -39,16 +39,11 @@ def watch(path: Path) -> None:
     """
     watched = Watched(path)
     console = Console(highlight=False, emoji=False)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the run folder of a training job")
     watched.poll()
-    if not console.is_terminal:
-        if not watched.exists:
-            what = "has no run in it" if path.is_dir() else "is missing"
-            raise UserError(f"{path} {what}; name the run folder of a training job")
-        console.print(view(watched, time.time()))
-        return
     if not watched.exists:
+        if path.is_file() or not console.is_terminal:
+            what = "is missing" if not path.exists() else "has no run in it" if path.is_dir() else "is not a folder"
+            raise UserError(f"{path} {what}; name the run folder of a training job")
         console.print(f"waiting for a run in {path}; Ctrl-C ends", markup=False, soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt):
         while not watched.exists:
@@ -56,8 +51,8 @@ def watch(path: Path) -> None:
             watched.poll()
         with Live(console=console, auto_refresh=False) as live:
             live.update(view(watched, time.time()), refresh=True)
-            while watched.end is None:
-                time.sleep(1.0)
+            while watched.end is None and console.is_terminal:
+                time.sleep(REFRESH_S)
                 watched.poll()
                 live.update(view(watched, time.time()), refresh=True)
 
@@ -65,11 +60,8 @@ def watch(path: Path) -> None:
 class Watched(RunFiles):
     """A run folder that is read repeatedly."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.end: tuple[str, str] | None = None
-        """How the run ended, in words and their colour; None while it runs."""
-        self._summary: tuple[float, int, dict[str, Any]] = -math.inf, -1, {}
+    end: tuple[str, str] | None = None
+    """How the run ended, in words and their colour; None while it runs."""
 
     def poll(self) -> None:
         """Read what is new."""
@@ -109,19 +101,11 @@ class Watched(RunFiles):
             return f"ended by an error, {where}", "red"
         return None
 
-    def summary(self) -> dict[str, Any]:
-        """Return the summary of the records; while the run goes on at most :data:`SUMMARY_S` old."""
-        now, known = time.monotonic(), sum(map(len, self.records.values()))
-        made, of, summary = self._summary
-        if known != of and (self.end is not None or now - made >= SUMMARY_S):
-            summary = summarize(self.records["baseline"], self.records["flux"], self.config)
-            self._summary = now, known, summary
-        return summary
-
 
 def view(watched: Watched, now: float) -> Group:
     """Return title, progress, the table of the summary so far, and lines below it."""
-    summary, device = watched.summary(), watched.config.get("device")
+    summary = summarize(watched.records["baseline"], watched.records["flux"], watched.config)
+    device = watched.config.get("device")
     words = [str(watched.path), str(watched.settings.get("preset", ""))]
     words += [f"{device.get('count', '?')} x {device.get('name', '?')}"] if isinstance(device, dict) else []
     lines = [Text(line, style=style) for line, style in _lines(watched, summary, now)]

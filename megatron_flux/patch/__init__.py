@@ -10,7 +10,7 @@ stock), ``originals`` (objects exchanged by other libraries), ``te_seam`` and ``
 TransformerEngine), ``tuning``, ``first_linear`` and ``by_variable`` (``MEGATRON_FLUX=1`` outside of Megatron-LM).
 """
 
-from megatron_flux.patch.layer_options import set_backend, set_keep_gathered
+from megatron_flux.patch.layer_options import set_backend
 from megatron_flux.patch.patcher import (
     is_patched,
     patch,
@@ -28,7 +28,6 @@ __all__ = [
     "patched",
     "report",
     "set_backend",
-    "set_keep_gathered",
     "spec_provider",
     "tune_model",
     "unpatch",

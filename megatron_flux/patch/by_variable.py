@@ -5,9 +5,11 @@ Their users start from a recipe or a YAML file, often in Ray's actors, and have 
 
 from __future__ import annotations
 
+import os
+
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_flux.patch.first_linear import rank
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.patch.patcher import patch, report
 from megatron_flux.version import __version__
@@ -19,7 +21,8 @@ def switch_on() -> None:
     Raises what :func:`megatron_flux.patch` raises: a training that was asked to run flux does not run stock unnoticed.
     """
     patch()
-    if rank() == 0:
+    # Before torch.distributed is initialised only the launcher's variable tells the rank.
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
         replaced, core = len(report()["replaced"]), installed_megatron_core()
         print(f"> megatron-flux {__version__} is on: megatron-core {core}, {replaced} methods replaced", flush=True)
         steps = 0

@@ -8,34 +8,28 @@ Contract
       rollout engines) stay as they are;
     * what patches by other means, or switches flux off, comes first, and ends the wait; layer specs that run flux do
       not: what they do not reach, such as the output layer, is patched all the same;
-    * where torch loads no plugins (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) nothing is patched, and rank 0 says so.
+    * where torch loads no plugins (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) a script has to import this package.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_flux.patch.megatron_core import LINEARS
 from megatron_flux.settings import OFF, switched_on
 
-logger = logging.getLogger("megatron_flux")
-
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _handle: Any = None
 _settled = False
-_looking = False
 
 
 def watch(switch_on: Callable[[], None]) -> None:
     """Call ``switch_on`` as the first linear is built, if ``MEGATRON_FLUX`` is on. Idempotent.
 
-    The hook sees parameters as they are registered: no forward has more to do.
+    The hook sees parameters as they are registered: no forward has more to do. It stays when the wait has ended.
     """
     global _handle
     if _handle is None and not _settled and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
@@ -44,39 +38,13 @@ def watch(switch_on: Callable[[], None]) -> None:
 
 def settle() -> None:
     """End the wait: flux was switched on or off by other means, the options of a command for instance."""
-    global _handle, _settled
+    global _settled
     _settled = True
-    if _handle is not None and not _looking:
-        _handle.remove()
-        _handle = None
-
-
-def rank() -> int:
-    """Return the rank of this process, also before torch.distributed is initialised."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _look(module: Any, switch_on: Callable[[], None]) -> None:
-    global _looking
     if _settled or not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
         return
-    _looking = True  # torch goes through its hooks: none may be removed now; this one does nothing from here on
-    try:
-        settle()
-        _switch(switch_on)
-    finally:
-        _looking = False
-
-
-def _switch(switch_on: Callable[[], None]) -> None:
-    autoload = os.environ.get(_AUTOLOAD, "1")
-    if autoload == "1":
-        if switched_on():  # or raises: a value that is neither on nor off
-            switch_on()
-    elif rank() == 0:
-        logger.warning(
-            "megatron_flux: MEGATRON_FLUX=%s has switched nothing on: with %s=%s torch does not load it, and layers "
-            "run stock; unset that, start with python -m megatron_flux.run SCRIPT, or call megatron_flux.patch() before"
-            " the model is built",
-            os.environ.get("MEGATRON_FLUX", ""), _AUTOLOAD, autoload,
-        )  # fmt: skip
+    settle()
+    if switched_on():  # or raises: a value that is neither on nor off
+        switch_on()

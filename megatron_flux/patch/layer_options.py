@@ -1,4 +1,4 @@
-"""set_backend() and set_keep_gathered(): what single layers of a built model run, by their names."""
+"""set_backend(): what single layers of a built model run, by their names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 from megatron_flux.config import STOCK, Backends
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.patch.linears import KEEP
 from megatron_flux.patch.megatron_core import LINEARS
 from megatron_flux.patch.reasons import CHOICE
 from megatron_flux.settings import one_queue
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 """A model, or Megatron's list of its chunks."""
-
-_COLUMNS = {path for path in LINEARS if "Column" in path}
 
 
 def set_backend(
@@ -55,40 +52,18 @@ def set_backend(
     else:
         choice = Backends(*(value or backend for value in directions.values()))
         check_backends(choice, f"; or {STOCK!r}")
-    return _mark("set_backend", model, names, CHOICE, choice, LINEARS)
-
-
-def set_keep_gathered(model: Model, keep_gathered: bool | None, *, names: str = "*") -> list[str]:
-    """Choose for some layers whether their gathered input is kept for wgrad: ``keep_gathered`` of
-    :class:`~megatron_flux.FluxConfig`, which holds for all others, and for these again after None.
-
-    For instance ``set_keep_gathered(model, False, names="*.linear_qkv")``, so that the budget is that of the MLPs. Of
-    column-parallel linears; ``model``, ``names`` and what is returned are as in :func:`set_backend`. All ranks of a
-    tensor-parallel group must choose alike.
-
-    Raises:
-        UserError: a value that is none of the three, or no layer of such a name.
-    """
-    if keep_gathered not in (True, False, None):
-        raise UserError(f"set_keep_gathered: give True, False or None, not {keep_gathered!r}")
-    return _mark("set_keep_gathered", model, names, KEEP, keep_gathered, _COLUMNS)
-
-
-def _mark(function: str, model: Model, names: str, attribute: str, value: object, classes: set[str]) -> list[str]:
-    """Give the layers of ``classes`` that are called so ``attribute``, or with None take it away; their names."""
     chosen, known = [], []
-    for name, module in linears_of(model, classes):
+    for name, module in linears_of(model):
         known.append(name)
         if fnmatchcase(name, names) or fnmatchcase(_without_wrappers(name), names):
             chosen.append(name)
-            if value is None:
-                module.__dict__.pop(attribute, None)
+            if choice is None:
+                module.__dict__.pop(CHOICE, None)
             else:
-                module.__dict__[attribute] = value
+                module.__dict__[CHOICE] = choice
     if not chosen:
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-        kind = "tensor-parallel" if classes is LINEARS else "column-parallel"
-        raise UserError(f"{function}: no {kind} linear is named {names!r}; there are: {shown or 'none'}")
+        raise UserError(f"set_backend: no tensor-parallel linear is named {names!r}; there are: {shown or 'none'}")
     return chosen
 
 
@@ -104,11 +79,11 @@ def chunks_of(model: Model) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-def linears_of(model: Model, classes: set[str]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the linears of ``classes`` (``module:class``, subclasses too) by the names that users know."""
+def linears_of(model: Model) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the tensor-parallel linears, subclasses too, by the names that users know."""
     for chunk in chunks_of(model):
         for name, module in chunk.named_modules():
-            if any(f"{c.__module__}:{c.__qualname__}" in classes for c in type(module).__mro__):
+            if any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
                 # Without the names of DistributedDataParallel and Float16Module.
                 yield name.removeprefix("module.").removeprefix("module."), module
 

@@ -39,8 +39,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -49,7 +49,6 @@ from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.reasons import (
     CHOSEN,
     INFERENCE_OPTIMIZED,
@@ -65,18 +64,15 @@ from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
 
-KEEP = "_megatron_flux_keep_gathered"
-"""Key in a layer's ``__dict__``; its value says if the gathered input is kept."""
-
 
 class LinearPatch(StockReasons):
     """Makes the replacement methods and counts what they ran."""
 
     def __init__(
-        self, config: FluxConfig, line: MegatronCoreLine, row: type, te: TransformerEngine | str | None = None
+        self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
         """See :class:`~megatron_flux.patch.reasons.StockReasons`."""
-        super().__init__(config, line, row, te)
+        super().__init__(config, added, row, te)
         self.patched = False  # megatron-core's own classes run flux
         self.subclasses: dict[type, type] = {}
         """Classes of layer specs that run flux (:mod:`megatron_flux.patch.spec`), by the class that each stands for."""
@@ -122,7 +118,7 @@ class LinearPatch(StockReasons):
                 deferred=deferred_to(kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")),
                 backend=backends,
                 wires=self.config.wires,
-                **self._gather_options(layer),
+                **self._gather_options(),
             )
 
         return _forward_impl
@@ -140,8 +136,13 @@ class LinearPatch(StockReasons):
                 self.runs_stock("row", reason, layer)
                 return stock(layer, input_, *args, **kwargs)
             self.activate(layer)
+            if not layer.input_is_parallel:
+                from megatron.core.tensor_parallel import layers
+
+                # This rank's columns, as stock cuts them; backward gathers their gradients.
+                input_ = layers.scatter_to_tensor_model_parallel_region(input_, group=layer.tp_group)
             y = row_parallel_linear(
-                input_ if layer.input_is_parallel else own_columns(input_, layer.tp_group),
+                input_,
                 weight,
                 layer.tp_group,
                 sequence_parallel=layer.sequence_parallel,
@@ -188,7 +189,7 @@ class LinearPatch(StockReasons):
             operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:
                 linear, operands = column_parallel_linear, (weight, bias, layer.tp_group)
-                options |= self._gather_options(layer) | {"epilogue_bias": True}
+                options |= self._gather_options() | {"epilogue_bias": True}
             if kind == TE_NORM_COLUMN:
                 options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
                 options["returned"] = returned
@@ -232,11 +233,11 @@ class LinearPatch(StockReasons):
 
         return forward
 
-    def _gather_options(self, layer: torch.nn.Module) -> dict[str, Any]:
+    def _gather_options(self) -> dict[str, Any]:
         config = self.config
         return {
             "gather_ahead": config.gather_ahead,
-            "keep_gathered": layer.__dict__.get(KEEP, config.keep_gathered),
+            "keep_gathered": config.keep_gathered,
             "keep_gathered_bytes": config.keep_gathered_bytes,
         }
 
@@ -260,7 +261,7 @@ class LinearPatch(StockReasons):
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
         """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
         counted = self.gradient_added if runs_flux else self.gradient_dropped
-        if not self.te.loses_gradient or layer in counted:
+        if layer in counted:
             return
         if not counted:
             about = "flux adds it: gradients are those of TP 1, and not stock's" if runs_flux else "so do layers here"
@@ -271,7 +272,9 @@ class LinearPatch(StockReasons):
         counted.add(layer)
 
     def what_ran(self, layer: torch.nn.Module) -> str:
-        """Return ``flux``, ``stock: `` with the last reason, both (by call), or ``not called``."""
+        """Return ``flux``, ``stock: `` with the last reason, both (by call), ``not called``, or ``not patched``."""
+        if not self.covers(layer):
+            return "not patched"
         reason = self._stock.get(layer)
         ran = ["flux"] * (layer in self._active) + ([] if reason is None else [f"stock: {reason}"])
         if not ran:  # Python finds what is set on the layer before what is replaced in its class
@@ -291,13 +294,6 @@ class LinearPatch(StockReasons):
         """End the patch. Graphs that were captured replay flux all the same."""
         if self.cuda_graphs:
             cuda_graphs.always(False)
-
-
-def own_columns(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return this rank's columns of ``x``, as stock cuts them; backward gathers their gradients."""
-    from megatron.core.tensor_parallel import layers
-
-    return cast(torch.Tensor, layers.scatter_to_tensor_model_parallel_region(x, group=group))
 
 
 def deferred_to(buffer: list[torch.Tensor] | None, limit: int | None) -> Callable[[torch.Tensor], bool] | None:

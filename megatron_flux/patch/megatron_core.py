@@ -1,25 +1,21 @@
-"""The differences between lines of megatron-core releases, and the check that the installed one fits its line.
+"""The differences between megatron-core releases, and the check that the installed one is as expected.
 
-To support another line, compare its sources with the newest one here and add a row to :data:`LINES`; CONTRIBUTING.md
-says what to compare. A release newer than the newest line runs as that one, with a warning, where the code that flux
-does anew is the same (:data:`NEWEST_SEAMS`). All functions raise :class:`UnsupportedVersionError` where something is
-not as expected.
+To support a newer one, compare its sources with the newest one here; CONTRIBUTING.md says how. A release newer than
+that runs, with a warning, where the code that flux does anew is the same (:data:`NEWEST_SEAMS`). All functions raise
+:class:`UnsupportedVersionError` where something is not as expected.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import version
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
-from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -50,39 +46,20 @@ INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
 those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""
 _LINEAR = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
-REIMPLEMENTED = (
-    *(*REPLACED, f"{LAYERS}:ColumnParallelLinear.forward", f"{LAYERS}:RowParallelLinear._forward_impl"),
-    *(_LINEAR, f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"),
-    *(f"{LAYERS}:_linear_forward", f"{LAYERS}:_wgrad_gemm"),  # from 0.20 on
-    *(f"{TE_LAYERS}:TELinear.forward", f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward"),
-)
-"""Code that flux does anew, and its callers; scripts/seams.py compares it with another line's."""
 _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
 )
-"""Parameters of every line; a line may have added more."""
+"""Parameters in every release."""
 
 
-class MegatronCoreLine(NamedTuple):
-    """One line of releases."""
+ADDED: dict[str, tuple[str, object]] = {
+    "gtp_remat_size": ("0.19", 1),  # weights are sharded once more, over a GTP group
+    "output_dtype": ("0.20", None),  # results have another dtype than the input
+}
+"""Keywords of the linear function, and attributes of layers and of TransformerEngine layers' weights, that came after
+the oldest release: since when, and the value that means "off". Another value runs stock."""
 
-    versions: SpecifierSet
-    added: Mapping[str, object]
-    """Keywords of the linear function, and attributes of layers and of TransformerEngine layers' weights, that this
-    line added, with the value that means "off". Another value runs stock."""
-
-
-LINES = (
-    MegatronCoreLine(SpecifierSet(">=0.15,<0.16"), {}),
-    MegatronCoreLine(SpecifierSet(">=0.16,<0.17"), {}),  # 0.16.1 is the newest release for Python 3.11
-    MegatronCoreLine(SpecifierSet(">=0.17,<0.18"), {}),
-    MegatronCoreLine(SpecifierSet(">=0.18,<0.19"), {}),
-    # Weights sharded once more, over a GTP group: those run stock.
-    MegatronCoreLine(SpecifierSet(">=0.19,<0.20"), {"gtp_remat_size": 1}),
-    # Results of another dtype than the input's: those run stock.
-    MegatronCoreLine(SpecifierSet(">=0.20,<0.21"), {"gtp_remat_size": 1, "output_dtype": None}),
-)
 _OLDEST, _BEYOND = "0.15", "0.21"
 SUPPORTED_MEGATRON_CORE = SpecifierSet(f">={_OLDEST},<{_BEYOND}")
 NEWEST_SEAMS = {
@@ -97,7 +74,8 @@ NEWEST_SEAMS = {
     "megatron.core.tensor_parallel.layers:_wgrad_gemm": "cfc2f24b0d09",
     "megatron.core.extensions.transformer_engine:TELinear.forward": "ad87957e050e",
 }
-"""Digests of the newest line's code; ``python scripts/seams.py FOLDER`` prints them."""
+"""Code that flux replaces or does anew, and its callers, with digests of the newest release's, which ``python
+scripts/seams.py FOLDER`` prints."""
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 
 
@@ -146,17 +124,10 @@ def _folder() -> Path | None:
 
 
 def installed_megatron_core() -> str:
-    """Return the version of what ``import megatron.core`` finds: the installed package's, or a checkout's own.
-
-    A Megatron-LM checkout comes before the installed package when one of its scripts runs, and need not be of the same
-    version. Nothing is imported.
+    """Return the version of what ``import megatron.core`` finds: a Megatron-LM checkout comes before the installed
+    package when one of its scripts runs, and need not be of the same version. Nothing is imported.
     """
-    core = _folder()
-    with suppress(PackageNotFoundError):
-        packaged = Path(str(distribution("megatron-core").locate_file("megatron/core"))).resolve()
-        if core in (None, packaged):
-            return version("megatron-core")
-    if core is not None:
+    if (core := _folder()) is not None:
         with suppress(FileNotFoundError, ValueError):
             return version_of_tree(core)
     supported = shown(SUPPORTED_MEGATRON_CORE)
@@ -181,21 +152,20 @@ def version_of_tree(core: Path) -> str:
         raise ValueError(f"{path} does not assign {missing.args[0]}") from None
 
 
-def find_line(megatron_core: str, *, strict: bool = False) -> MegatronCoreLine:
-    """Return the line that a megatron-core version belongs to: of a newer one than all, the newest, if the installed
-    code is the same. ``strict`` takes no newer one.
+def check_megatron_core(found: str, *, strict: bool = False) -> Version:
+    """Return the release that the version ``found`` of megatron-core belongs to, which must be supported, or newer with
+    the same code. ``strict`` takes no newer one.
     """
-    newer = not strict and (release := release_of(megatron_core)) is not None and release >= Version(_BEYOND)
-    if newer and (core := _folder()) is not None:
+    release, core = release_of(found), _folder()
+    if not strict and release is not None and release >= Version(_BEYOND) and core is not None:
         known = shown(SUPPORTED_MEGATRON_CORE)
-        if moved := seams.changed(core.parents[1], NEWEST_SEAMS, f"megatron-core {megatron_core}", known):
+        if moved := seams.changed(core.parents[1], NEWEST_SEAMS, f"megatron-core {found}", known):
             raise UnsupportedVersionError(
-                f"megatron-core {megatron_core} is newer than {known}, and has changed code that flux does anew: "
+                f"megatron-core {found} is newer than {known}, and has changed code that flux does anew: "
                 f"{', '.join(moved)}. Update megatron_flux, or pip install 'megatron-core{known}'"
             )
-        return LINES[-1]
-    release = check_release("megatron-core", megatron_core, SUPPORTED_MEGATRON_CORE)
-    return next(line for line in LINES if release in line.versions)
+        return release
+    return check_release("megatron-core", found, SUPPORTED_MEGATRON_CORE)
 
 
 def check_release(package: str, found: str, supported: SpecifierSet) -> Version:
@@ -226,10 +196,9 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
 
     Another library's object in its place is not checked: calls run stock through it.
     """
-    module_name, _, qualified = path.partition(":")
     releases = shown(SUPPORTED_MEGATRON_CORE)
     try:
-        target = attrgetter(qualified)(importlib.import_module(module_name))
+        target = resolve_name(path)
     except (ImportError, AttributeError) as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and absent.partition(".")[0] != "megatron":
@@ -241,7 +210,7 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
         raise UnsupportedVersionError(
             f"{path} is missing from the installed megatron-core ({error}); use an unmodified release {releases}"
         ) from error
-    if name_of_other(target, qualified.rpartition(".")[2]) is not None:
+    if name_of_other(target, re.split("[.:]", path)[-1]) is not None:
         return
     present = inspect.signature(target).parameters
     if missing := [name for name in parameters if name not in present]:
@@ -251,20 +220,23 @@ def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
         )
 
 
-def checked_versions(*, strict: bool = False) -> MegatronCoreLine:
-    """Return the installed megatron-core's line; check torch's version. Quick: megatron-core is not imported."""
+def checked_versions(*, strict: bool = False) -> Version:
+    """Check the versions of torch and megatron-core, and return the latter's release; it is not imported."""
     check_release("torch", version("torch"), SUPPORTED_TORCH)
-    return find_line(installed_megatron_core(), strict=strict)
+    return check_megatron_core(installed_megatron_core(), strict=strict)
 
 
-def checked_line(*, strict: bool = False) -> MegatronCoreLine:
-    """Return the installed megatron-core's line and check all symbols, over TransformerEngine where it has that."""
-    line = checked_versions(strict=strict)
+def check_symbols(*, strict: bool = False) -> dict[str, object]:
+    """Check versions and all symbols, over TransformerEngine where megatron-core has that.
+
+    Returns what the installed release has of :data:`ADDED`, with the values that mean "off".
+    """
+    release = checked_versions(strict=strict)
+    added = {name: off for name, (since, off) in ADDED.items() if release >= Version(since)}
     row = f"{LAYERS}:RowParallelLinear._forward_impl"
-    symbols = {**REPLACED, row: _IMPL, _LINEAR: (*_LINEAR_PARAMETERS, *line.added)}
-    for path, parameters in symbols.items():
+    for path, parameters in {**REPLACED, row: _IMPL, _LINEAR: (*_LINEAR_PARAMETERS, *added)}.items():
         check_symbol(path, parameters)
     if te_layers() is not None:  # known once megatron-core's layers are imported
         for path, parameters in TE_REPLACED.items():
             check_symbol(path, parameters)
-    return line
+    return added

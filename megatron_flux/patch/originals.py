@@ -14,10 +14,9 @@ H100 (results/exchanged-h100x2).
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
     """Yield owner, attribute and label of each object behind ``path``."""
     module, _, label = path.partition(":")
     *classes, name = label.split(".")
-    owner = functools.reduce(getattr, classes, importlib.import_module(module))
+    owner = resolve_name(f"{module}:{'.'.join(classes)}")
     if (found := getattr(owner, name, None)) is None:
         return  # not in every release
     yield owner, name, label

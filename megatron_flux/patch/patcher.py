@@ -33,8 +33,7 @@ from megatron_flux.patch import compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
-    LINEARS,
-    checked_line,
+    check_symbols,
     fused_mlp,
     inference_layers,
     installed_megatron_core,
@@ -114,10 +113,10 @@ def use(config: FluxConfig | None) -> LinearPatch:
             _log("megatron_flux: already %s, now with %s", "patched" if is_patched() else "registered", config)
         return _linears
     strict = (config or FluxConfig()).strict
-    line = checked_line(strict=strict)
+    added = check_symbols(strict=strict)
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    linears = LinearPatch(config or FluxConfig(), line, RowParallelLinear)
+    linears = LinearPatch(config or FluxConfig(), added, RowParallelLinear)
     if te_layers() is not None:
         try:
             linears.te = te_seam.load(strict=strict)
@@ -239,27 +238,22 @@ def report(model: Model | None = None) -> dict[str, Any]:
         is not called any more. With ``model`` also ``layers``: of each of its tensor-parallel linears, by name, what
         it ran: ``flux``, ``stock: `` and why, both, ``not called``, or ``not patched``.
     """
-    now = _linears
-
-    def ran(layer: torch.nn.Module) -> str:
-        return "not patched" if now is None or not now.covers(layer) else now.what_ran(layer)
-
-    fallbacks = {} if now is None else {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
-    return {
+    now = _linears or LinearPatch(FluxConfig(), {}, object)  # nothing was patched
+    fallbacks = {f"{kind}: {why}": n for (kind, why), n in now.fallbacks.items()}
+    found = {
         "patched": is_patched(),
         "replaced": [r.path for r in _replacements],
-        "active_layers": 0 if now is None else now.active_layers,
+        "active_layers": now.active_layers,
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
-        "norm_gradients": {
-            "added": 0 if now is None else len(now.gradient_added),
-            "dropped": 0 if now is None else len(now.gradient_dropped),
-        },
+        "norm_gradients": {"added": len(now.gradient_added), "dropped": len(now.gradient_dropped)},
         "kept_gathered": keep.report(),
-        "cuda_graphs": now is not None and now.cuda_graphs,
-        **({} if model is None else {"layers": {name: ran(layer) for name, layer in linears_of(model, LINEARS)}}),
+        "cuda_graphs": now.cuda_graphs,
     }
+    if model is not None:
+        found["layers"] = {name: now.what_ran(layer) for name, layer in linears_of(model)}
+    return found
 
 
 def check(config: FluxConfig) -> None:

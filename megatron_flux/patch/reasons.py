@@ -15,13 +15,13 @@ where ``allreduce_dgrad`` says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 
 from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.ops.call import DTYPES
-from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.originals import Originals, batch_invariant
 from megatron_flux.patch.provenance import name_of
 from megatron_flux.patch.te_seam import TransformerEngine
@@ -50,21 +50,23 @@ def backends_of(layer: Any, default: Backends) -> Backends | str:
 
 
 class StockReasons:
-    """The reasons of all kinds of layers, for one configuration, megatron-core line and TransformerEngine."""
+    """The reasons of all kinds of layers, for one configuration, megatron-core and TransformerEngine."""
 
     def __init__(
-        self, config: FluxConfig, line: MegatronCoreLine, row: type, te: TransformerEngine | str | None = None
+        self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
-        """``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
+        """``added``: as of :func:`~megatron_flux.patch.megatron_core.check_symbols`.
+
+        ``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
 
         ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
         """
         self.config = config  # may be exchanged while patched: every call reads it
-        self.line, self.te = line, cast(Any, te)
+        self.added, self.te = added, cast(Any, te)
         self.originals: dict[str, Originals] = {}
         """By kind of layer, the objects that stock calls and flux does not."""
         self._row: Any = row
-        self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **line.added}
+        self._neutral = {"grad_output_buffer": None, "wgrad_deferral_limit": None, **added}
 
     def why_stock_column(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,7 +151,7 @@ class StockReasons:
             return reason
         if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:
             return f"dtypes {x.dtype} and {layer.layer_norm_weight.dtype} (norm)"
-        for name, neutral in self.line.added.items():
+        for name, neutral in self.added.items():
             if getattr(weight, name, neutral) not in (None, neutral):
                 return f"unsupported weight attribute {name}={getattr(weight, name)!r}"
         if kind != TE_ROW and layer.apply_bias and layer.bias.requires_grad and not weight.requires_grad:
@@ -169,7 +171,7 @@ class StockReasons:
 
     def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         """Return the reason for a call of any kind of layer, or None."""
-        for name, neutral in self.line.added.items():
+        for name, neutral in self.added.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
         config = layer.config

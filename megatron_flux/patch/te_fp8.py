@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,13 +54,6 @@ SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
 """Releases whose quantizer of blocks leaves what ranks will gather as rows; later ones transpose it before."""
 DTYPES = (torch.bfloat16, torch.float16)  # of activations
-
-REIMPLEMENTED = (
-    "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.grad_output_preprocess",
-    "transformer_engine.pytorch.distributed:_all_gather_fp8",
-    "transformer_engine.pytorch.distributed:gather_along_first_dim",
-)
-"""Code that flux's layers do anew, beside the two linears; scripts/seams.py compares it."""
 
 _API = {
     "bgrad_quantize": "transformer_engine_torch:bgrad_quantize",
@@ -91,25 +85,20 @@ _API_BY_RELEASE = {
 class TransformerEngineFp8:
     """The installed TransformerEngine, as far as flux calls or asks it for FP8."""
 
-    def __init__(self, symbol: Callable[[str], Any], installed: str) -> None:
-        """``symbol`` finds ``module:name``; ImportError or AttributeError where one is missing."""
-        self.supported, self.installed = installed in SUPPORTED_FP8, installed
-        self.state = symbol("transformer_engine.pytorch.quantization:FP8GlobalStateManager")
-        if not self.supported:
-            return
-        self.api = api = SimpleNamespace(**{name: symbol(path) for name, path in _API.items()})
+    def __init__(self, installed: str) -> None:
+        """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
+        self.state = resolve_name("transformer_engine.pytorch.quantization:FP8GlobalStateManager")
+        self.api = api = SimpleNamespace(**{name: resolve_name(path) for name, path in _API.items()})
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
-                setattr(api, name, symbol(path))
+                setattr(api, name, resolve_name(path))
         self.compact = installed in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
-            self.laid_out = (symbol("transformer_engine_torch:Float8BlockScaleTensorFormat").GEMM_READY,)
+            self.laid_out = (resolve_name("transformer_engine_torch:Float8BlockScaleTensorFormat").GEMM_READY,)
 
     def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why TransformerEngine must run this FP8 call itself, or None."""
-        if not self.supported:
-            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
         recipe = self.state.get_fp8_recipe()
         if not (recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
             return f"fp8 recipe {type(recipe).__name__}"
@@ -436,8 +425,8 @@ class Fp8Call(Precision):
         """Return what TransformerEngine has quantised, to multiply over its columns."""
         dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
-            return Fp8Operand(_matrix(tensor._data), dtype, tensor._scale_inv)
-        data, scales = _matrix(tensor._rowwise_data), tensor._rowwise_scale_inv
+            return Fp8Operand(rows(tensor._data), dtype, tensor._scale_inv)
+        data, scales = rows(tensor._rowwise_data), tensor._rowwise_scale_inv
         if tensor._is_2D_scaled:
             return Fp8Operand(data, dtype, scales, "128x128")
         if self._te.compact and not tensor._is_gemm_ready_format():
@@ -447,11 +436,11 @@ class Fp8Call(Precision):
     def _rows(self, tensor: Any) -> Rows:
         """Return the same to be gathered for wgrad."""
         if not self._in_blocks:
-            return Rows(_matrix(tensor._data), tensor._scale_inv)
+            return Rows(rows(tensor._data), tensor._scale_inv)
         data = tensor._columnwise_data
         if not self._te.compact:
             data = self._api.fp8_transpose(data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
-        return Rows(_matrix(data), tensor._columnwise_scale_inv)
+        return Rows(rows(data), tensor._columnwise_scale_inv)
 
     def _transposed(self, tensor: Any) -> Fp8Operand:
         """Return the same transposed, to multiply over its rows."""
@@ -472,8 +461,3 @@ class Fp8Call(Precision):
         forms = (None, None, data, scales) if transposed else (data, scales, None, None)
         square = operand.scaling == "128x128"
         return self._api.blocks(*forms, dtype, quantizer, square, *self._te.laid_out)
-
-
-def _matrix(data: torch.Tensor) -> torch.Tensor:
-    """View bytes ``[..., k]`` as ``[m, k]``."""
-    return data.view(-1, data.shape[-1])

@@ -22,11 +22,11 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,21 +39,12 @@ from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import Norm, Returned
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
-from megatron_flux.patch.te_fp8 import TransformerEngineFp8
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
 from megatron_flux.patch.te_wgrad import WgradStore
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
-LOSES_GRADIENT = SpecifierSet(">=2.4,<=2.20.2")
-"""Releases whose ``LayerNormLinear`` drops the gradient of a norm output that it has returned gathered: backward adds
-it ``if ctx.return_layernorm_output and not ctx.return_layernorm_output_gathered``, and nowhere else."""
 
-REIMPLEMENTED = (
-    "transformer_engine.pytorch.module.linear",
-    "transformer_engine.pytorch.module.layernorm_linear",
-    "transformer_engine.pytorch.module._common:apply_normalization",
-)
-"""Code that flux's layers do anew; scripts/seams.py compares it with another release's."""
 NEWEST_SEAMS = {
     "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",
     "transformer_engine.pytorch.module.layernorm_linear": "2feed8c5529e",
@@ -62,7 +53,7 @@ NEWEST_SEAMS = {
     "transformer_engine.pytorch.distributed:_all_gather_fp8": "f6861b53dddd",
     "transformer_engine.pytorch.distributed:gather_along_first_dim": "66ac93668616",
 }
-"""Digests of this code, and of that of :mod:`megatron_flux.patch.te_fp8`, in 2.20.2; scripts/seams.py prints them."""
+"""Code that flux's layers do anew, with digests of that in 2.20.2; scripts/seams.py prints them."""
 
 DELAYS_WGRAD = SpecifierSet(">=2.11")
 """Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""
@@ -127,29 +118,32 @@ class TransformerEngine:
 
     def __init__(self, installed: str) -> None:
         """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
-        self.installed, release = installed, release_of(installed)
-        # A newer one is used with the code of 2.20.2 alone.
-        self.loses_gradient = release is not None and (release in LOSES_GRADIENT or release >= Version(_BEYOND))
+        self.installed = installed
         kernels = "transformer_engine_torch"
         self.norms = {
-            "LayerNorm": (_symbol(f"{kernels}:layernorm_fwd"), _symbol(f"{kernels}:layernorm_bwd")),
-            "RMSNorm": (_symbol(f"{kernels}:rmsnorm_fwd"), _symbol(f"{kernels}:rmsnorm_bwd")),
+            "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
+            "RMSNorm": (resolve_name(f"{kernels}:rmsnorm_fwd"), resolve_name(f"{kernels}:rmsnorm_bwd")),
         }
-        self.dtypes = _symbol("transformer_engine.pytorch.constants:TE_DType")
+        self.dtypes = resolve_name("transformer_engine.pytorch.constants:TE_DType")
         fp8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
-        self.in_fp8 = _symbol(f"{fp8}.is_fp8_enabled")
-        self._fp8_calibration = _symbol(f"{fp8}.is_fp8_calibration")
-        self._offloading = _symbol("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
-        self._exporting = _symbol("transformer_engine.pytorch.export:is_in_onnx_export_mode")
-        self._debug = _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState")
+        self.in_fp8 = resolve_name(f"{fp8}.is_fp8_enabled")
+        self._fp8_calibration = resolve_name(f"{fp8}.is_fp8_calibration")
+        self._offloading = resolve_name("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
+        self._exporting = resolve_name("transformer_engine.pytorch.export:is_in_onnx_export_mode")
+        self._gemm = resolve_name("transformer_engine.pytorch.cpp_extensions:general_gemm")
+        release = release_of(installed)
+        self._delays_wgrad = release is not None and release in DELAYS_WGRAD
+        self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
-        _symbol("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
+        resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
 
     @cached_property
     def fp8(self) -> TransformerEngineFp8 | str:
         """Return what flux uses of it in FP8, or why that cannot be used."""
+        if self.installed not in SUPPORTED_FP8:
+            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
         try:
-            return TransformerEngineFp8(_symbol, self.installed)
+            return TransformerEngineFp8(self.installed)
         except (ImportError, AttributeError) as error:
             return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 
@@ -180,7 +174,11 @@ class TransformerEngine:
             return "distributed weight (is_distributed_weight)"
         if layer.fsdp_group is not None:
             return "TransformerEngine's FSDP"
-        if self._offloading() and not self._may_offload(layer, fp8):
+        # Megatron's own offloading makes TransformerEngine say that it offloads, too: see patch.reasons.
+        if self._offloading() and not (
+            getattr(getattr(layer, "config", None), "fine_grained_activation_offloading", False)
+            or (not fp8 and self.offloads_anything())
+        ):
             return "activation offloading to the CPU"
         if self._exporting():
             return "ONNX export"
@@ -193,36 +191,17 @@ class TransformerEngine:
         module: Any = importlib.import_module("transformer_engine.pytorch.cpu_offload")
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
 
-    def _may_offload(self, layer: Any, fp8: bool) -> bool:
-        # Megatron's own offloading makes TransformerEngine say that it offloads, too: see patch.reasons.
-        config = getattr(layer, "config", None)
-        of_megatron = getattr(config, "fine_grained_activation_offloading", False)
-        return of_megatron or (not fp8 and self.offloads_anything())
-
     def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
-        if isinstance(self.wgrad_gemm, str):
-            return self.wgrad_gemm
+        if not self._delays_wgrad:
+            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
         if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
             return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
         return None
 
-    @cached_property
-    def wgrad_gemm(self) -> Callable[..., Any] | str:
-        """Return the GEMM of a delayed wgrad, or why it cannot be used."""
-        release = release_of(self.installed)
-        if release is None or release not in DELAYS_WGRAD:
-            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
-        try:
-            return cast(Callable[..., Any], _symbol("transformer_engine.pytorch.cpp_extensions:general_gemm"))
-        except (ImportError, AttributeError) as error:
-            return f"delayed wgrad: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
-
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
         """Return the owner of this call's wgrad if it is delayed, else None. ``bias``: see there."""
         store = layer.wgrad_store
-        if not store.delay_wgrad_compute():
-            return None
-        return WgradStore(cast(Callable[..., Any], self.wgrad_gemm), store, bias)
+        return WgradStore(self._gemm, store, bias) if store.delay_wgrad_compute() else None
 
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why it must run a call under its FP8 autocast itself, or None."""
@@ -265,8 +244,3 @@ def _norm(
         return found if has_mean else (*found, None)
 
     return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
-
-
-def _symbol(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return attrgetter(name)(importlib.import_module(module))

@@ -57,12 +57,12 @@ class _Linear(NamedTuple):
         """True if there is a wgrad."""
         return self.weight is None or self.weight.requires_grad
 
-
-def _delays_wgrad(layer: Any) -> bool:
-    """Return True if no wgrad runs beside dgrad."""
-    store = getattr(layer, "wgrad_store", None)
-    delayed = store is not None and store.delay_wgrad_compute()
-    return delayed or getattr(layer, "grad_output_buffer", None) is not None  # of an output layer
+    @property
+    def wgrad_in_backward(self) -> bool:
+        """True if a wgrad runs beside dgrad: it is not delayed, nor deferred as an output layer's."""
+        store = getattr(self.layer, "wgrad_store", None)
+        delayed = store is not None and store.delay_wgrad_compute()
+        return self.trained and not delayed and getattr(self.layer, "grad_output_buffer", None) is None
 
 
 class _Wanted(NamedTuple):
@@ -112,7 +112,11 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
                 key = (wanted, linear.like.dtype, linear.like.device, linear.layer.tp_group.group_name)
                 if key not in asked:
                     asked.add(key)
-                    decided += _decide(linear, wanted)
+                    call = _call(linear, wanted)
+                    backend = resolve(wanted.backend, call.x, call.weight, call.group)[0]
+                    if isinstance(backend, TunedBackend):  # others do not tune
+                        backend.decide(call)
+                        decided += 1
     if decided and dist.get_rank() == 0:
         logger.info("megatron_flux: %d calls decided ahead in %.0f s", decided, time.monotonic() - began)
     return decided
@@ -137,7 +141,7 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
             returns |= not dgrad and linear.returned == "gathered" and gemm is None
             yield _Wanted(backend, operator, rows, *sizes[dgrad], dgrad, wire, return_gathered=returns, fp8=gemm)
         elif not gathers and not (dgrad and getattr(linear.layer, "allreduce_dgrad", True) is False):
-            beside = dgrad and linear.trained and not _delays_wgrad(linear.layer)
+            beside = dgrad and linear.wgrad_in_backward
             yield _Wanted(backend, "gemm_all_reduce", m, *sizes[dgrad], dgrad, EXACT, beside_wgrad=beside, fp8=gemm)
     # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
     # blocks.
@@ -151,16 +155,6 @@ def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Itera
             width //= GATHERED_AS.itemsize
         kind = None if linear.fp8 is None else linear.fp8[0]
         yield _Wanted(backends.wgrad, "all_gather", m // group.size(), width, 0, False, wires.activations, fp8=kind)
-
-
-def _decide(linear: _Linear, wanted: _Wanted) -> bool:
-    """Have the call tuned. False: its backend does not tune."""
-    call = _call(linear, wanted)
-    backend = resolve(wanted.backend, call.x, call.weight, call.group)[0]
-    if isinstance(backend, TunedBackend):
-        backend.decide(call)
-        return True
-    return False
 
 
 def _call(linear: _Linear, wanted: _Wanted) -> OperatorCall:

@@ -229,13 +229,11 @@ def _backend(call: Call) -> str:
 
 def choices() -> dict[str, dict[str, Any]]:
     """Return the tuner's plans in this process, by call (its key up to the bar, without device and versions)."""
+    shown = ("backend", "plan", "pieces", "ms")
     return {
-        key.partition(" | ")[0]: {name: value for name, value in entry.to_json().items() if name in _SHOWN}
+        key.partition(" | ")[0]: {name: value for name, value in entry.to_json().items() if name in shown}
         for key, entry in _tuner().entries()
     }
-
-
-_SHOWN = ("backend", "plan", "pieces", "ms")
 
 
 def _tuner() -> Tuner:

@@ -148,17 +148,16 @@ def examine() -> dict[str, Any]:
     problems: list[str] = []
     notes: list[str] = []
     would_patch: list[str] = []
-    lines = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # megatron-core's own, about packages that are reported here
-            lines = shown(megatron_core.checked_line().versions)
+            megatron_core.check_symbols()
         would_patch += REPLACED
         if megatron_core.te_layers() is not None:
             would_patch += TE_REPLACED
             te_seam.load()
     except FluxError as error:
-        if lines is None:
+        if not would_patch:
             problems.append(str(error))
         else:
             notes.append(f"TransformerEngine's layers would run stock: {error}")
@@ -179,7 +178,6 @@ def examine() -> dict[str, Any]:
         "link": connected,
         "backends": backend_names(),
         "auto": _auto(count, connected["kind"]),
-        "megatron_core_line": lines,
         "would_patch": [path.replace(":", ".") for path in would_patch],
         "problems": problems,
         "notes": notes,

@@ -95,20 +95,19 @@ class StepProfiler:
         )
 
     def _write(self, profiler: profile) -> None:
+        if self._failed:
+            return
+        path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
         try:
-            if not self._failed:
-                self._write_files(profiler)
+            trace = saved(profiler, path)
+            if self._rank == 0 and self._device.type == "cuda":
+                found = of_steps(trace, (self.first, self.last), self._rank)
+                strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
         except (OSError, ValueError) as error:  # a full disk, where what torch has written may be cut
             room = f"is there room in {self.folder} and {tempfile.gettempdir()}?"
             logger.error("rank %d has no trace, and training goes on: %s; %s", self._rank, one_line(error), room)
-
-    def _write_files(self, profiler: profile) -> None:
-        path = self.folder / "trace" / f"rank{self._rank:05d}.json.gz"
-        trace = saved(profiler, path)
+            return
         if self._rank == 0:
-            if self._device.type == "cuda":
-                found = of_steps(trace, (self.first, self.last), self._rank)
-                strict_json.write_atomically(self.folder / "breakdown.json", strict_json.dumps(found, indent=2) + "\n")
             logger.info("trace of iterations %d to %d: %s", self.first, self.last, path.parent)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops, set_backend, set_keep_gathered
+from megatron_flux import FluxConfig, ops, set_backend
 from megatron_flux.config import Backends
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
 from tests.distributed.data import normals, require_equal
@@ -228,10 +228,3 @@ def test_a_layer_with_a_backend_of_its_own() -> None:
         assert {name: n for name, n in seen.calls.items() if name.startswith("all_gather/")} == {
             "all_gather/chunked_fp8": 1
         }
-        set_backend(model, None)
-        for config, names, keeps, gathers in ((None, "*.linear_fc1", False, 2), (False, "decoder.layers.1.*", True, 3)):
-            set_keep_gathered(model, keeps, names=names)
-            with flux(FluxConfig(strict=True, backend="chunked", keep_gathered=config)) as seen:
-                loss_and_gradients(model)
-            assert seen.calls["all_gather/chunked"] == gathers
-            set_keep_gathered(model, None)

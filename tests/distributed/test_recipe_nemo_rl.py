@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_flux.patch.megatron_core import find_line
+from megatron_flux.patch.megatron_core import check_megatron_core
 from tests.distributed import recipes
 
 SOURCE = recipes.source("nemo-rl") / "nemo_rl"
@@ -64,4 +64,4 @@ def test_the_worker_builds_the_model_behind_its_process_group() -> None:
 @pytest.mark.parametrize("megatron_core", ["0.18.0", "0.20.0"])
 def test_its_megatron_core_is_supported(megatron_core: str) -> None:
     """v0.6.0's and that of August 2026."""
-    assert find_line(megatron_core, strict=True)
+    assert check_megatron_core(megatron_core, strict=True)

@@ -346,7 +346,7 @@ REASONS = {
     ),
     "fp8 of 60 rows, ": _reason(sizes=Sizes(15, 4, 256, 384)),
     "fp8 with TransformerEngine": _reason(
-        change=_patched("megatron_flux.patch.te_fp8.SUPPORTED_FP8", new=SpecifierSet(">=99"))
+        change=_patched("megatron_flux.patch.te_seam.SUPPORTED_FP8", new=SpecifierSet(">=99"))
     ),
     "activation offloading to the CPU": _reason(
         change=_patched(f"{TE}.cpu_offload.is_cpu_offload_enabled", return_value=True)

@@ -58,12 +58,11 @@ def test_a_script_without_megatron_training_is_switched_on(run: Run, installed: 
     assert "row: tp = 1" in ran
 
 
-def test_it_is_told_where_torch_loads_no_plugins(run: Run, installed: Path) -> None:
+def test_a_script_that_imports_flux_needs_no_plugins_of_torch(run: Run, installed: Path) -> None:
     script = BUILDS.format(imports="import megatron_flux")
     result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.code == 0, result.err
-    told = "MEGATRON_FLUX=1 has switched nothing on: with TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch does not load it"
-    assert result.err.count(told) == 1
+    assert result.out.startswith("> megatron-flux ")
 
 
 def test_inert_without_the_variable(run: Run, installed: Path) -> None:

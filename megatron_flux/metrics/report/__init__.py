@@ -8,13 +8,12 @@ Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import page, training
 from megatron_flux.metrics.report.page import Chapter, Part, Table
-from megatron_flux.metrics.report.run import TIME_SETTINGS, Run, differences, differing, load_all, with_pairs
+from megatron_flux.metrics.report.run import Run, differences, load_all
 from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.table import counted, memory, relative, short, shown
 
@@ -30,7 +29,6 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
     """Return the chapters about these runs, and a title for the whole."""
-    runs = with_pairs(runs)
     chapters = [training.chapter(run, f"run{number}") for number, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return chapters, f"{chapters[0].title}: {chapters[0].verdict}"
@@ -42,14 +40,6 @@ def _overview(runs: Sequence[Run]) -> Chapter:
     """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
     head = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
     parts = [Part("overview", "Training runs", table=Table([*map(_row, runs)], head))]
-    notes = [
-        ("", f"{first.name} and {second.name} trained in different ways ({', '.join(unequal)}): do not compare them.")
-        for first, second in combinations(runs, 2)
-        if {first.only_variant, second.only_variant} == set(VARIANTS)
-        and (unequal := differing(first, second, TIME_SETTINGS))
-    ]
-    if notes:
-        parts.append(Part("notes", "Notes", table=Table(notes)))
     rows = [(name, *values) for name, values in differences(runs).items()]
     table = Table(rows, head=("setting", *(run.name for run in runs))) if rows else None
     caption = "" if table else "None: the same was requested, on the same devices and versions."

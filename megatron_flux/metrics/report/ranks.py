@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,41 +32,18 @@ COLUMNS = {
 }
 
 
-@dataclass
-class Ranks:
+class _Ranks(NamedTuple):
     """The sampled steps of one variant since its ranks were last placed on nodes."""
 
-    variant: str
-    samples: int
-    nodes: list[str]
-    """Names of nodes by rank; empty in records that lack them."""
+    names: list[str]
+    """``rank 0 on node1``; without the node in records that lack it."""
     medians: dict[str, list[float | None]]
     """One value per rank, by column; own times only if operators are seen: not in stock, nor inside CUDA graphs."""
-    worst: int | None
-    """The rank that was slowest most often."""
-    times: int
-    """Samples in which it was."""
-    behind_ms: float | None
-    """Its median distance from the fastest rank that it compares with, when it was slowest."""
-
-    def named(self, rank: int) -> str:
-        """Return a rank with its node."""
-        return f"rank {rank}" + (f" on {self.nodes[rank]}" if self.nodes[rank] else "")
-
-    @property
-    def finding(self) -> str:
-        """The worst rank, how often it was slowest, and by how much; empty if there is none."""
-        if self.worst is None:
-            return ""
-        text = f"{self.named(self.worst)}: slowest in {self.times} of {self.samples} sampled steps of {self.variant}"
-        own = self.medians["own_ms"][self.worst]
-        if not self.behind_ms or not own:
-            return text
-        behind = f"{short(self.behind_ms)} ms ({percent(self.behind_ms / own, 1)} of its own time)"
-        return f"{text}, {behind} behind the fastest that it compares with"
+    finding: str
+    """The rank that was slowest most often, and by how much; empty if there is none."""
 
 
-def _of_variant(variant: str, records: Sequence[Record]) -> Ranks | None:
+def _of_variant(variant: str, records: Sequence[Record]) -> _Ranks | None:
     about: Mapping[str, Any] = {}
     usable = {record["iteration"] for record in sampled(records)}
     kept: list[Record] = []
@@ -87,32 +63,35 @@ def _of_variant(variant: str, records: Sequence[Record]) -> Ranks | None:
     waits = known["operators_ms"] + np.nan_to_num(known["reduction_ms"])
     known["own_ms"] = known["step_ms"] - np.where(np.any(known["operators_ms"] > 0), waits, np.nan)
     medians = {name: [median(column) for column in values.T.tolist()] for name, values in known.items()}
-    slowest = Counter(record["flux/slowest_rank"] for record in kept if record.get("flux/slowest_rank") is not None)
-    worst, times = max(slowest.items(), key=lambda of: (of[1], medians["own_ms"][of[0]] or 0.0), default=(None, 0))
-    behind = median_of([r for r in kept if r.get("flux/slowest_rank") == worst], "flux/rank_spread_ms")
     nodes = [about["nodes"][place] for place in about.get("node_of_rank", [])] or [""] * width
-    return Ranks(variant, len(kept), nodes, medians, worst, times, behind)
+    names = [f"rank {rank} on {node}" if node else f"rank {rank}" for rank, node in enumerate(nodes)]
+    slowest = Counter(record["flux/slowest_rank"] for record in kept if record.get("flux/slowest_rank") is not None)
+    if not slowest:
+        return _Ranks(names, medians, "")
+    worst, times = max(slowest.items(), key=lambda of: (of[1], medians["own_ms"][of[0]] or 0.0))
+    finding = f"R{names[worst][1:]}: slowest in {times} of {len(kept)} sampled steps of {variant}"
+    behind = median_of([record for record in kept if record.get("flux/slowest_rank") == worst], "flux/rank_spread_ms")
+    if behind and (own := medians["own_ms"][worst]):
+        finding += f", {short(behind)} ms ({percent(behind / own, 1)} of its own time) behind the fastest that it "
+        finding += "compares with"
+    return _Ranks(names, medians, f"{finding}.")
 
 
-def of_variants(variants: Variants) -> list[Ranks]:
-    """Return the ranks of each variant that has sampled them."""
-    return [found for variant, records in variants.items() if (found := _of_variant(variant, records)) is not None]
-
-
-def part(known: Sequence[Ranks]) -> Part:
-    """Show every rank in a table: of many those with the longest times."""
-    names = [name for name in COLUMNS if any(value is not None for of in known for value in of.medians[name])]
-    rows, findings, listed = [], [], ""
-    for of in known:
-        if of.finding:
-            findings.append(f"R{of.finding[1:]}.")
-        times = of.medians["own_ms" if "own_ms" in names and of.medians["own_ms"][0] is not None else "step_ms"]
-        slowest = sorted(range(len(of.nodes)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
-        if len(slowest) < len(of.nodes):
-            listed = f"Listed are the {MOST_LISTED} slowest of {len(of.nodes)}."
+def part(variants: Variants) -> Part | str:
+    """Show every rank in a table: of many those with the longest times. Without samples return that as the reason."""
+    every = {variant: _of_variant(variant, records) for variant, records in variants.items()}
+    known = {variant: of for variant, of in every.items() if of is not None}
+    if not known:
+        return "no step sampled its ranks."
+    columns = [name for name in COLUMNS if any(set(of.medians[name]) != {None} for of in known.values())]
+    rows, caption = [], [of.finding for of in known.values() if of.finding]
+    for variant, (names, medians, _) in known.items():
+        times = medians["step_ms" if medians["own_ms"][0] is None else "own_ms"]
+        slowest = sorted(range(len(names)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
         for rank in sorted(slowest):
-            name = f"{of.variant}, {of.named(rank)}"
-            rows.append((name, *(shown(of.medians[n][rank], COLUMNS[n][1]) for n in names)))
-    head = ("", *(COLUMNS[name][0] for name in names))
-    caption = " ".join(filter(None, (*findings, listed)))
-    return Part("ranks", "Ranks: medians of sampled steps", caption=caption, table=Table(rows, head))
+            cells = (shown(medians[name][rank], COLUMNS[name][1]) for name in columns)
+            rows.append((f"{variant}, {names[rank]}", *cells))
+    if len(names) > MOST_LISTED:
+        caption.append(f"Listed are the {MOST_LISTED} slowest of {len(names)}.")
+    table = Table(rows, ("", *(COLUMNS[name][0] for name in columns)))
+    return Part("ranks", "Ranks: medians of sampled steps", caption=" ".join(caption), table=table)

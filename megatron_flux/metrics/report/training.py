@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_flux.errors import one_line
@@ -43,26 +43,29 @@ TERMS = {
 
 def chapter(run: Run, id_: str) -> Chapter:
     """Return every part of the run's chapter, in order."""
-    variants, summary = run.variants, run.summary
+    variants, summary = run.records, run.summary
     found: list[tuple[str, str]] = table.findings(summary)
-
-    def rank_parts() -> list[Part] | str:
-        known = ranks.of_variants(variants)
-        return [ranks.part(known)] if known else "no step sampled its ranks."
-
-    def gpu_parts() -> list[Part] | str:
-        if held := _throttling(variants):
-            found.append(("GPU clocks held down", held))
-            return []
-        runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
-        return next((f"{run['gpu_source']}." for run in runs if run.get("gpu_source")), "no step sampled its GPUs.")
-
-    samples, missing = _sample_parts({
+    samples: list[Part] = []
+    missing: list[tuple[str, str]] = []  # title and reason, instead of sections with nothing in them
+    for title, make in {
         "Where the time goes": lambda: _breakdown(run),
         "Overlap efficiency": lambda: _efficiency(variants["flux"], summary["without_gpu"]),
-        "Ranks": rank_parts,
-        "Clocks, power and throttling": gpu_parts,
-    })  # fmt: skip
+        "Ranks": lambda: ranks.part(variants),
+    }.items():
+        try:
+            made = make()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            made = f"the data is damaged: {type(error).__name__}, {one_line(error)}."
+        if isinstance(made, Part):
+            samples.append(made)
+        elif made:
+            missing.append((title, made))
+    if held := _throttling(variants):
+        found.append(("GPU clocks held down", held))
+    else:
+        runs = (record.get("flux/run") or {} for records in variants.values() for record in records)
+        source = next((f"{run['gpu_source']}." for run in runs if run.get("gpu_source")), "no step sampled its GPUs.")
+        missing.append(("Clocks, power and throttling", source))
     found.extend(("damage", text) for text in run.problems)
     parts = [
         Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
@@ -82,21 +85,6 @@ def chapter(run: Run, id_: str) -> Chapter:
     return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *settings_parts(settings)])
 
 
-def _sample_parts(make: Mapping[str, Callable[[], list[Part] | str]]) -> tuple[list[Part], list[tuple[str, str]]]:
-    """Return the parts that could be made, and title and reason of others: instead of sections with nothing in them."""
-    parts, missing = [], []
-    for title, of in make.items():
-        try:
-            made = of()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            made = f"the data is damaged: {type(error).__name__}, {one_line(error)}."
-        if isinstance(made, str):
-            missing.append((title, made))
-        else:
-            parts += made
-    return parts, missing
-
-
 def _subtitle(run: Run) -> str:
     device, layout, preset = run.summary.get("device"), run.summary.get("layout"), run.settings.get("preset")
     variants = {"baseline": "stock Megatron (baseline)", "flux": "patched Megatron (flux)"}
@@ -109,7 +97,7 @@ def _subtitle(run: Run) -> str:
     return "; ".join(words)
 
 
-def _breakdown(run: Run) -> list[Part] | str:
+def _breakdown(run: Run) -> Part | str:
     found = run.breakdowns
     figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
     if figure is None:
@@ -121,30 +109,27 @@ def _breakdown(run: Run) -> list[Part] | str:
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
         columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
         about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}.")
-    missing = [variant for variant, records in run.variants.items() if records and variant not in found]
+    missing = [variant for variant, records in run.records.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
     names = [name for name, _ in figures.TIME_PARTS.values()]
     sums = [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
     drawn = {trace.name for trace in figure.data} | set(sums)
     rows = [row for row in zip([*names, *sums], *columns, strict=True) if row[0] in drawn]
     shown_as = Table(rows, head=("ms per step", *found))
-    return [Part("time", "Where the time goes", figure, f"{FUSED_WAITS} {' '.join(about)}", shown_as)]
+    return Part("time", "Where the time goes", figure, f"{FUSED_WAITS} {' '.join(about)}", shown_as)
 
 
-def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part] | str:
+def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:
     """Show the sampled calls, by operator and shape, in a table: medians over the samples."""
     if not flux:
-        return []
+        return ""
     if without_gpu:
         return f"{without_gpu}, so there is no overlap to judge."
     samples = [r for r in sampled(flux) if r.get("flux/calls")]
     if not samples:
         replayed = any(r.get("flux/sampled") and r.get("flux/calls") is None for r in flux)
-        return (
-            "Calls inside replayed CUDA graphs are neither counted nor timed one by one."
-            if replayed
-            else "no step sampled its operators."
-        )
+        graphs = "calls inside replayed CUDA graphs are neither counted nor timed one by one."
+        return graphs if replayed else "no step sampled its operators."
     calls = [call for record in samples for call in record["flux/calls"]]
     of_shape: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for call in calls:
@@ -164,7 +149,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> list[Part] |
     for reason, count in sorted(withheld.items()):
         caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     head = ("call", "backend", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
-    return [Part("e-overlap", "Overlap efficiency per operator", caption=caption, table=Table(rows, head))]
+    return Part("e-overlap", "Overlap efficiency per operator", caption=caption, table=Table(rows, head))
 
 
 def _shape(call: Mapping[str, Any]) -> str:

@@ -13,6 +13,9 @@ from tests.unit.groups import group_of
 
 S, B, N, K = 16, 2, 3, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+main_grads = pytest.mark.parametrize(
+    ("dtype", "into"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, None)]
+)
 
 
 def integers(*shape: int, dtype: torch.dtype, high: int = 4, seed: int = 0) -> torch.Tensor:
@@ -54,8 +57,7 @@ def test_without_main_grad_the_gradient_is_returned(dtype: torch.dtype) -> None:
     assert weight.grad_added_to_main_grad is False
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("into", [torch.float32, None], ids=["fp32", "own dtype"])
+@main_grads
 def test_accumulate_adds_in_place(dtype: torch.dtype, into: torch.dtype | None) -> None:
     dy, x = operands(dtype)
     start = integers(N, K, dtype=into or dtype, high=9, seed=3)
@@ -117,8 +119,7 @@ def test_unread_gradients_share_the_memory_of_the_largest(monkeypatch: pytest.Mo
     assert unread(3, 4, torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("into", [torch.float32, None], ids=["fp32", "own dtype"])
+@main_grads
 def test_overwrite_replaces_what_is_there(dtype: torch.dtype, into: torch.dtype | None) -> None:
     dy, x = operands(dtype)
     main_grad = torch.full((N, K), float("nan"), dtype=into or dtype)

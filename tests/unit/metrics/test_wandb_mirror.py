@@ -112,25 +112,27 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-@pytest.mark.parametrize("given", [None, "ours"])
-def test_wandbs_own_variables(tmp_path: Path, given: str | None) -> None:
+def test_wandbs_own_variables(tmp_path: Path) -> None:
     """In a process of its own: wandb reads its environment once."""
     variables = {"WANDB_RESUME": "must", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NOTES": "said so"}
-    mirrored(tmp_path, os.environ | variables, project=given)
-    (run,) = (item["run"] for item in items(only(tmp_path), "run"))
-    assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
-    assert json.loads((tmp_path / "wandb.json").read_text())["project"] == (given or "theirs")
+    folders = {tmp_path / "first": None, tmp_path / "second": "ours"}
+    mirrored(os.environ | variables, {folder: {"project": project} for folder, project in folders.items()})
+    for folder, given in folders.items():
+        (run,) = (item["run"] for item in items(only(folder), "run"))
+        assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
+        assert json.loads((folder / "wandb.json").read_text())["project"] == (given or "theirs")
 
 
-def mirrored(folder: Path, environment: dict[str, str], *, mode: str = "offline", **run: Any) -> None:
-    """Three records mirrored by a process with this environment."""
+def mirrored(environment: dict[str, str], runs: dict[Path, dict[str, Any]]) -> None:
+    """Three records mirrored for each folder by a process with this environment."""
     code = f"""
 import wandb
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import sampled_record
-with WandbMirror({mode!r}, {{}}, {str(folder)!r}, **{run!r}) as mirror:
-    for n in (1, 2, 3):
-        mirror.write(sampled_record(n, flux=True))
+for folder, run in { {str(folder): run for folder, run in runs.items()} }.items():
+    with WandbMirror("offline", {{}}, folder, **run) as mirror:
+        for n in (1, 2, 3):
+            mirror.write(sampled_record(n, flux=True))
 wandb.teardown()
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
@@ -145,7 +147,7 @@ def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
     assert list(OLDEST.glob(f"wandb-{oldest}.0.dist-info")), f"{OLDEST} is not wandb {oldest}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT)))}
-    mirrored(tmp_path, environment, project="p", group="g", job_type="flux", name="n", tags=["t"])
+    mirrored(environment, {tmp_path: {"project": "p", "group": "g", "job_type": "flux", "name": "n", "tags": ["t"]}})
     assert steps(only(tmp_path)) == [1, 2, 3]
     assert json.loads(inspect(only(tmp_path), "--summary"))["summary"]["lm loss"] == pytest.approx(4.7)
 

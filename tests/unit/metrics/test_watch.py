@@ -3,14 +3,14 @@
 import io
 import json
 import os
-import pty
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from megatron_flux.metrics import watch
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.watch import Watched, view
 from tests.unit.metrics.metrics_records import record
@@ -23,12 +23,6 @@ def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
     text = io.StringIO()
     Console(file=text, width=width).print(view(watched, time.time() + after))
     return text.getvalue()
-
-
-def finish(run: Path) -> Path:
-    """Note how the run ended, as its last act."""
-    (run / "ended.json").write_text('{"state": "finished", "iterations": {}}')
-    return run
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
@@ -65,32 +59,27 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
 
 
-def test_a_terminal_is_followed_to_the_end(tmp_path: Path) -> None:
-    run = tmp_path / "run"  # not there yet
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "megatron_flux.cli", "watch", str(run)]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    seen = b""
+def test_a_terminal_is_followed_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, screen = tmp_path / "run", io.StringIO()  # the run is not there yet
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(watch, "Console", lambda **_: terminal)
+    monkeypatch.setattr(watch, "REFRESH_S", 0.05)
 
-    def wait_for(text: bytes) -> None:
-        nonlocal seen
-        while text not in seen:
-            seen += os.read(ours, 65536)
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in screen.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
-    try:
-        wait_for(b"Ctrl-C ends")
-        one_variant(run, "flux", steps=20)
-        wait_for(b"18 of 20")
-        with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:
-            recorder.write(record(19, flux=True, **{"lm loss": 1.2345}))
-        wait_for(b"1.2345")
-        finish(run)
-        wait_for(b"ended: all steps done")
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    assert b"Traceback" not in seen
+    follower = threading.Thread(target=watch.watch, args=[run], daemon=True)
+    follower.start()
+    wait_for("Ctrl-C ends")
+    one_variant(run, "flux", steps=20)
+    wait_for("18 of 20")
+    with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:
+        recorder.write(record(19, flux=True, **{"lm loss": 1.2345}))
+    wait_for("1.2345")
+    (run / "ended.json").write_text('{"state": "finished", "iterations": {}}')
+    follower.join(timeout=60)
+    assert not follower.is_alive()
+    assert "ended: all steps done" in screen.getvalue()

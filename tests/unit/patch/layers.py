@@ -9,7 +9,6 @@ import torch
 from megatron_flux import FluxConfig
 from megatron_flux.patch import linears
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import MegatronCoreLine
 from megatron_flux.patch.reasons import TE_KINDS
 from tests.unit.groups import group_of
 
@@ -88,7 +87,7 @@ class Te:
     """A TransformerEngine that has its own reason, or none."""
 
     reason: str | None = None
-    loses_gradient, installed = True, "2.11.0"
+    installed = "2.11.0"
 
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool) -> str | None:
         assert not fp8
@@ -106,11 +105,11 @@ class Te:
 
 
 class Traced:
-    """A patch for one megatron-core line; ``calls`` are flux's, a stock layer returns ``stock``."""
+    """A patch for one megatron-core; ``calls`` are flux's, a stock layer returns ``stock``."""
 
-    def __init__(self, line: MegatronCoreLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, added: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
         self.te: Any = Te()
-        self.patch = LinearPatch(FluxConfig(backend="reference", fp8=False), line, Layer, self.te)
+        self.patch = LinearPatch(FluxConfig(backend="reference", fp8=False), added, Layer, self.te)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         for name in ("column_parallel_linear", "row_parallel_linear"):
             monkeypatch.setattr(linears, name, self._flux)

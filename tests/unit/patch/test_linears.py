@@ -10,8 +10,7 @@ import torch
 from megatron_flux import FluxConfig
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears
-from megatron_flux.patch.linears import KEEP, LinearPatch
-from megatron_flux.patch.megatron_core import LINES
+from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.reasons import TE_KINDS
 from tests.unit.patch.layers import Layer, TeLayer, Traced, X
 
@@ -29,7 +28,8 @@ def configured(kind: str, **attributes: Any) -> Any:
 
 
 def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCaptureFixture) -> None:
-    patch = LinearPatch(FluxConfig(), LINES[0], Layer)
+    patch = LinearPatch(FluxConfig(), {}, Layer)
+    patch.patched = True
     a, b, c, never = (torch.nn.Identity() for _ in range(4))
     a.extra_repr = lambda: "layer A"  # type: ignore[method-assign]
     for kind, reason, layer in (
@@ -51,12 +51,8 @@ def test_each_reason_is_logged_once_and_every_call_counted(caplog: pytest.LogCap
 def test_what_is_gathered_ahead_and_kept(traced: Traced, kind: str) -> None:
     given = {"gather_ahead": False, "keep_gathered": True, "keep_gathered_bytes": 4096}
     traced.patch.config = FluxConfig(backend="reference", fp8=False, **given)
-    layer = layer_of(kind)
-    traced.run(kind, layer)
+    traced.run(kind, layer_of(kind))
     assert given.items() <= traced.calls[0][1].items()
-    layer.__dict__[KEEP] = False  # as set_keep_gathered does
-    traced.run(kind, layer)
-    assert traced.calls[1][1]["keep_gathered"] is False
 
 
 def test_in_a_graph_no_micro_batch_replaces_main_grad(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,10 @@ from megatron_flux.patch.megatron_core import LAYERS, REPLACED, check_symbol
 
 
 @pytest.mark.parametrize(
-    ("version", "line"), [("0.15.0rc7", "0.15"), ("0.19.0.dev3", "0.19"), ("0.19.99", "0.19"), ("0.20.0rc0", "0.20")]
+    ("version", "release"), [("0.15.0rc7", "0.15.0"), ("0.19.0.dev3", "0.19.0"), ("0.19.99", "0.19.99")]
 )
-def test_supported_versions_find_their_line(version: str, line: str) -> None:
-    found = megatron_core.find_line(version)
-    assert Version(line + ".5") in found.versions
-    assert [other for other in megatron_core.LINES if Version(line + ".5") in other.versions] == [found]
+def test_a_version_belongs_to_a_release(version: str, release: str) -> None:
+    assert megatron_core.check_megatron_core(version) == Version(release)
 
 
 @pytest.mark.parametrize("version", ["1.13", "2.10.1+cu128"])
@@ -34,7 +32,7 @@ def test_other_torch_is_refused_with_the_range(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.14.9", "main-branch"])
 def test_other_versions_are_refused_with_the_range(version: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=r"0\.15.*0\.21.*pip install 'megatron-core") as error:
-        megatron_core.find_line(version)
+        megatron_core.check_megatron_core(version)
     assert version in str(error.value)
 
 
@@ -44,7 +42,7 @@ def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     layers = importlib.util.find_spec(LAYERS)
     assert layers is not None
     installed = Path(str(layers.origin))
-    paths = [path for path in megatron_core.REIMPLEMENTED if path.startswith(LAYERS)]
+    paths = [path for path in megatron_core.NEWEST_SEAMS if path.startswith(LAYERS)]
     monkeypatch.setattr(megatron_core, "NEWEST_SEAMS", seams.digests(installed.parents[3], paths))
     core = _checkout(tmp_path, "0.97.0")
     (core / "tensor_parallel").mkdir()
@@ -59,7 +57,7 @@ def test_a_newer_release_with_the_same_code_runs_with_a_warning(newer: Path, cap
     newer.write_text(
         "# A comment.\n" + text.replace("        super().__init__()\n", "        super().__init__()  # base\n")
     )
-    assert megatron_core.checked_versions() is megatron_core.LINES[-1]
+    assert megatron_core.checked_versions() == Version("0.97.0")
     assert "megatron-core 0.97.0 is newer than >=0.15,<0.21" in caplog.text
     with pytest.raises(UnsupportedVersionError, match=r"megatron-core 0\.97\.0 is not supported"):
         megatron_core.checked_versions(strict=True)
@@ -97,7 +95,7 @@ def test_a_checkout_ahead_of_the_installed_package_decides(monkeypatch: pytest.M
     assert megatron_core.installed_megatron_core() == installed
     _import_finds(monkeypatch, _checkout(tmp_path, "0.15.7"))
     assert megatron_core.installed_megatron_core() == "0.15.7"
-    assert megatron_core.checked_versions() is megatron_core.LINES[0]
+    assert megatron_core.checked_versions() == Version("0.15.7")
 
 
 def test_a_missing_symbol_or_parameter_is_refused_by_name() -> None:
@@ -114,10 +112,7 @@ def test_a_missing_symbol_or_parameter_is_refused_by_name() -> None:
     "refusal",
     [
         pytest.param(("REPLACED", {**REPLACED, f"{LAYERS}:RowParallelLinear.forward": ("gone",)}), id="parameter"),
-        pytest.param(
-            ("LINES", (megatron_core.LINES[-1]._replace(versions=SpecifierSet(">=0"), added={"gone": None}),)),
-            id="parameter that the line added",
-        ),
+        pytest.param(("ADDED", {"gone": ("0.15", None)}), id="parameter that a release added"),
         pytest.param(("SUPPORTED_TORCH", SpecifierSet(">=99")), id="torch version"),
     ],
 )

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_flux import FallbackError, FluxConfig
-from megatron_flux.patch.megatron_core import LINES
+from megatron_flux.patch.megatron_core import ADDED
 from tests.unit.groups import group_of
 from tests.unit.patch.layers import REMOVED, Layer, TeLayer, Traced, X
 
-newest = pytest.mark.parametrize("traced", [LINES[-1]], indirect=True, ids=[""])
+newest = pytest.mark.parametrize("traced", [{name: off for name, (_, off) in ADDED.items()}], indirect=True, ids=[""])
 
 
 class Other(Layer):

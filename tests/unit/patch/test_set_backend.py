@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import megatron_flux
-from megatron_flux import UserError, set_backend, set_keep_gathered
+from megatron_flux import UserError, set_backend
 from megatron_flux.config import Backends
 from megatron_flux.patch.layer_options import check_backends
-from megatron_flux.patch.linears import KEEP
 from megatron_flux.patch.reasons import backends_of
 
 DEFAULT = Backends("auto", "auto", "auto")
@@ -71,7 +70,6 @@ def test_an_adapted_linear_is_found_by_its_own_name(framework: str) -> None:
     wrapped, output = prefix.format(f"decoder.qkv.{base}"), prefix.format("output")
     for name in ("*.qkv", "decoder.qkv", f"*.{base}", wrapped):
         assert set_backend(model, "reference", names=name) == [wrapped]
-    assert set_keep_gathered(model, True, names="decoder.qkv") == [wrapped]
     assert set_backend(model, "stock", names="output") == [output]
     assert set_backend(model, "reference", names="*.qkv.*") == [wrapped, prefix.format(f"decoder.qkv.{adapter}")]
 
@@ -111,22 +109,3 @@ def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPa
     check_backends(Backends("auto", "reference", "reference"))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_backends(risky)
-
-
-def test_which_layers_keep_what_they_gather(model: torch.nn.Module) -> None:
-    def marked() -> dict[str, bool]:
-        return {
-            name[len("module.module.") :]: m.__dict__[KEEP] for name, m in model.named_modules() if KEEP in m.__dict__
-        }
-
-    assert set_keep_gathered(model, True) == ["layers.0.mlp.fc1", "output"], "row-parallel layers gather nothing"
-    assert set_keep_gathered([model], False, names="out*") == ["output"]
-    assert marked() == {"layers.0.mlp.fc1": True, "output": False}
-    assert set_keep_gathered(model, None, names="*fc1") == ["layers.0.mlp.fc1"]
-    assert marked() == {"output": False}
-    with pytest.raises(
-        UserError, match=r"no column-parallel linear is named '\*fc2'; there are: layers.0.mlp.fc1, output"
-    ):
-        set_keep_gathered(model, True, names="*fc2")
-    with pytest.raises(UserError, match="give True, False or None, not 'yes'"):
-        set_keep_gathered(model, "yes")  # type: ignore[arg-type]

@@ -106,35 +106,3 @@ def test_which_release_delays_wgrad(installed: SimpleNamespace, monkeypatch: pyt
     assert te_seam.load().delayed(linear(), None) is None
     monkeypatch.setattr(te_seam, "version", lambda name: "2.10.0")
     assert why_stock(te_seam.load(), layer) == "delayed wgrad with TransformerEngine 2.10.0, supported is >=2.11"
-    monkeypatch.setattr(te_seam, "version", lambda name: "2.11.0")
-    monkeypatch.delattr(sys.modules["transformer_engine.pytorch.cpp_extensions"], "general_gemm")
-    assert "delayed wgrad: TransformerEngine 2.11.0 is not as expected" in str(why_stock(te_seam.load(), layer))
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, None),
-        ({"return_layernorm_output_gathered": True}, None),
-        ({"return_layernorm_output": True}, "local"),
-        ({"return_layernorm_output": True, "return_layernorm_output_gathered": True}, "gathered"),
-        (
-            {"return_layernorm_output": True, "return_layernorm_output_gathered": True, "sequence_parallel": False},
-            "local",
-        ),
-    ],
-)
-def test_which_output_of_the_norm_is_returned(
-    installed: SimpleNamespace, changes: dict[str, Any], expected: str | None
-) -> None:
-    layer = linear(**{"sequence_parallel": True, **changes})
-    assert te_seam.load().returned(layer) == expected
-    assert why_stock(te_seam.load(), layer) is None
-
-
-def test_a_build_of_a_release_drops_what_the_release_drops(
-    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for version, drops in (("2.11.0", True), ("2.11.0a0+gabc.nv26.01", True), ("2.20.2", True), ("2.20.3", False)):
-        monkeypatch.setattr(te_seam, "version", lambda name, version=version: version)
-        assert te_seam.load().loses_gradient is drops

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_flux.errors import UserError
 from megatron_flux.quant.fold import MLP, fold, forward, shard, tensor_parallel_sizes, why_not
@@ -14,15 +12,12 @@ from megatron_flux.quant.gptq import BITS, GPTQLinear, pack, unpack
 from tests.unit.quant.linears import FFN, HIDDEN, linear, mlp, near
 
 
-@given(st.sampled_from(BITS), st.sampled_from([0, 1]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
-def test_numbers_come_back_out_of_what_they_were_packed_into(
-    bits: int, dim: int, rows: int, columns: int, seed: int
-) -> None:
-    shape = (16 * rows, 16 * columns)
-    made = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 1 << bits, shape, dtype=torch.uint8, generator=made)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("bits", BITS)
+def test_numbers_come_back_out_of_what_they_were_packed_into(bits: int, dim: int) -> None:
+    numbers = torch.randint(1 << bits, (32, 48), dtype=torch.uint8)
     packed = pack(numbers, bits, dim)
-    assert (packed.dtype, packed.shape[dim]) == (torch.int32, shape[dim] * bits // 32)
+    assert (packed.dtype, packed.shape[dim]) == (torch.int32, numbers.shape[dim] * bits // 32)
     assert torch.equal(unpack(packed, bits, dim), numbers)
 
 
@@ -41,10 +36,8 @@ def test_dequantised_by_hand(offset: int) -> None:
     assert made.order().tolist() == sorted(range(16), key=lambda row: int(g_idx[row]))
 
 
-@settings(max_examples=8, deadline=None)
-@given(gated=st.booleans(), bias=st.booleans(), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
-def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias: bool, bits: int, seed: int) -> None:
-    torch.manual_seed(seed)
+@pytest.mark.parametrize(("gated", "bias", "bits"), [(True, False, 2), (False, True, 4), (True, True, 8)])
+def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias: bool, bits: int) -> None:
     before = mlp(gated=gated, bias=bias, bits=bits)
     after = fold(before)
     assert fold(after) is after

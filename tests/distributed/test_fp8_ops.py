@@ -240,11 +240,11 @@ def test_what_does_not_fit_is_one_line() -> None:
         assert words in one
 
 
-def rank_twin(plan: KernelConfig, tma: bool, scaling: str) -> None:
+def rank_twin(plan: KernelConfig, tma: bool, scaling: str, shapes: list[tuple[int, ...]] = SHAPES) -> None:
     """All shapes, with and without promotion; calls of other dtypes in between use the same halves."""
     use_tma(tma)
     with registered(plan):
-        for number, (mp, n, k) in enumerate(SHAPES):
+        for number, (mp, n, k) in enumerate(shapes):
             check(scaling, mp, n, k, "twin", bool(number % 2), (E4M3, E5M2)[number % 2], bias=number > 1)
             x, w = torch.ones(16, 32, dtype=torch.float16), torch.ones(32, 32, dtype=torch.float16)
             assert ops.all_gather_gemm(x, w, backend="twin").eq(32).all()
@@ -291,4 +291,4 @@ def test_the_local_shard_is_transposed_from_where_it_is() -> None:
 
 @NEEDS_TRITON
 def test_fused_is_exact_on_four_ranks(world4: WorkerPool) -> None:
-    world4.run(rank_twin, WHOLE, True, "blocks")
+    world4.run(rank_twin, WHOLE, True, "blocks", SHAPES[1::2])

@@ -248,9 +248,7 @@ def test_some_layers_run_stock(names: str) -> None:
             require_close(name, gradients[name], gradient)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "recompute", "outside"), [(False, False, True), (True, False, False), (True, True, False)]
-)
+@pytest.mark.parametrize(("overlap", "recompute", "outside"), [(False, False, True), (True, True, False)])
 @on_ranks("world4")
 def test_data_parallel(overlap: bool, recompute: bool, outside: bool) -> None:
     """main_grad after reduction over two replicas and two micro-batches."""

@@ -248,9 +248,7 @@ def killed(kind: str, one_queue: bool, when: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "one_queue", "when"), [("host", True, "before"), ("host", False, "within"), ("p2p", False, "within")]
-)
+@pytest.mark.parametrize(("kind", "one_queue", "when"), [("host", True, "before"), ("p2p", False, "within")])
 def test_a_killed_rank_ends_the_others(pool: WorkerPool, kind: str, one_queue: bool, when: str) -> None:
     began = time.monotonic()
     outcomes = pool.outcomes(killed, kind, one_queue, when)

@@ -43,6 +43,7 @@ from tests.distributed.te_fp8_cases import (
     rank_switches,
     recipe_of,
     require_same,
+    require_stocks,
     state_of,
     train,
 )
@@ -407,10 +408,7 @@ def test_the_original_input_is_saved(kind: str, recipe: str) -> None:
         assert any(t.data_ptr() == x.data_ptr() for t in found if type(t) is torch.Tensor)
         return training
 
-    stock, ours, seen = both(run)
-    ours.require_same(stock, f"{kind}, {recipe}")
-    assert seen.calls
-    assert seen.fallbacks == {}
+    require_stocks(run, f"{kind}, {recipe}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -427,10 +425,7 @@ def test_outside_of_the_autocast_layers_are_in_bf16(kind: str) -> None:
         assert layer.state_dict()["_extra_state"].numel() == 0
         return training
 
-    stock, ours, seen = both(run)
-    ours.require_same(stock, kind)
-    assert seen.calls
-    assert seen.fallbacks == {}
+    require_stocks(run, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS[:1])

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import MEGATRON, TRANSFORMER_ENGINE, Template, WorkerPool
+from tests.distributed.pool import LIBRARIES, MEGATRON, TRANSFORMER_ENGINE, Template, WorkerPool
 
 
 @pytest.fixture(scope="package", autouse=True)
 def templates() -> Iterator[None]:
     """The processes that workers are forked from end after all pools."""
     yield
-    MEGATRON.stop()
-    TRANSFORMER_ENGINE.stop()
+    for template in (MEGATRON, TRANSFORMER_ENGINE, LIBRARIES):
+        template.stop()
 
 
 def _pool(size: int, template: Template = MEGATRON) -> Iterator[WorkerPool]:

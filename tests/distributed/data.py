@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 TOLERANCE = 1e-5
+Tensors = list[torch.Tensor] | dict[str, torch.Tensor]
 LARGEST_EXACT = {torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 
 
@@ -56,11 +57,13 @@ def summed(partial: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     return total
 
 
-def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Fail unless both have the same bits, none of them all zeros."""
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert other.any(), f"{i} is zero: nothing is compared"
-        assert torch.equal(one, other), f"{i} differs"
+def require_equal(found: Tensors, expected: Tensors) -> None:
+    """Fail unless both, lists or dictionaries, have the same bits, none of them all zeros."""
+    one, other = (dict(enumerate(of)) if isinstance(of, list) else of for of in (found, expected))
+    assert one.keys() == other.keys()
+    for name, tensor in other.items():
+        assert tensor.any(), f"{name} is zero: nothing is compared"
+        assert torch.equal(one[name], tensor), f"{name} differs by {(one[name] - tensor).abs().max()}"
 
 
 def attempt(call: Callable[[], object]) -> tuple[str, str, float]:

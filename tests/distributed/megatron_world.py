@@ -140,6 +140,7 @@ def splits_on_the_host(dispatcher: Any, point: str, tokens_per_expert: Any = Non
 
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt3": {"normalization": "LayerNorm", "add_bias_linear": True},
@@ -219,3 +220,24 @@ def loss_and_gradients(model: torch.nn.Module, seed: int = 7) -> tuple[torch.Ten
     losses = model(**batch(seed))
     losses.float().mean().backward()
     return losses.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model: torch.nn.Module, seed: int = 7) -> dict[str, torch.Tensor]:
+    """One forward and backward: the losses, and the gradients by name."""
+    losses, gradients = loss_and_gradients(model, seed)
+    return {"loss": losses, **gradients}
+
+
+def of_one_rank(found: dict[str, torch.Tensor], shapes: dict[str, torch.Size], gated: bool) -> dict[str, torch.Tensor]:
+    """Parameters or gradients of all ranks as a model of one rank, with these shapes, holds them."""
+    whole = {}
+    for name, t in found.items():
+        if t.shape != shapes[name]:
+            dim = next(i for i, size in enumerate(shapes[name]) if t.shape[i] != size)
+            parts = [torch.empty_like(t) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(parts, t.contiguous())
+            if gated and dim == 0 and "linear_fc1" in name and "linear_in" not in name:  # gate and value of each rank
+                parts = [part.chunk(2)[i] for i in (0, 1) for part in parts]
+            t = torch.cat(parts, dim)
+        whole[name] = t
+    return whole

@@ -107,14 +107,14 @@ def switched_on() -> Iterator[io.StringIO]:
             unpatch()
 
 
-def random_parameters(model: torch.nn.Module) -> None:
+def random_parameters(model: torch.nn.Module, scale: float = 0.2) -> None:
     """Fill all parameters, adapters' zeros too; the sharded ones of each rank differ."""
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
             of_rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
             generator = torch.Generator().manual_seed(1000 + i + 100_000 * of_rank)
             start = 1.0 if "norm" in name else 0.0
-            parameter.copy_(start + 0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
 
 
 def trained(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
@@ -146,3 +146,13 @@ def compared(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, dic
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, parameters[name]), name
     return model, layers, printed.getvalue()
+
+
+def require_flux(layers: dict[str, str], printed: list[str], count: int) -> None:
+    """All of the ``count`` layers ran flux, and rank 0 alone has said so."""
+    assert set(layers.values()) == {"flux"}
+    assert len(layers) == count
+    on, ran = printed[0].splitlines()
+    assert " is on: " in on
+    assert f"layers that run flux: {count}; " in ran
+    assert printed[1] == ""

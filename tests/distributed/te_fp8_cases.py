@@ -183,15 +183,21 @@ def both(work: Callable[[], Result], config: FluxConfig = FP8) -> tuple[Result, 
     return stock, ours, seen
 
 
+def require_stocks(work: Callable[[], Training], what: str, config: FluxConfig = FP8) -> tuple[Training, Any]:
+    """Require stock's training of flux, with no layer that runs stock. Returns flux's, and its record."""
+    stock, ours, seen = both(work, config)
+    ours.require_same(stock, what)
+    assert seen.calls
+    assert seen.fallbacks == {}
+    return ours, seen
+
+
 def require_same(
     case: Case, recipes: tuple[str | None, ...], primary: str | None = None, config: FluxConfig = FP8
 ) -> dict[str, int]:
     """Stock's training and ours; calls by operator and backend."""
-    stock, ours, seen = both(lambda: train(case, built(case, primary), recipes), config)
-    ours.require_same(stock, f"{case.kind}, {recipes}")
-    assert seen.calls
-    assert seen.fallbacks == {}
-    return seen.calls
+    work = lambda: train(case, built(case, primary), recipes)  # noqa: E731
+    return require_stocks(work, f"{case.kind}, {recipes}", config)[1].calls
 
 
 def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool, backend: str = "reference") -> dict[str, int]:
@@ -299,8 +305,7 @@ def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
         call = by_te_checkpoint(layer) if by_te else lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
         return train(case, layer, (recipe,) * 2, call)
 
-    stock, ours, _ = both(recomputed)
-    ours.require_same(stock, f"{kind}, {recipe}")
+    require_stocks(recomputed, f"{kind}, {recipe}")
 
 
 def rank_fp8_no_grad(kind: str, recipe: str) -> None:
@@ -395,13 +400,11 @@ def train_captured(case: Case, layer: Any, recipe: str, primary: bool) -> Traini
 def rank_fp8_captured(kind: str, recipe: str, primary: bool, cache: bool, backend: str = "reference") -> dict[str, int]:
     """Calls by operator and backend."""
     case = fp8_case(kind, micro_batches=2, options={"disable_parameter_transpose_cache": not cache})
-    stock, ours, seen = both(
+    ours, seen = require_stocks(
         lambda: train_captured(case, built(case, recipe if primary else None), recipe, primary),
+        f"{kind}, {recipe}",
         replace(FP8, backend=backend),
     )
-    ours.require_same(stock, f"{kind}, {recipe}")
-    assert seen.calls
-    assert seen.fallbacks == {}
     cached = [ours.state.get(f"2.{i} weight {name}") for i in (0, 1) for name in ("_data", "_rowwise_data")]
     if not primary:
         before, after = [t for t in cached if t is not None]

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_flux import FluxConfig, report
 from tests.distributed import recipes, te_stand_in
-from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.megatron_world import FULL, flux, gpt_model, loss_and_gradients, megatron, of_one_rank
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
@@ -22,37 +21,17 @@ Tensors = dict[str, torch.Tensor]
 LORA = {"dim": 8, "alpha": 16, "dropout": 0.0}
 
 
-def adapted(family: str, targets: list[str] | None, options: dict[str, Any]) -> torch.nn.Module:
+def adapted(targets: list[str] | None, options: dict[str, Any]) -> torch.nn.Module:
     """A model with frozen weights and adapters, all of its parameters random; the sharded ones of each rank differ."""
-    if "megatron.bridge" not in sys.modules:
-        package = types.ModuleType("megatron.bridge")
-        package.__path__ = [str(SOURCE)]
-        sys.modules["megatron.bridge"] = package
+    recipes.import_parts("megatron.bridge", SOURCE)
+    if te_stand_in.SOURCE not in sys.path:
         sys.path.append(te_stand_in.SOURCE)  # it asks for TransformerEngine's version
     lora = importlib.import_module("megatron.bridge.peft.lora").LoRA
     more = {} if targets is None else {"target_modules": targets}
-    model = gpt_model(family, te=True, **({"num_query_groups": 2} | options))
+    model = gpt_model("llama", te=True, **({"num_query_groups": 2} | options))
     (model,) = lora(**LORA, **more)([model], training=True)
-    with torch.no_grad():
-        for i, (name, parameter) in enumerate(model.named_parameters()):
-            of_rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
-            generator = torch.Generator().manual_seed(1000 + i + 100_000 * of_rank)
-            start = 1.0 if name.endswith(("layernorm.weight", "layer_norm_weight")) else 0.0
-            parameter.copy_(start + 0.3 * torch.randn(parameter.shape, generator=generator))
+    recipes.random_parameters(model, 0.3)
     return model.train()
-
-
-def whole(t: torch.Tensor, name: str, like: torch.Size) -> torch.Tensor:
-    """A parameter or its gradient as one rank would hold it, with the shape ``like``."""
-    if t.shape == like:
-        return t
-    dim = next(i for i, (mine, all_ranks) in enumerate(zip(t.shape, like, strict=True)) if mine != all_ranks)
-    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, t.contiguous())
-    if "linear_fc1" in name and dim == 0 and "linear_in" not in name:  # gate and up of each rank's half
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[i] for i in (0, 1) for half in halves])
-    return torch.cat(parts, dim)
 
 
 def error(found: Tensors, want: Tensors) -> float:
@@ -63,9 +42,8 @@ def error(found: Tensors, want: Tensors) -> float:
 
 def rank_lora(targets: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the errors of stock's and flux's gradients against TP 1, and what ran."""
-    tp, family = dist.get_world_size(), "llama"
-    with te_megatron(tp):
-        model = adapted(family, targets, options)
+    with te_megatron(dist.get_world_size()):
+        model = adapted(targets, options)
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         loss, stock = loss_and_gradients(model)
         with flux(FluxConfig(strict=True, backend="reference")):
@@ -73,24 +51,15 @@ def rank_lora(targets: list[str] | None, options: dict[str, Any]) -> dict[str, A
             said = report(model)
         assert torch.equal(ours_loss, loss)
     with megatron(1):
-        model = adapted(family, targets, {**options, "sequence_parallel": False})
+        model = adapted(targets, {**options, "sequence_parallel": False})
         shapes = {name: p.shape for name, p in model.named_parameters()}
-
-        def gather(found: Tensors) -> Tensors:
-            return {name: whole(t, name, shapes[name]) for name, t in found.items()}
-
-        parameters = gather(parameters)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(parameters[name])
+        model.load_state_dict(of_one_rank(parameters, shapes, True), strict=False)
         _, want = loss_and_gradients(model)
-    layers = set(said["layers"].values())
-    errors = error(gather(stock), want), error(gather(ours), want)
-    return {"errors": errors, "layers": layers, "added": said["norm_gradients"]["added"]}
+    errors = [error(of_one_rank(found, shapes, True), want) for found in (stock, ours)]
+    return {"errors": errors, "layers": set(said["layers"].values()), "added": said["norm_gradients"]["added"]}
 
 
 WHOLE = {"sequence_parallel": False}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +67,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
     [
         (None, {}, 4),
         (["linear_qkv"], {}, 2),  # NVIDIA's recipes for H100
-        (None, RECOMPUTE, 4),
+        (None, FULL, 4),
         (None, WHOLE, 0),
     ],
     ids=["all linears", "qkv alone", "recompute", "no sequence parallelism"],

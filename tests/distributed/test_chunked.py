@@ -119,12 +119,12 @@ def random_shapes(way: str, name: str, count: int) -> None:
 
 @OVER
 def test_exact(world: WorkerPool, way: str) -> None:
-    world.run(random_shapes, way, "chunked", 8)
+    world.run(random_shapes, way, "chunked", 6)
 
 
 @OVER
 def test_8_bit(world2: WorkerPool, way: str) -> None:
-    world2.run(random_shapes, way, "chunked_fp8", 5)
+    world2.run(random_shapes, way, "chunked_fp8", 4)
 
 
 @pytest.mark.parametrize(

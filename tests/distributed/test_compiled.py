@@ -43,7 +43,8 @@ def test_compiled(whole_step: bool) -> None:
         expected = run(step)
         torch._dynamo.reset()
         with flux() as seen:
-            compiled = torch.compile(step if whole_step else forward, backend="aot_eager")
+            made = (step, "eager") if whole_step else (forward, "aot_eager")
+            compiled = torch.compile(made[0], backend=made[1])
             for _ in range(2):
                 assert all(torch.equal(*pair) for pair in zip(expected, run(compiled), strict=True))
         torch._dynamo.reset()

@@ -19,7 +19,7 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, twin
 
 pytestmark = NEEDS_TRITON
-WAYS = ("fused", "one queue", "two lanes", "peers' memory")
+WAYS = ("fused", "one queue", "peers' memory")
 
 
 def backend(way: str) -> Any:

@@ -132,16 +132,14 @@ def spread_logits(model: Any) -> None:
 
 @pytest.mark.skipif(installed_megatron_core().startswith("0.15"), reason="0.15's engine is made in another way")
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("gpt3", False), ("llama", True)])
-@on_ranks("world")
+@on_ranks("world2")
 def test_greedy_tokens_of_the_dynamic_engine(family: str, sequence_parallel: bool) -> None:
     """Tokens of stock, of flux, what ran, and the rows of the steps' linears by whether all were single tokens."""
     from megatron.core.transformer.enums import AttnBackend
 
     steps = 7  # the last request comes at the third step and needs five
-    tp = dist.get_world_size()
-    with megatron(tp=tp), engine_shims():
-        heads = {"num_query_groups": 4} if family == "llama" and tp == 4 else {}  # the engine wants a group a rank
-        options = {"sequence_parallel": sequence_parallel, "attention_backend": AttnBackend.local, **heads}
+    with megatron(tp=dist.get_world_size()), engine_shims():
+        options = {"sequence_parallel": sequence_parallel, "attention_backend": AttnBackend.local}
         model = gpt_model(family, **options).eval()
         spread_logits(model)
         stock = generated(model)

@@ -3,17 +3,24 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_patch_your_script() -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def test_patch_your_script(warm_python: str) -> None:
+    words = [
+        warm_python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "patch_your_script",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    script = [str(ROOT / "examples" / "patch_your_script.py")]
-    done = subprocess.run([*words, *script], env=environment, capture_output=True, text=True, timeout=120)
+    how = {"env": environment, "cwd": ROOT / "examples", "capture_output": True, "text": True}
+    done = subprocess.run(words, timeout=120, **how)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d: loss on rank 0 ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 5

@@ -26,48 +26,44 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    x, weight, transposed = torch.ones(8, K), torch.ones(N, K), torch.ones(K, N)
+    x, weight = torch.ones(8, K), torch.ones(N, K)
     return {
-        "all_gather_gemm": lambda: ops.all_gather_gemm(x, weight),
-        "all_gather_gemm transposed": lambda: ops.all_gather_gemm(x, transposed, transposed=True),
-        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(x, weight),
         "gemm_reduce_scatter async": lambda: ops.gemm_reduce_scatter(x, weight, async_op=True).wait(),
+        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(x, weight),
+        "all_gather_gemm": lambda: ops.all_gather_gemm(x, weight),
         "all_gather": lambda: ops.all_gather(x).wait(),
     }
 
 
-def die_while_awaited(victim: int, first: str) -> dict[str, tuple[str, str, float]]:
-    group = dist.group.WORLD
-    weight = torch.ones(N, K, requires_grad=True)
+def rank_0_dies() -> dict[str, tuple[str, str, float]]:
+    group, weight = dist.group.WORLD, torch.ones(N, K, requires_grad=True)
     column = column_parallel_linear(torch.ones(2, 1, K, requires_grad=True), weight, None, group)
     row = row_parallel_linear(torch.ones(4, 1, K, requires_grad=True), weight, group)
     for call in calls().values():
         call()
-    if dist.get_rank() == victim:
-        time.sleep(1.0)  # the survivor is inside the collective by now
+    if dist.get_rank() == 0:
+        time.sleep(1.0)  # the survivor is inside the first collective by now
         os.kill(os.getpid(), signal.SIGKILL)
-    attempts = {"first": attempt(calls()[first])}
-    attempts.update({name: attempt(call) for name, call in calls().items()})
-    attempts["column backward"] = attempt(lambda: column.sum().backward())
-    attempts["row backward"] = attempt(lambda: row.sum().backward())
-    return attempts
+    backwards = {
+        "all_gather column backward": lambda: column.sum().backward(),
+        "all_gather row backward": lambda: row.sum().backward(),
+    }
+    return {name: attempt(call) for name, call in (calls() | backwards).items()}
 
 
 def test_a_killed_peer(pool: WorkerPool) -> None:
-    victim, first = 0, "gemm_reduce_scatter async"
-    outcomes = pool.outcomes(die_while_awaited, victim, first, timeout=2 * SECONDS)
-    survivor = 1 - victim
-    assert outcomes[victim].error == "the process ended with exit code -9"
-    assert outcomes[survivor].error is None, outcomes[survivor].error
-    assert outcomes[survivor].seconds < SECONDS
-    attempts = outcomes[survivor].value
-    assert 0.5 < attempts["first"][2] < SECONDS  # it did wait for the peer, and not for the group's time-out
+    dead, survivor = pool.outcomes(rank_0_dies, timeout=2 * SECONDS)
+    assert dead.error == "the process ended with exit code -9"
+    assert survivor.error is None, survivor.error
+    assert survivor.seconds < SECONDS
+    attempts = survivor.value
+    assert next(iter(attempts.values()))[2] > 0.1, "it did not wait for its peer"
     for name, (error, message, seconds) in attempts.items():
         assert error == OperatorError.__name__, (name, error, message)
-        assert seconds < SECONDS, name
-        collective = "reduce_scatter" if "reduce_scatter" in (first if name == "first" else name) else "all_gather"
-        assert re.match(rf"rank {survivor} \(tp rank {survivor} of 2\): {collective} of \(", message), (name, message)
-        assert f"with peer rank(s) [{victim}] failed: " in message
+        assert seconds < SECONDS, f"{name} waited for the group's time-out"
+        collective = "reduce_scatter" if "reduce_scatter" in name else "all_gather"
+        assert re.match(rf"rank 1 \(tp rank 1 of 2\): {collective} of \(", message), (name, message)
+        assert "with peer rank(s) [0] failed: " in message
         assert "torch.float32 on cpu" in message
         assert "\n" not in message
     assert f"all_gather of {(8, K)}" in attempts["all_gather_gemm"][1]

@@ -79,7 +79,7 @@ def exchange(at: HostLink, seed: int, cuts: list[int], slow: float = 0.0) -> Non
 def test_everything_arrives(kind: str, one_queue: bool) -> None:
     at = link(kind, one_queue)
     rng, own = random.Random(7), random.Random(dist.get_rank())
-    for seed in range(25):
+    for seed in range(12):
         cuts = [0, *sorted(rng.sample(range(1, 40_000), rng.randrange(1, 5)))]
         if own.random() < 0.3:
             time.sleep(0.01)
@@ -248,9 +248,7 @@ def killed(kind: str, one_queue: bool, when: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "one_queue", "when"), [("host", True, "before"), ("host", False, "within"), ("p2p", False, "within")]
-)
+@pytest.mark.parametrize(("kind", "one_queue", "when"), [("host", True, "before"), ("p2p", False, "within")])
 def test_a_killed_rank_ends_the_others(pool: WorkerPool, kind: str, one_queue: bool, when: str) -> None:
     began = time.monotonic()
     outcomes = pool.outcomes(killed, kind, one_queue, when)

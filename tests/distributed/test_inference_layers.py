@@ -52,7 +52,7 @@ class Layers:
 
     def __init__(self) -> None:
         self.group = dist.group.WORLD
-        self.o: dict[str, Any] = operands("LayerNorm", True)
+        self.o: dict[str, Any] = operands()
         self.other = normals(8, 6, seed=70).requires_grad_()
         self.row = normals(5, 8, seed=80 + dist.get_rank()).requires_grad_()
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from megatron_flux import FallbackError, FluxConfig, report
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import FAMILIES, flux, megatron, model_config
-from tests.distributed.pool import Template, WorkerPool
+from tests.distributed.pool import LIBRARIES, WorkerPool
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
-PRELOADED = "tests.distributed.megatron_world" if te_stand_in.why_not() else "tests.distributed.te_preload"
 QUANTISED = "modelopt.torch.quantization.nn.modules.quant_linear._QuantLinear.quantized_linear_fn"
 TE_QUANTISED = "modelopt.torch.quantization.plugins.transformer_engine"
 REASONS = {
@@ -28,11 +27,9 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def quantising() -> Iterator[WorkerPool]:
-    """Two ranks that have imported ModelOpt, which takes long, and exchanges more than layers."""
-    template = Template(PRELOADED, "modelopt.torch.quantization")
-    with WorkerPool(2, template=template) as pool:
+    """Two ranks of their own: ModelOpt exchanges more than layers."""
+    with WorkerPool(2, template=LIBRARIES) as pool:
         yield pool
-    template.stop()
 
 
 def mlp(layers: str) -> torch.nn.Module:

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -53,15 +53,42 @@ def offloading(module: Any) -> Iterator[list[int]]:
             module.PipelineOffloadManager.reset_instance()
 
 
-def steps(model: torch.nn.Module, module: Any) -> tuple[list[torch.Tensor], list[int]]:
+def model_of(te: bool, **options: Any) -> torch.nn.Module:
+    model = gpt_model("llama", te=te, **options, **(LARGE if on_gpu() else {}))
+    return model.bfloat16() if on_gpu() else model
+
+
+def steps(
+    model: torch.nn.Module, offloads: contextlib.AbstractContextManager[list[int]], between: Callable[[], None]
+) -> tuple[list[torch.Tensor], list[int]]:
     """Losses and gradients of some steps, the first of which is Megatron's warm-up, and what was offloaded."""
     found: list[torch.Tensor] = []
-    with offloading(module) as taken:
+    with offloads as taken:
         for seed in range(STEPS):
             losses, gradients = loss_and_gradients(model, seed)
             found += [losses, *(gradients[name].clone() for name, _ in model.named_parameters())]
-            module.FineGrainedActivationOffloadingInterface.reset()  # as schedules do between steps
+            between()
     return found, taken
+
+
+def require_same(
+    model: torch.nn.Module,
+    backend: str,
+    offloads: Callable[[], contextlib.AbstractContextManager[list[int]]],
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Stock's losses and gradients, of as many tensors that were taken away."""
+    stock, taken = steps(model, offloads(), between)
+    with flux(FluxConfig(strict=True, backend=backend)) as seen:
+        ours, taken_too = steps(model, offloads(), between)
+        layers = report(model)["layers"]
+    assert seen.fallbacks == {}
+    assert set(layers.values()) == {"flux"}
+    assert len(taken) > 10 * STEPS
+    assert sorted(taken_too) == sorted(taken)
+    for one, other in zip(ours, stock, strict=True):
+        assert other.any()
+        assert relative_error(one, other) <= (2**-4 if on_gpu() else 0)
 
 
 def rank_offloading(te: bool, sequence_parallel: bool, v1: bool, backend: str = "reference") -> None:
@@ -70,27 +97,16 @@ def rank_offloading(te: bool, sequence_parallel: bool, v1: bool, backend: str = 
         from transformer_engine.pytorch import cpu_offload
 
         module = importlib.import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
-        options = {
-            "fine_grained_activation_offloading": True,
-            "offload_modules": OFFLOADED,
-            "min_offloaded_tensor_size": 1,
-            "sequence_parallel": sequence_parallel,
-        }
-        model = gpt_model("llama", te=te, **options, **(LARGE if on_gpu() else {}))
-        if on_gpu():
-            model = model.bfloat16()
+        model = model_of(
+            te,
+            fine_grained_activation_offloading=True,
+            offload_modules=OFFLOADED,
+            min_offloaded_tensor_size=1,
+            sequence_parallel=sequence_parallel,
+        )
+        reset = module.FineGrainedActivationOffloadingInterface.reset  # as schedules do between steps
         with mock.patch.object(cpu_offload, "NVTE_CPU_OFFLOAD_V1", v1):
-            stock, taken = steps(model, module)
-            with flux(FluxConfig(strict=True, backend=backend)) as seen:
-                ours, taken_too = steps(model, module)
-                layers = report(model)["layers"]
-        assert seen.fallbacks == {}
-        assert set(layers.values()) == {"flux"}
-        assert len(taken) > 10 * STEPS
-        assert sorted(taken_too) == sorted(taken)
-        for one, other in zip(ours, stock, strict=True):
-            assert other.any()
-            assert relative_error(one, other) <= (2**-4 if on_gpu() else 0)
+            require_same(model, backend, lambda: offloading(module), reset)
 
 
 @pytest.mark.parametrize(
@@ -127,26 +143,9 @@ def rank_te_offloading(te: bool, sequence_parallel: bool, backend: str = "refere
     with te_megatron(dist.get_world_size()):
         from transformer_engine.pytorch import cpu_offload
 
-        layers = 4
-        options = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_layers": layers}
-        options |= {"cpu_offloading_weights": False, "sequence_parallel": sequence_parallel}
-        model = gpt_model("llama", te=te, **options, **(LARGE if on_gpu() else {}))
-        if on_gpu():
-            model = model.bfloat16()
-        with te_offloading(cpu_offload) as taken:
-            stock = [loss_and_gradients(model, seed) for seed in range(STEPS)]
-        with te_offloading(cpu_offload) as taken_too, flux(FluxConfig(strict=True, backend=backend)) as seen:
-            ours = [loss_and_gradients(model, seed) for seed in range(STEPS)]
-            ran = report(model)["layers"]
-        assert seen.fallbacks == {}
-        assert set(ran.values()) == {"flux"}
-        assert len(taken) > 10 * STEPS
-        assert sorted(taken_too) == sorted(taken)
-        for (losses, gradients), (same, others) in zip(stock, ours, strict=True):
-            assert relative_error(same, losses) <= (2**-4 if on_gpu() else 0)
-            assert others.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
-            for name, gradient in gradients.items():
-                assert relative_error(others[name], gradient) <= (2**-4 if on_gpu() else 0), name
+        options = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_layers": 4}
+        model = model_of(te, **options, cpu_offloading_weights=False, sequence_parallel=sequence_parallel)
+        require_same(model, backend, lambda: te_offloading(cpu_offload))
         with (
             mock.patch.object(cpu_offload, "NVTE_CPU_OFFLOAD_V1", True),
             mock.patch.object(cpu_offload.v1_code_path, "CPUOffloadEnabled", True),

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from megatron_flux import FluxConfig, report
 from megatron_flux.comm import group_state
 from tests.distributed import te_stand_in
-from tests.distributed.data import require_close
-from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model, megatron
+from tests.distributed.data import require_close, require_equal
+from tests.distributed.megatron_world import FULL, VOCABULARY, flux, gpt_model, megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
 STRICT = FluxConfig(strict=True, backend="reference")
-LENGTHS: list[tuple[int, ...]] = [(3, 5), (16,), (1, 1), (7, 2, 1), (4,), (9, 8)]
-"""Lengths of a step's sequences: 8, 16, 2, 10, 4 and 17 tokens."""
+LENGTHS: list[tuple[int, ...]] = [(3, 5), (1, 1), (7, 2, 1), (9, 8)]
+"""Lengths of a step's sequences: 8, 2, 10 and 17 tokens."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -86,10 +86,8 @@ def rank_packed(te: bool) -> None:
                     for _ in range(2):
                         for seed, lengths in enumerate(LENGTHS):
                             ours = step(model, lengths, seed)
-                            assert ours.keys() == stock[seed].keys() == {"loss", *trained}
-                            for name, expected in stock[seed].items():
-                                assert expected.any(), name
-                                assert torch.equal(ours[name], expected), (lengths, name)
+                            assert ours.keys() == {"loss", *trained}
+                            require_equal(ours, stock[seed])
                         made.append(len(plans))
                 plans.clear()
             layers = report(model)["layers"]
@@ -113,16 +111,13 @@ def test_another_number_of_tokens_in_every_step(request: pytest.FixtureRequest, 
     pool.run(rank_packed, te)
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
 def rank_recomputed(te: bool, sequence_parallel: bool) -> None:
     """Against stock whose adapters gather norm outputs themselves: TransformerEngine loses a gradient otherwise."""
     from megatron_flux.train.lora import own_gathers
 
     with (te_megatron if te else megatron)(dist.get_world_size()):
         model = adapted(te, sequence_parallel=sequence_parallel, **FULL)
-        lengths = [one for one in LENGTHS if sum(one) % dist.get_world_size() == 0]
+        lengths = [(3, 5), (7, 2, 1)]
         with own_gathers(model):
             stock = [step(model, one, seed) for seed, one in enumerate(lengths)]
         with flux(STRICT) as seen:

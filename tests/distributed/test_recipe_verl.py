@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_flux import is_patched
 from tests.distributed import recipes
+from tests.distributed.megatron_world import FULL
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 
@@ -23,7 +24,6 @@ pytestmark = [
 ]
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def part(path: str) -> ModuleType:
@@ -51,7 +51,7 @@ def rank_trains() -> dict[str, Any]:
             assert CheckpointFunction.backward is not before
             with mock.patch.object(torch.Tensor, "record_stream", record_stream):
                 _, layers, printed = recipes.compared(
-                    lambda: recipes.bridge_provider(**RECOMPUTE).provide(pre_process=True, post_process=True)
+                    lambda: recipes.bridge_provider(**FULL).provide(pre_process=True, post_process=True)
                 )
         finally:
             CheckpointFunction.backward = before

@@ -16,7 +16,8 @@ import megatron_flux
 from megatron_flux import FallbackError, FluxConfig, ops, report
 from megatron_flux.patch import patcher
 from tests.distributed import megatron_world, te_stand_in
-from tests.distributed.megatron_world import FAMILIES, gpt_model, loss_and_gradients, megatron
+from tests.distributed.data import require_equal
+from tests.distributed.megatron_world import FAMILIES, gpt_model, megatron, step
 from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls
@@ -74,14 +75,6 @@ def flux_model(family: str, *, te: bool = False, config: FluxConfig = CONFIG, **
         return gpt_model(family, te=te, **options)
 
 
-def require_equal(ours: Any, stock: Any) -> None:
-    assert torch.equal(ours[0], stock[0])
-    assert ours[1].keys() == stock[1].keys()
-    for name, gradient in stock[1].items():
-        assert gradient.any(), f"the gradient of {name} is zero: nothing is compared"
-        assert torch.equal(ours[1][name], gradient), name
-
-
 def ran(model: Any) -> dict[str, str]:
     return dict(report(model)["layers"])
 
@@ -94,28 +87,28 @@ def check_model(family: str, *, te: bool, sequence_parallel: bool) -> None:
     options = {"te": te, "sequence_parallel": sequence_parallel}
     with process():
         model = gpt_model(family, **options)
-        stock = loss_and_gradients(model)
+        stock = step(model)
         ours = flux_model(family, **options)
         require_checkpoints_alike(ours, model)
         ours.load_state_dict(model.state_dict())
         calls = [expected_calls(LAYERS, output=n, sequence_parallel=sequence_parallel) for n in (0, 1)]
-        require_equal(loss_and_gradients(ours), stock)
+        require_equal(step(ours), stock)
         now = report(ours)
         assert (now["patched"], now["replaced"], now["active_layers"]) == (False, [], 4 * LAYERS)
         assert (now["fallbacks"], now["calls"], now["layers"]) == ({}, calls[0], FLUX | OUTPUT)
 
         with megatron_flux.patched(CONFIG):
             ops.stats.reset()
-            require_equal(loss_and_gradients(ours), stock)
+            require_equal(step(ours), stock)
             now = report(ours)
             assert (now["patched"], now["active_layers"], now["fallbacks"]) == (True, 4 * LAYERS + 1, {})
             assert (now["calls"], now["layers"]) == (calls[1], FLUX | {"output_layer": "flux"})
 
         ops.stats.reset()
-        require_equal(loss_and_gradients(ours), stock)
+        require_equal(step(ours), stock)
         now = report(ours)
         assert (now["patched"], now["calls"], now["layers"]) == (False, calls[0], FLUX | OUTPUT)
-        require_equal(loss_and_gradients(model), stock)
+        require_equal(step(model), stock)
         assert report()["calls"] == calls[0], "a model of the stock spec ran flux"
         assert set(ran(model).values()) == {"not patched"}
 
@@ -163,21 +156,21 @@ def test_reasons_for_stock_are_counted_once_patched_or_not() -> None:
         megatron_flux.patch(CONFIG)
         model = flux_model("gpt3")
         megatron_flux.unpatch()
-        stock = loss_and_gradients(model)
+        stock = step(model)
         assert report(model)["layers"] == FLUX | OUTPUT
         megatron_flux.set_backend(model, "stock", names="*.linear_fc1")
         chosen = {"column: chosen with set_backend": LAYERS}
-        require_equal(loss_and_gradients(model), stock)
+        require_equal(step(model), stock)
         assert report()["fallbacks"] == chosen
         with megatron_flux.patched():
-            require_equal(loss_and_gradients(model), stock)
+            require_equal(step(model), stock)
             assert report()["fallbacks"] == {name: 2 * count for name, count in chosen.items()}
         ops.stats.reset()
         with megatron_flux.patched(FluxConfig(backend="reference", wgrad="chunked")):
-            loss_and_gradients(model)
+            step(model)
             assert report()["calls"]["all_gather/chunked"] == LAYERS + 1  # qkv and the output layer
         ops.stats.reset()
-        require_equal(loss_and_gradients(model), stock)
+        require_equal(step(model), stock)
         assert {name.partition("/")[2] for name in report()["calls"]} == {"reference"}, "the configuration is not back"
 
 
@@ -193,7 +186,7 @@ def test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reas
             return original(layer, *args, **kwargs)
 
         patch.setattr(RowParallelLinear, "forward", wrapper)
-        loss_and_gradients(model)
+        step(model)
         assert len(called) == 2 * LAYERS
         ((reason, count),) = report()["fallbacks"].items()
         assert reason.startswith("row: RowParallelLinear.forward replaced by ")
@@ -291,7 +284,7 @@ def test_calls_are_tuned_ahead(tmp_path: Path) -> None:
         model = flux_model("gpt3", config=FluxConfig())
         count = megatron_flux.tune_model(model, megatron_world.SEQUENCE, megatron_world.BATCH)
         before = list(tuned.measured)
-        loss_and_gradients(model)
+        step(model)
         count, before, during = count, before, tuned.measured[len(before) :]
     assert count == len(before) > 0
     assert during == []

@@ -16,7 +16,6 @@ from tests.distributed.megatron_world import (
     flux,
     gpt_model,
     loss_and_gradients,
-    on_gpu,
 )
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
@@ -33,8 +32,6 @@ def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
             ours = loss_and_gradients(model)
         parameters = {name for name, _ in model.named_parameters()}
         require_same(stock, ours, parameters, model_tolerance())
-        unpatched = loss_and_gradients(model)
-        require_same(stock, unpatched, parameters, model_tolerance() if on_gpu() else 1e-7)
         return seen.as_dict()
 
 

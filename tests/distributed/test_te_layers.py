@@ -327,6 +327,3 @@ def test_unpatch_restores_the_identical_objects() -> None:
         assert changed == [["forward"], ["forward"], ["forward"], [], *([["forward"]] * len(own))]
         megatron_flux.unpatch()
         assert [dict(vars(cls)) for cls in classes] == before
-
-
-# Last: another parallel layout, made once.

@@ -62,7 +62,7 @@ def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
     """One process, one tuner and one file for all: whatever was decided for one wire serves no other."""
     cache = tmp_path / "tuned.json"
     with megatron(tp=dist.get_world_size()), tuner_over_host(cache) as ran:
-        model = gpt_model("gpt3")
+        model = gpt_model("gpt3", num_layers=1)
 
         def results(keep: bool | None = False, **given: str) -> tuple[list[torch.Tensor], Counter[str]]:
             for _ in range(100):
@@ -81,7 +81,7 @@ def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
             names = ["chunked" if wire == "exact" else f"chunked_{wire}" for wire in (forward, dgrad)]
             expected = {f"{names[0]} {operator}": ran_exact[f"chunked {operator}"] for operator in FORWARD}
             assert seen == expected | {f"{names[1]} dgrad": ran_exact["chunked dgrad"]}
-            assert min(seen.values()) >= 4
+            assert min(seen.values()) >= 2
             by_name, _ = results(forward=names[0], dgrad=names[1], wgrad=names[0])
             assert all(torch.equal(one, other) for one, other in zip(found, by_name, strict=True))
             kept, seen = results(keep=None, backend="tuned", wire=forward, grad_wire=dgrad)

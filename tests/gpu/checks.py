@@ -43,6 +43,20 @@ def backend() -> fused.FusedBackend:
     return _backends[NAME]
 
 
+def planned(plans):
+    """Yield each plan while the backend runs it (None: by rule); by rule again afterwards."""
+    try:
+        for plan in plans:
+            backend().config = plan
+            yield plan
+    finally:
+        backend().config = None
+
+
+def hopper():
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
 def slabs(group: dist.ProcessGroup) -> list[slab.Slab]:
     if isinstance(group, EmulatedGroup):
         return list(backend()._slabs.values())
@@ -121,23 +135,10 @@ def shapes(group):
     return last
 
 
-def with_plans(group, *chosen):
-    b, done = backend(), []
-    try:
-        for plan in chosen:
-            b.config = plan
-            compare(group, 512, 1280, 1024)
-            compare(group, 256, 520, 1032, transposed=True)
-            done.append(plan.label())
-    finally:
-        b.config = None
-    return "; ".join(done)
-
-
 def plans(group):
-    """Return the plans that the tuner chooses from."""
+    """Run the plans that the tuner chooses from."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    kinds = (False, True) if torch.cuda.get_device_capability() == (9, 0) else (False,)
+    kinds = (False, True) if hopper() else (False,)
     if isinstance(group, EmulatedGroup):  # whose plain kernels do not push
         kinds = kinds[1:]
     found = [
@@ -147,7 +148,12 @@ def plans(group):
         for sizes in ((512, 1280, 1024), (1024, 6144, 12288))
         for plan in candidates(op, *sizes, group.size(), sms, ws)
     ]
-    return with_plans(group, *dict.fromkeys(found))
+    done = []
+    for plan in planned(dict.fromkeys(found)):
+        compare(group, 512, 1280, 1024)
+        compare(group, 256, 520, 1032, transposed=True)
+        done.append(plan.label())
+    return "; ".join(done)
 
 
 def repeated(group):
@@ -186,31 +192,26 @@ def addend(group):
     """Sums over ranks of products and addends: as near to fp32 as torch's own, with every kind of kernel, and another
     addend in every call of the same kind.
     """
-    b, hopper = backend(), torch.cuda.get_device_capability() == (9, 0)
     chosen = [None, KernelConfig(), KernelConfig(stages=3, split=False)]
-    if hopper:
+    if hopper():
         chosen += [KernelConfig(ws=True, stages=3, band=5), KernelConfig(ws=True, bm=256, bn=128, stages=3)]
         chosen += [KernelConfig(ws=True, teams=2, stages=3)]
-    try:
-        for plan in chosen:
-            b.config = plan
-            for mp, n, k, transposed in ((256, 1024, 512, True), (300, 520, 1032, False), (100, 520, 264, True)):
-                _, x, w = operands(group, mp, n, k, torch.bfloat16, transposed)
-                wt = w if transposed else w.t()
-                product = x.float() @ wt.float()
-                for call in range(5):
-                    added = torch.randn(len(x), n, device="cuda").mul(10.0 ** (1 - call)).bfloat16()
-                    poison(group)
-                    y = ops.gemm_reduce_scatter(x, w, group, addend=added, transposed=transposed, backend=NAME)
-                    want = scatter_sum(product + added.float(), group)
-                    mine, theirs = error(y, want), error(scatter_sum(torch.addmm(added, x, wt), group), want)
-                    assert mine <= 2 * theirs + 1e-6, f"call {call} of {mp} x {n} x {k}: {mine}, torch {theirs}"
-                    poison(group)
-                    y = ops.gemm_reduce_scatter(x, w, group, transposed=transposed, backend=NAME)
-                    mine = error(y, scatter_sum(product, group))
-                    assert mine <= 1e-2, f"an addend of the call before is left: {mine}"
-    finally:
-        b.config = None
+    for _ in planned(chosen):
+        for mp, n, k, transposed in ((256, 1024, 512, True), (300, 520, 1032, False), (100, 520, 264, True)):
+            _, x, w = operands(group, mp, n, k, torch.bfloat16, transposed)
+            wt = w if transposed else w.t()
+            product = x.float() @ wt.float()
+            for call in range(5):
+                added = torch.randn(len(x), n, device="cuda").mul(10.0 ** (1 - call)).bfloat16()
+                poison(group)
+                y = ops.gemm_reduce_scatter(x, w, group, addend=added, transposed=transposed, backend=NAME)
+                want = scatter_sum(product + added.float(), group)
+                mine, theirs = error(y, want), error(scatter_sum(torch.addmm(added, x, wt), group), want)
+                assert mine <= 2 * theirs + 1e-6, f"call {call} of {mp} x {n} x {k}: {mine}, torch {theirs}"
+                poison(group)
+                y = ops.gemm_reduce_scatter(x, w, group, transposed=transposed, backend=NAME)
+                mine = error(y, scatter_sum(product, group))
+                assert mine <= 1e-2, f"an addend of the call before is left: {mine}"
     return f"{len(chosen)} plans, 5 calls each of three shapes"
 
 
@@ -218,26 +219,22 @@ def own_gathered(group):
     """Gathered inputs that belong to the caller stay while later calls write to both halves of the slabs, however they
     are copied out of there.
     """
-    b, kept = backend(), []
+    kept = []
     chosen = [None, KernelConfig()]
-    if torch.cuda.get_device_capability() == (9, 0):
+    if hopper():
         chosen += [KernelConfig(ws=True, early=True, late=True, group=3), KernelConfig(ws=True, teams=2, stages=3)]
-    try:
-        for plan in chosen:
-            b.config = plan
-            for transposed in (False, True):
-                for _ in range(5):
-                    x, _, w = operands(group, 256, 512, 1032, torch.bfloat16, transposed)
-                    poison(group)  # not while a gather is open: its shards have arrived
-                    pending = ops.all_gather(x, group, backend=NAME, own_gathered=True)
-                    options = {"return_gathered": True, "own_gathered": True, "transposed": transposed}
-                    y, gathered = ops.all_gather_gemm(x, w, group, backend=NAME, **options)
-                    want = gather(x, group)
-                    off = error(y, want.float() @ (w if transposed else w.t()).float())
-                    assert off < 1e-2, f"{plan}: {off}"
-                    kept += [(found, want) for found in (pending.wait(), gathered)]
-    finally:
-        b.config = None
+    for plan in planned(chosen):
+        for transposed in (False, True):
+            for _ in range(5):
+                x, _, w = operands(group, 256, 512, 1032, torch.bfloat16, transposed)
+                poison(group)  # not while a gather is open: its shards have arrived
+                pending = ops.all_gather(x, group, backend=NAME, own_gathered=True)
+                options = {"return_gathered": True, "own_gathered": True, "transposed": transposed}
+                y, gathered = ops.all_gather_gemm(x, w, group, backend=NAME, **options)
+                want = gather(x, group)
+                off = error(y, want.float() @ (w if transposed else w.t()).float())
+                assert off < 1e-2, f"{plan}: {off}"
+                kept += [(found, want) for found in (pending.wait(), gathered)]
     poison(group)
     wrong = [i for i, (found, want) in enumerate(kept) if not torch.equal(found, want)]
     assert not wrong, f"gathered inputs {wrong} of {len(kept)} have changed"
@@ -324,19 +321,12 @@ def streams(group):
 
 def graphs(group):
     """Captured calls of all operators, a gather open beside them as in backward, with every way to move the shards."""
-    b, done = backend(), []
-    chosen = [None, KernelConfig()]
-    if torch.cuda.get_device_capability() == (9, 0):
-        chosen += [
-            KernelConfig(ws=True, early=True, late=True),
-        ]
-    try:
-        for plan in chosen:
-            b.config = plan
-            replays(group)
-            done.append("default" if plan is None else plan.label())
-    finally:
-        b.config = None
+    done, chosen = [], [None, KernelConfig()]
+    if hopper():
+        chosen += [KernelConfig(ws=True, early=True, late=True)]
+    for plan in planned(chosen):
+        replays(group)
+        done.append("default" if plan is None else plan.label())
     return "; ".join(done)
 
 
@@ -517,28 +507,26 @@ def gather_async(group):
 
 
 def across_streams(group):
-    """Gathers begun on one stream and waited for on another, while the one before is still to come on the first."""
+    """Gathers begun on one stream and waited for on another, while the one before is still to come on the first. Plain
+    kernels are launched by Triton every time.
+    """
     a, b, late = torch.cuda.Stream(), torch.cuda.Stream(), random.Random(group.rank())
     torch.cuda.synchronize()
-    try:
-        for plan in (None, KernelConfig()):  # plain kernels are launched by Triton every time
-            backend().config = plan
-            for call in range(60):
-                first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
-                torch.cuda.synchronize()
-                with torch.cuda.stream(a):
-                    torch.cuda._sleep(4_000_000)  # some two milliseconds
-                    ops.all_gather(first, group, backend=NAME).wait()
-                    torch.cuda._sleep(late.choice((0, 4_000_000, 8_000_000)))
-                    pending = ops.all_gather(second.clone(), group, backend=NAME)
-                with torch.cuda.stream(b):
-                    got = pending.wait().clone()
-                with torch.cuda.stream(a):
-                    torch.full_like(second, float("nan"))  # into the memory of what was gathered, if it is free
-                torch.cuda.synchronize()
-                assert torch.equal(got, gather(second, group)), f"call {call} with plan {plan}: stale data"
-    finally:
-        backend().config = None
+    for plan in planned((None, KernelConfig())):
+        for call in range(60):
+            first, second = (torch.randn(2048, 1024, device="cuda").bfloat16() for _ in range(2))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(a):
+                torch.cuda._sleep(4_000_000)  # some two milliseconds
+                ops.all_gather(first, group, backend=NAME).wait()
+                torch.cuda._sleep(late.choice((0, 4_000_000, 8_000_000)))
+                pending = ops.all_gather(second.clone(), group, backend=NAME)
+            with torch.cuda.stream(b):
+                got = pending.wait().clone()
+            with torch.cuda.stream(a):
+                torch.full_like(second, float("nan"))  # into the memory of what was gathered, if it is free
+            torch.cuda.synchronize()
+            assert torch.equal(got, gather(second, group)), f"call {call} with plan {plan}: stale data"
     return "2 x 60"
 
 
@@ -554,7 +542,7 @@ def exceptions(group):
     """Caught in the middle of calls: memory that runs out leaves no trace, a launch that fails
     ends the workspace.
     """
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not hopper():
         return "no Hopper"
     xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False, integer=True)
     calls = {
@@ -570,42 +558,38 @@ def exceptions(group):
         raise OperatorError("no launch, for a test")
 
     late = random.Random(group.rank())
-    try:
-        for plan in (None, KernelConfig(ws=True)):
-            backend().config = plan
-            for name, call in calls.items():
-                for _ in range(5):
-                    call()
-                if name != "all_gather":
-                    with mock.patch.object(torch, "empty", full), mock.patch.object(torch.Tensor, "new_empty", full):
-                        try:
-                            call()
-                        except torch.OutOfMemoryError:
-                            pass
-                        else:
-                            raise AssertionError(f"{name} allocated nothing")
-                    for _ in range(3):
-                        torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
-                        compare(group, 256, 1024, 512, integer=True)
-                torch.cuda.synchronize()
-                with mock.patch.object(driver, "launch", no_launch):
-                    assert "no launch" in refused(call)
-                for _ in range(2):
-                    said = refused(call)
-                    assert f"a call of {name} was broken off here by OperatorError: no launch" in said, said
-                group_state.state_of(group).renew_slabs()
+    for _ in planned((None, KernelConfig(ws=True))):
+        for name, call in calls.items():
+            for _ in range(5):
+                call()
+            if name != "all_gather":
+                with mock.patch.object(torch, "empty", full), mock.patch.object(torch.Tensor, "new_empty", full):
+                    try:
+                        call()
+                    except torch.OutOfMemoryError:
+                        pass
+                    else:
+                        raise AssertionError(f"{name} allocated nothing")
                 for _ in range(3):
                     torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
                     compare(group, 256, 1024, 512, integer=True)
-                    assert torch.equal(calls["all_gather"](), gather(xs, group))
-    finally:
-        backend().config = None
+            torch.cuda.synchronize()
+            with mock.patch.object(driver, "launch", no_launch):
+                assert "no launch" in refused(call)
+            for _ in range(2):
+                said = refused(call)
+                assert f"a call of {name} was broken off here by OperatorError: no launch" in said, said
+            group_state.state_of(group).renew_slabs()
+            for _ in range(3):
+                torch.cuda._sleep(late.choice((0, 0, 4_000_000)))
+                compare(group, 256, 1024, 512, integer=True)
+                assert torch.equal(calls["all_gather"](), gather(xs, group))
     return f"{len(calls)} operators"
 
 
 def broken_capture(group):
     """An exception that ends a capture: nothing is left of it, for eager calls and for the next capture."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not hopper():
         return "no Hopper"
     xs, xl, w = operands(group, 256, 1024, 512, torch.bfloat16, False, integer=True)
 
@@ -711,33 +695,29 @@ def late_calls(group, chosen, wrap):
     """Rounds of every plan and shape, in which each rank is late more than once. With ``wrap`` the epochs of all
     workspaces pass the largest int32 on the way.
     """
-    b, top, done = backend(), 2**31 - 2, []
-    try:
-        for plan, sizes, gathers in chosen:
-            b.config = plan
-            if wrap:
-                round_of_late_calls(group, None, *sizes, gathers=gathers)
-                torch.cuda.synchronize()
-                dist.barrier(group=group)
-                for work in slabs(group):
-                    work.flags[group.rank()].fill_(top - 1)
-                    work.epochs.fill_(top)
-                torch.cuda.synchronize()
-                dist.barrier(group=group)
-            for repeat in range(8 if plan is None else 2 + group.size()):
-                round_of_late_calls(group, repeat % group.size(), *sizes, gathers=gathers)
-            done.append("default" if plan is None else plan.label())
-            if wrap:
-                used = [work for work in slabs(group) if work.calls]
-                assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
-    finally:
-        b.config = None
+    top, done = 2**31 - 2, []
+    for plan, (_, sizes, gathers) in zip(planned([plan for plan, *_ in chosen]), chosen, strict=True):
+        if wrap:
+            round_of_late_calls(group, None, *sizes, gathers=gathers)
+            torch.cuda.synchronize()
+            dist.barrier(group=group)
+            for work in slabs(group):
+                work.flags[group.rank()].fill_(top - 1)
+                work.epochs.fill_(top)
+            torch.cuda.synchronize()
+            dist.barrier(group=group)
+        for repeat in range(8 if plan is None else 2 + group.size()):
+            round_of_late_calls(group, repeat % group.size(), *sizes, gathers=gathers)
+        done.append("default" if plan is None else plan.label())
+        if wrap:
+            used = [work for work in slabs(group) if work.calls]
+            assert any((work.epochs < 0).all() for work in used), "no epoch has wrapped: nothing was tested"
     return "; ".join(done)
 
 
 def late_hopper(group, wrap=False):
     """A late rank is waited for by the warp-specialised kernels, whoever moves the data."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not hopper():
         return "no Hopper"
     sizes = (256, 1024, 512)
     chosen = [(KernelConfig(ws=True), sizes, False)]
@@ -885,7 +865,6 @@ def fences(group):
         seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
         return compiled
 
-    hopper = torch.cuda.get_device_capability() == (9, 0)
     torch.cuda.synchronize()
     dist.barrier(group=group)
     group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
@@ -897,7 +876,7 @@ def fences(group):
         ):  # fmt: skip
             backend().config = KernelConfig()
             compare(group, 256, 512, 256)
-            if hopper:
+            if hopper():
                 backend().config = KernelConfig(ws=True)
                 compare(group, 256, 1024, 512)
     finally:
@@ -906,7 +885,7 @@ def fences(group):
     for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
         ptx, tma = seen[name]
         missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
-    for name, kind in {"hopper_ag_gemm_kernel": "loads", "hopper_gemm_rs_kernel": "stores"}.items() if hopper else ():
+    for name, kind in {"hopper_ag_gemm_kernel": "loads", "hopper_gemm_rs_kernel": "stores"}.items() if hopper() else ():
         missing[name] = missing_fences(seen[name][0], **{kind: True})
     assert not any(missing.values()), missing
     return ", ".join(missing)

@@ -12,6 +12,7 @@ A watchdog ends the process 30 s after ``--seconds``, whatever hangs.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -37,6 +38,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import summed
 from tests.gpu.common import error, parser, poison_results, run_checks, start
+from tests.gpu.common import make as numbers
 
 LATE = 40_000_000  # cycles, some 20 ms
 SHOTS = {
@@ -51,10 +53,7 @@ PLAIN = KernelConfig(stages=3, split=False, band=8)
 ALL = {**SHOTS, "tiles": AllReduceConfig(tiles=TILES), "plain tiles": AllReduceConfig(tiles=PLAIN)}
 
 
-def make(integer, dtype, *shape):
-    if integer:  # few enough that sums stay below 256, up to which bf16 holds integers
-        return (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.2)).to(dtype)
-    return torch.randn(*shape, device="cuda").to(dtype)
+make = functools.partial(numbers, share=0.2)
 
 
 def run(group, x, w, config, transposed=False):

@@ -25,7 +25,7 @@ from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
-from tests.gpu.checks import NAME, backend, poison
+from tests.gpu.checks import NAME, hopper, planned, poison
 from tests.gpu.common import error, gather, parser, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup
 
@@ -174,29 +174,24 @@ def shapes(group):
 
 def plans(group):
     """Return the plans that the tuner chooses from, and some that it does not."""
-    b, done = backend(), []
+    done = []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    kinds = ((True,) if isinstance(group, EmulatedGroup) else (False, True)) if hopper else (False,)
-    try:
-        for way in WAYS:
-            found = [
-                plan
-                for ws in kinds
-                for op in ("all_gather_gemm", "gemm_reduce_scatter")
-                for plan in candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
-            ]
-            found += [
-                KernelConfig(ws=True, bm=256, bn=128, stages=3), KernelConfig(ws=True, teams=2, stages=3),
-                KernelConfig(ws=True, early=True, late=True, group=3), KernelConfig(ws=True, stages=3, band=5),
-            ] if hopper else []  # fmt: skip
-            for plan in dict.fromkeys(found):
-                b.config = plan
-                compare(group, 512, 1280, 1024, way)
-                compare(group, 256, 528, 1040, way)
-                done.append(plan.label())
-    finally:
-        b.config = None
+    kinds = ((True,) if isinstance(group, EmulatedGroup) else (False, True)) if hopper() else (False,)
+    for way in WAYS:
+        found = [
+            plan
+            for ws in kinds
+            for op in ("all_gather_gemm", "gemm_reduce_scatter")
+            for plan in candidates(op, 512, 1280, 1024, group.size(), sms, ws, promoted=way != "tensor")
+        ]
+        found += [
+            KernelConfig(ws=True, bm=256, bn=128, stages=3), KernelConfig(ws=True, teams=2, stages=3),
+            KernelConfig(ws=True, early=True, late=True, group=3), KernelConfig(ws=True, stages=3, band=5),
+        ] if hopper() else []  # fmt: skip
+        for plan in planned(dict.fromkeys(found)):
+            compare(group, 512, 1280, 1024, way)
+            compare(group, 256, 528, 1040, way)
+            done.append(plan.label())
     return "; ".join(done)
 
 

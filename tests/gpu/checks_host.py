@@ -32,17 +32,11 @@ from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire
 from megatron_flux.ops.backends.registry import get_backend
-from tests.gpu.common import error, gather, parser, poison_results, run_checks, scatter_sum, start
+from tests.gpu.common import error, gather, make, parser, poison_results, run_checks, scatter_sum, start
 
 ERROR = {"chunked": 0.0, "chunked_fp8": 0.04}
 """Largest error, relative to the norm, of what an 8-bit wire gathers."""
 MIB = 1 << 20
-
-
-def make(integer, dtype, *shape):
-    if integer:  # few enough that sums over thousands stay below 256, up to which bf16 holds integers
-        return (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.25)).to(dtype)
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=False, name="chunked", bias=False):

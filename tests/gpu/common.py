@@ -39,6 +39,15 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
+def make(integer: bool, dtype: torch.dtype, *shape: int, share: float = 0.25) -> torch.Tensor:
+    """Make random numbers: normal ones, or -1, 0 and 1, of which so small a share is not 0 that sums over thousands
+    stay below 256, up to which bf16 holds integers.
+    """
+    if not integer:
+        return torch.randn(*shape, device="cuda").to(dtype)
+    return (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < share)).to(dtype)
+
+
 def poison_results(count: int = 2) -> None:
     """Write NaN into memory that the caching allocator hands out for results."""
     torch.cuda.synchronize()

@@ -87,6 +87,21 @@ def _forward_backward(
         )
 
 
+def _require_same(
+    pool: WorkerPool, backend: str, dtype: torch.dtype, fusion: bool, whole: int | None = None
+) -> list[dict[str, int]]:
+    """Compare flux with stock to the bit, and return its calls by rank."""
+    stock = pool.run(_forward_backward, None, dtype, fusion, whole)
+    flux = pool.run(_forward_backward, backend, dtype, fusion, whole)
+    for a, b in zip(stock, flux, strict=True):
+        assert (a.active, b.active, a.calls) == (0, 2, {})
+        assert a.flagged == b.flagged == [fusion, fusion]
+        for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
+            assert s.abs().sum() > 0, name
+            assert torch.equal(s, f), name
+    return [found.calls for found in flux]
+
+
 @pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
 @pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -94,26 +109,12 @@ def _forward_backward(
     ids=["reference-bf16", "reference-fp32", "fused-bf16"],
 )
 def test_patched_equals_stock(nccl2: WorkerPool, backend: str, dtype: torch.dtype, fusion: bool) -> None:
-    stock = nccl2.run(_forward_backward, None, dtype, fusion)
-    flux = nccl2.run(_forward_backward, backend, dtype, fusion)
-    for a, b in zip(stock, flux, strict=True):
-        assert (a.active, b.active) == (0, 2)
-        assert a.flagged == b.flagged == [fusion, fusion]
-        for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
-            assert s.abs().sum() > 0, name
-            assert torch.equal(s, f), name
+    _require_same(nccl2, backend, dtype, fusion)
 
 
 @pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
 @pytest.mark.parametrize("whole", [FEW, S])
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_without_sequence_parallelism(nccl2: WorkerPool, backend: str, whole: int, fusion: bool) -> None:
-    stock = nccl2.run(_forward_backward, None, torch.bfloat16, fusion, whole)
-    flux = nccl2.run(_forward_backward, backend, torch.bfloat16, fusion, whole)
-    for a, b in zip(stock, flux, strict=True):
-        assert (a.active, b.active) == (0, 2)
-        assert (a.calls, b.calls) == ({}, {f"gemm_all_reduce/{backend}": 2})
-        assert a.flagged == b.flagged == [fusion, fusion]
-        for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
-            assert s.abs().sum() > 0, name
-            assert torch.equal(s, f), name
+    calls = _require_same(nccl2, backend, torch.bfloat16, fusion, whole)
+    assert calls == [{f"gemm_all_reduce/{backend}": 2}] * 2

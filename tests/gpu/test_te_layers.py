@@ -214,17 +214,22 @@ def test_peak_memory_is_not_above_stocks(kind: str) -> None:
 # Whole models
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _model(pool: WorkerPool, family: str, options: dict[str, Any]) -> None:
+    for seen in pool.run(models.rank_model, family, options):
+        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_models(nccl2: WorkerPool, family: str) -> None:
-    for seen in nccl2.run(models.rank_model, family, {}):
-        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+    _model(nccl2, family, {})
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_models_with_full_recompute(nccl2: WorkerPool, family: str) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    for seen in nccl2.run(models.rank_model, family, options):
-        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+    _model(nccl2, family, FULL)
 
 
 # Norm outputs that adapters read

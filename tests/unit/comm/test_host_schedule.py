@@ -143,7 +143,7 @@ def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
     rng = random.Random(tp)
-    for slots in (3, 4, 6):
+    for slots in (3, 4, 6)[: 3 if tp <= 4 else 1]:
         ranks = Ranks(Layout(tp, 600, slots))
         programs = {
             kind: [

@@ -14,38 +14,32 @@ from megatron_flux.comm import p2p_link, p2p_schedule
 from megatron_flux.comm.host_schedule import Program
 from megatron_flux.comm.lanes import read, store
 from megatron_flux.comm.p2p_schedule import CLOSED, IN, OUT, Islands, PeerLayout, of_rank
-from tests.unit.comm.test_host_schedule import CUTS, SIZE, Ranks, driven, run
+from tests.unit.comm.test_host_schedule import CUTS, Ranks, driven, run
 
 BUS = "0000:3b:00.0"
 KINDS = ("gather", "exchange")
 HALVES = {4: ((0, 1), (2, 3)), 6: ((0, 1, 2), (3, 4, 5)), 8: ((0, 2, 4, 6), (1, 3, 5, 7))}
 
 
-class Gpus:
-    """The memory of all ranks of a group, and what copies now."""
+class Gpus(Ranks):
+    """The memory of all ranks of a group, with slots in GPUs, and what copies now."""
 
     def __init__(self, layout: PeerLayout) -> None:
-        self.layout, self.tp = layout, layout.tp
-        self.words = [torch.zeros(layout.region_bytes, dtype=torch.uint8) for _ in range(self.tp)]
-        self.memory = [torch.zeros(layout.device_bytes, dtype=torch.uint8) for _ in range(self.tp)]
-        self.regions = [words.data_ptr() for words in self.words]
-        self.slots = [memory.data_ptr() for memory in self.memory]
-        self.sent = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
-        self.theirs = [torch.zeros(self.tp, SIZE, dtype=torch.uint8) for _ in range(self.tp)]
+        super().__init__(layout)
+        self.on_gpus = [torch.zeros(layout.device_bytes, dtype=torch.uint8) for _ in range(self.tp)]
+        self.slots = [memory.data_ptr() for memory in self.on_gpus]
         for region in self.regions:
             for word in layout.own_words():
                 store(region + word, CLOSED)
         self.outbound: set[int] = set()
         self.inbound: set[int] = set()
 
-    fill = Ranks.fill
-
     def program(self, kind: str, rank: int, islands: Islands | None) -> Program:
         rounds = getattr(p2p_schedule, kind)(self.tp, islands)
         exchange = kind == "exchange"
         return p2p_schedule.program(self.layout, rank, self.regions, self.slots, CUTS, rounds, exchange=exchange)
 
-    def operations(
+    def operations(  # type: ignore[override]
         self, rank: int, program: Program, kind: str, islands: Islands | None
     ) -> list[tuple[int, Callable[[], bool]]]:
         found: list[tuple[int, Callable[[], bool]]] = []
@@ -58,7 +52,7 @@ class Gpus:
                 if after is not None:
                     given = sum(at == after for at, _ in found)
                     found.append((lane, lambda after=after, given=given: done[after] >= given))
-                found += [(lane, Ranks.word(one)) for one in driven(batch)]
+                found += [(lane, self.word(one)) for one in driven(batch)]
                 for row, offset, slot, nbytes in copies:
                     if lane == OUT:
                         target = next(r for r in range(self.tp) if 0 <= slot - self.slots[r] < self.layout.device_bytes)

@@ -49,15 +49,18 @@ def test_alarms_come_and_go_beside_the_watching_thread() -> None:
 
 
 OUTLIVES = """
-import logging, os, sys, threading, time, torch
+import os, sys, time, torch
 from types import SimpleNamespace
 from megatron_flux.comm import timeouts
 timeouts.dist.get_rank = lambda: 0
 timeouts.dist.get_process_group_ranks = lambda group: [0, 1]
-told = os.dup(1)
+class Failing(timeouts.Alarm):
+    def message(self):
+        self._told = True
+        1 / 0
 class Last(timeouts.Alarm):
     def tell(self):
-        os.write(told, b"looked at\\n")
+        os.write(1, b"looked at\\n")
         os._exit(0)
 def alarm(kind):
     made = kind(SimpleNamespace(rank=lambda: 0), torch.device("cpu"))
@@ -65,38 +68,33 @@ def alarm(kind):
     made.open()
     return made
 timeouts._start()
-kept = [alarm(timeouts.Alarm), alarm(timeouts.Alarm)]
-deadline = time.monotonic() + 20
-while not all(one._told for one in kept) and time.monotonic() < deadline:
-    time.sleep(0.1)
-kept.append(alarm(Last))
+for stderr in (os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), os.open("/dev/full", os.O_RDWR), int(sys.argv[2])):
+    os.dup2(stderr, 2)
+    kept = [alarm(kind) for kind in (timeouts.Alarm, timeouts.Alarm, Failing)]
+    deadline = time.monotonic() + 20
+    while not all(one._told for one in kept) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # for the thread that writes
+kept = alarm(Last)
 time.sleep(20)
 """
 
 
-@pytest.mark.parametrize("stderr", ["full disk", "full pipe", "file", "a look that fails"])
-def test_the_watching_thread_outlives_what_it_cannot_write(stderr: str, tmp_path: Path) -> None:
-    code, file, reader = OUTLIVES, tmp_path / "stderr", -1
-    if stderr == "full pipe":
-        reader, out = os.pipe()
-        os.set_blocking(out, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(out, bytes(4096))
-        os.set_blocking(out, True)
-    else:
-        out = os.open("/dev/full" if stderr == "full disk" else file, os.O_RDWR | os.O_CREAT)
-    if stderr == "a look that fails":
-        fails = "timeouts.Alarm.message = lambda self: setattr(self, '_told', True) or 1 / 0"
-        code = code.replace("kept =", f"{fails}; kept =")
+def test_the_watching_thread_outlives_what_it_cannot_write(tmp_path: Path) -> None:
+    """A file, a full disk, and last a full pipe, in which writing stands still; and looks that fail."""
+    file, (reader, writer) = tmp_path / "stderr", os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    words = [sys.executable, "-c", OUTLIVES, str(file), str(writer)]
     environment = {**os.environ, "MEGATRON_FLUX_TIMEOUT_S": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=out, timeout=60)
-    os.close(out)
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, pass_fds=[writer], timeout=100)
+    os.close(reader)
+    os.close(writer)
     assert done.stdout == b"looked at\n"
-    if stderr == "file":
-        assert file.read_text().count("all_gather_gemm timed out after 7 s waiting for peer rank 1") == 2, "once each"
-    if reader >= 0:
-        os.close(reader)
+    assert file.read_text().count("all_gather_gemm timed out after 7 s waiting for peer rank 1") == 2, "once each"
 
 
 @pytest.mark.parametrize("backend", [None, SimpleNamespace(options=SimpleNamespace())], ids=["no backend", "no option"])

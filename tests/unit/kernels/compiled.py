@@ -1,13 +1,12 @@
-"""Compiles a covering set of kernels once, in one process without a GPU, and prints what there is to know of each.
+"""Compiles a covering set of kernels once, in one process without a GPU, and says what there is to know of each.
 
-As JSON by name: what fences are missing (:mod:`tests.ptx`); and of warp-specialised kernels shared memory, spilled
+By name: what fences are missing (:mod:`tests.ptx`); and of warp-specialised kernels shared memory, spilled
 registers, counts of instructions and how many parameters a launch lays out that does not go through Triton.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import struct
 import subprocess
@@ -268,7 +267,7 @@ def barriers_before_products(ptx: str) -> int:
     return sum(len(re.findall(r"\bbar(?:rier)?\.sync", part)) for part in (*behind, *heads))
 
 
-def main() -> None:
+def main() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (capability, op, tma, scales) in PLAIN.items():
         ptx = plain(capability, op, tma, scales).asm["ptx"]
@@ -290,8 +289,4 @@ def main() -> None:
             "barriers_before_products": barriers_before_products(ptx),
             "relaunched": relaunched(kernel, operands_of(op, given)),
         }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,10 +1,9 @@
-"""Compiles the kernels of gemm_all_reduce without a GPU, and prints of each what there is to know, as JSON by name:
-how many parameters a launch lays out that does not go through Triton, and bytes of shared memory.
+"""Compiles the kernels of gemm_all_reduce without a GPU, and says what there is to know of each, by name: how many
+parameters a launch lays out that does not go through Triton, and bytes of shared memory.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import triton.language as tl
@@ -38,8 +37,8 @@ def own_gemm(config: AllReduceConfig, capability: int, transposed: bool) -> Any:
     return compiled(ASTSource, gemm_one_shot_kernel, types, constants, capability, **how)
 
 
-def main() -> None:
-    found = {}
+def main() -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for capability in (80, 90):
         kernels = {f"{shots} shot(s), {tp} ranks": sums(shots, capability, tp) for shots in (1, 2) for tp in (2, 8)}
         operands = {name: ["x", "y"] for name in kernels}
@@ -53,8 +52,4 @@ def main() -> None:
                 "shared": kernel.metadata.shared,
             }
     found["not specialised"] = [p.name for p in gemm_one_shot_kernel.params if p.do_not_specialize]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

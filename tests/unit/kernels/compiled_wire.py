@@ -4,7 +4,6 @@ Triton sees them.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -48,6 +47,5 @@ def about(made: Any) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    found = {f"{cap} {name}": about(made) for cap in (80, 90) for name, made in kernels(cap).items()}
-    print(json.dumps(found))
+def main() -> dict[str, Any]:
+    return {f"{cap} {name}": about(made) for cap in (80, 90) for name, made in kernels(cap).items()}

@@ -31,24 +31,27 @@ PLAIN = {"8.0 ag_gemm", "8.0 gemm_rs", "9.0 ag_gemm", "9.0 gemm_rs"} | {
 SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
 
 
-def printed(program: str) -> dict[str, Any]:
-    """Return the output of a program of this folder, in a new process: other tests put triton into its interpreter."""
+PROGRAM = """
+import json
+from tests.unit.kernels import compiled, compiled_all_reduce, compiled_wire
+print(json.dumps([program.main() for program in (compiled, compiled_all_reduce, compiled_wire)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[dict[str, Any]]:
+    """Return what the programs of this folder find, in a new process: other tests put triton into its interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.unit.kernels.{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.fixture(scope="module")
-def kernels() -> dict[str, Any]:
-    return printed("compiled")
-
-
-@pytest.fixture(scope="module")
-def wires() -> dict[str, Any]:
-    return printed("compiled_wire")
+@pytest.fixture
+def kernels(printed: list[dict[str, Any]]) -> dict[str, Any]:
+    return printed[0]
 
 
 def test_plain_kernels_have_their_fences(kernels: dict[str, Any]) -> None:
@@ -101,9 +104,9 @@ def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str,
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)
 
 
-def test_sums_for_all_ranks_are_launched_without_triton() -> None:
+def test_sums_for_all_ranks_are_launched_without_triton(printed: list[dict[str, Any]]) -> None:
     """Otherwise a decode step would be launched by Triton every time; steps of any m share one own GEMM."""
-    found = printed("compiled_all_reduce")
+    found = dict(printed[1])
     assert "m" in found.pop("not specialised")
     assert len(found) == 16
     for name, about in found.items():
@@ -112,28 +115,21 @@ def test_sums_for_all_ranks_are_launched_without_triton() -> None:
         assert about["relaunched"] == (21 if "shot" in name else 24 if name.startswith("8.0") else 32), name
 
 
-def test_the_gate_traps(wires: dict[str, Any]) -> None:
-    for capability in (80, 90):
-        assert wires[f"{capability} gate"]["traps"] == 1
-
-
-def test_kernels_of_the_wire(wires: dict[str, Any]) -> None:
+def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, Any]]) -> None:
+    wires = printed[2]
     names = {name for name in wires if not name.endswith(("gate", "transpose"))}
     assert names == {*(f"90 {what} fp8" for what in ("encode", "decode", "add")), "80 add exact", "90 add exact"}
     for name in names:
         about = wires[name]
         assert about["wide"], f"{name} loads one number at a time"
-        counts = {"encode": (3, 3), "decode": (3, 3), "add": (4, 6)}[name.split()[1]]
-        pointers, integers = counts
+        pointers, integers = {"encode": (3, 3), "decode": (3, 3), "add": (4, 6)}[name.split()[1]]
         assert about["parameters"] == [8] * pointers + [4] * integers + [8, 8], "what a launch without Triton lays out"
         assert about["even"] == (name == "90 encode fp8"), "rounding to the nearest, saturating"
-
-
-def test_the_transpose_reads_and_writes_many_bytes_at_a_time(wires: dict[str, Any]) -> None:
     for capability in (80, 90):
+        assert wires[f"{capability} gate"]["traps"] == 1
         about = wires[f"{capability} transpose"]
         assert about["parameters"] == [8] * 3 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
-        assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"]
+        assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
 
 
 GUARDED = """

@@ -9,29 +9,24 @@ from megatron_flux.ops import fused
 from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
-from megatron_flux.ops.kernel_config import (
-    KernelConfig,
-    by_rule,
-    candidates,
-    for_fp8,
-    workers,
-)
+from megatron_flux.ops.kernel_config import KernelConfig, by_rule, candidates, for_fp8, workers
 from tests.unit.groups import group_of
 
 AG, RS = "all_gather_gemm", "gemm_reduce_scatter"
 
 
-def test_candidates_begin_with_the_plan_without_a_tuner() -> None:
-    assert candidates("all_gather_gemm", 1024, 6144, 12288, 8, 132)[0] == by_rule(
-        "all_gather_gemm", 1024, 6144, 12288, 8, 132
-    )
-    assert candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132)[0] == by_rule(
-        "gemm_reduce_scatter", 1024, 12288, 6144, 8, 132
-    )
+@pytest.mark.parametrize("ws", [False, True])
+@pytest.mark.parametrize(("op", "count"), [(AG, 5), (RS, 9)])
+def test_candidates_begin_with_the_plan_without_a_tuner(op: str, count: int, ws: bool) -> None:
+    found = candidates(op, 2048, 12288, 6144, 4, 132, ws)
+    assert found[0] == by_rule(op, 2048, 12288, 6144, 4, 132, ws)
+    assert len(found) == len(set(found))
+    assert not ws or len(found) == count
+    assert all(plan.ws is ws for plan in found)
 
 
 @pytest.mark.parametrize("promoted", [False, True])
-@pytest.mark.parametrize(("op", "n", "k"), [("all_gather_gemm", 14336, 8192), ("gemm_reduce_scatter", 8192, 7168)])
+@pytest.mark.parametrize(("op", "n", "k"), [(AG, 14336, 8192), (RS, 8192, 7168)])
 def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promoted: bool) -> None:
     for mp, tp, ws in ((2048, 4, True), (1024, 8, True), (2048, 4, False)):
         found = candidates(op, mp, n, k, tp, 132, ws, promoted=promoted)
@@ -48,12 +43,6 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
                 assert used <= 227 * 1024 - 16 * (plan.stages + plan.ring) - 64, plan.label()
 
 
-def test_partials_of_fp8_take_the_link_twice_as_much() -> None:
-    """The GEMM is twice as fast, what it sends is the same."""
-    assert by_rule(RS, 1024, 12288, 3072, 8, 132, True).spread == 75
-    assert by_rule(RS, 1024, 12288, 3072, 8, 132, True, promoted=False).spread == 0
-
-
 def test_label_names_what_differs() -> None:
     assert KernelConfig().label() == "default"
     assert KernelConfig(ws=True, bn=128).label() == "bn=128 ws=True"
@@ -66,11 +55,14 @@ def test_warp_specialised_plans_for_hopper() -> None:
     # Short products are bound by the link: no pacing.
     assert by_rule(RS, 2048, 12288, 3072, 4, 132, ws=True) == KernelConfig(ws=True, stages=3, ring=4, spread=75)
     assert by_rule(RS, 2048, 12288, 1536, 4, 132, ws=True).spread == 0
+    # In FP8 the GEMM is twice as fast, what it sends is the same.
+    assert by_rule(RS, 1024, 12288, 3072, 8, 132, ws=True).spread == 75
+    assert by_rule(RS, 1024, 12288, 3072, 8, 132, ws=True, promoted=False).spread == 0
 
 
 def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
     def spans(mp: int, n: int, tp: int) -> set[int]:
-        return {plan.span for plan in candidates("all_gather_gemm", mp, n, 12288, tp, 132, ws=True)}
+        return {plan.span for plan in candidates(AG, mp, n, 12288, tp, 132, ws=True)}
 
     assert spans(1024, 6144, 8) == {1, 2}
     assert spans(2048, 6144, 4) == {1}  # 16 row blocks as they are
@@ -80,10 +72,10 @@ def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:
 
 def test_bands_of_a_scatter() -> None:
     # Four of four ranks are 16 row blocks; 132 SMs, 48 columns of tiles: three row blocks of own tiles fill a round.
-    found = candidates("gemm_reduce_scatter", 2048, 12288, 3072, 4, 132, ws=True)
+    found = candidates(RS, 2048, 12288, 3072, 4, 132, ws=True)
     assert {plan.band for plan in found} == {1, 4, 3}
-    assert {plan.band for plan in candidates("gemm_reduce_scatter", 1024, 12288, 6144, 8, 132, ws=True)} == {1, 2, 3}
-    assert {plan.band for plan in candidates("gemm_reduce_scatter", 100, 12288, 4096, 4, 132, ws=True)} == {1}
+    assert {plan.band for plan in candidates(RS, 1024, 12288, 6144, 8, 132, ws=True)} == {1, 2, 3}
+    assert {plan.band for plan in candidates(RS, 100, 12288, 4096, 4, 132, ws=True)} == {1}
 
 
 def test_sms_that_no_round_needs_add_partials() -> None:
@@ -105,23 +97,14 @@ def test_sms_that_no_round_needs_add_partials() -> None:
     assert not by_rule(RS, 2048, 8192, 7168, 4, 132, ws=True).dedicated_reducers
     for n in (8192, 33 * 256):
         for found in (
-            candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True),
-            *(candidates("gemm_reduce_scatter", 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
+            candidates(RS, 128, n, 7168, 4, 132, True),
+            *(candidates(RS, 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
         ):
             assert {plan.dedicated_reducers for plan in found} == ({True, False} if n == 8192 else {False})
 
 
-@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
-def test_candidates_for_hopper_are_warp_specialised_and_begin_with_the_default(op: str) -> None:
-    default = by_rule(op, 2048, 12288, 6144, 4, 132, ws=True)
-    found = candidates(op, 2048, 12288, 6144, 4, 132, ws=True)
-    assert found[0] == default
-    assert len(found) == len(set(found)) == (5 if op == "all_gather_gemm" else 9)
-    assert all(plan.ws for plan in found)
-
-
 def test_a_shard_of_one_block_of_columns_is_not_cut_and_measured_again() -> None:
-    found = candidates("all_gather_gemm", 2048, 12288, 64, 4, 132, ws=True)
+    found = candidates(AG, 2048, 12288, 64, 4, 132, ws=True)
     assert len(found) == 2
     assert not any(plan.early or plan.late for plan in found)
 
@@ -134,37 +117,37 @@ LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 <<
 @pytest.mark.parametrize("ws", [False, True])
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize(("m", "n", "k"), LARGE)
-@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+@pytest.mark.parametrize("op", [AG, RS])
 def test_no_candidate_needs_more_flags_than_there_are(
     op: str, m: int, n: int, k: int, tp: int, ws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked of the plans themselves, which check before they claim a slot of the slab."""
     monkeypatch.setattr(fused, "sm_count", lambda _: 132)
-    x = torch.empty((m // tp if op == "all_gather_gemm" else m, k), device="meta", dtype=torch.bfloat16)
+    x = torch.empty((m // tp if op == AG else m, k), device="meta", dtype=torch.bfloat16)
     weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
     found = candidates(op, m // tp, n, k, tp, 132, ws)
-    made = fused.AllGatherGemmPlan if op == "all_gather_gemm" else fused.GemmReduceScatterPlan
+    made = fused.AllGatherGemmPlan if op == AG else fused.GemmReduceScatterPlan
     for plan in found:
         made(OperatorCall(op, x, weight, group_of(tp)), plan)
-    if (op, m, n) == ("gemm_reduce_scatter", 131072, 16384):
+    if (op, m, n) == (RS, 131072, 16384):
         assert found, "wide tiles fit"
         assert all(plan.bn == 256 for plan in found)
-    if (op, m, n) == ("gemm_reduce_scatter", 262144, 16384):
+    if (op, m, n) == (RS, 262144, 16384):
         assert found == [], "stock runs it"
 
 
 @pytest.mark.parametrize("mp", [256, 260, 130, 120])
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+@pytest.mark.parametrize("operator", [AG, RS])
 def test_scales_of_a_shard_begin_where_tma_can_read(operator: str, mp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_flux.ops.backends.fused.capability", lambda of: (9, 0))
     monkeypatch.setattr("megatron_flux.ops.call.has_tma", lambda of: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    rows = mp if operator == "all_gather_gemm" else 2 * mp
+    rows = mp if operator == AG else 2 * mp
     numbers, weight = torch.randn(rows, 256), torch.randn(128, 256)
     for scaling, of_weight in (("tensor", "tensor"), ("1x128", "128x128")):
         pair = Fp8Pair(quantized(numbers, scaling), quantized(weight, of_weight))
         call = OperatorCall(operator, pair.x.numbers, pair.weight.numbers, group_of(2), fp8=pair)
-        if operator == "all_gather_gemm":
+        if operator == AG:
             # A tile may begin earlier, not before its shard.
             assert hopper_kernels(call) == (mp >= 128 and (scaling == "tensor" or mp % 4 == 0))
         else:

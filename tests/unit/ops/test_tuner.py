@@ -414,19 +414,6 @@ def test_the_nearest_plans_and_the_first_candidate_are_tried_or_all(timed: Tuned
     assert candidates.list_plans(call_of(), full=True) == FULL
 
 
-@pytest.mark.parametrize(
-    ("gpu", "tried"),
-    [("NVIDIA H100 80GB HBM3", 4), ("", 3), ("NVIDIA GH200 480GB", 3), ("NVIDIA A100-SXM4", 3)],
-)
-def test_where_no_plans_ship_all_candidates_are_tried(
-    on_h200: list[Shipped], monkeypatch: pytest.MonkeyPatch, gpu: str, tried: int
-) -> None:
-    on_h200.append(Shipped(SHAPE._replace(m=8), KernelConfig(reducers=8), 0.5, "run"))
-    monkeypatch.setattr(candidates, "_gpu", lambda call: gpu)
-    found = candidates.list_plans(call_of(), full=False)
-    assert (found == FULL) == (tried == 3)
-
-
 @pytest.mark.usefixtures("on_h200")
 def test_of_fp8_the_first_candidates_are_tried_where_plans_ship(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [KernelConfig(reducers=number) for number in range(1, 10)]

@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
@@ -85,14 +86,14 @@ _API_BY_RELEASE = {
 class TransformerEngineFp8:
     """The installed TransformerEngine, as far as flux calls or asks it for FP8."""
 
-    def __init__(self, installed: str) -> None:
-        """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
+    def __init__(self, release: Version) -> None:
+        """Find the symbols of ``release``. Raises ImportError, AttributeError: one is missing."""
         self.state = resolve_name("transformer_engine.pytorch.quantization:FP8GlobalStateManager")
         self.api = api = SimpleNamespace(**{name: resolve_name(path) for name, path in _API.items()})
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
                 setattr(api, name, resolve_name(path))
-        self.compact = installed in _COMPACT
+        self.compact = release in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
             self.laid_out = (resolve_name("transformer_engine_torch:Float8BlockScaleTensorFormat").GEMM_READY,)

@@ -81,7 +81,7 @@ def load(*, strict: bool = False) -> TransformerEngine:
     if release is None or (release not in SUPPORTED_TE and (strict or not _is_unchanged(release, installed))):
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
     try:
-        return TransformerEngine(installed)
+        return TransformerEngine(installed, release)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
             f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
@@ -116,9 +116,11 @@ def why_unusable() -> str | None:
 class TransformerEngine:
     """The installed TransformerEngine, as far as flux calls or asks it."""
 
-    def __init__(self, installed: str) -> None:
-        """Find the symbols of release ``installed``. Raises ImportError, AttributeError: one is missing."""
-        self.installed = installed
+    def __init__(self, installed: str, release: Version) -> None:
+        """Find the symbols of ``installed``, a build of ``release``. Raises ImportError, AttributeError: one is
+        missing.
+        """
+        self.installed, self._release = installed, release
         kernels = "transformer_engine_torch"
         self.norms = {
             "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
@@ -131,8 +133,7 @@ class TransformerEngine:
         self._offloading = resolve_name("transformer_engine.pytorch.cpu_offload:is_cpu_offload_enabled")
         self._exporting = resolve_name("transformer_engine.pytorch.export:is_in_onnx_export_mode")
         self._gemm = resolve_name("transformer_engine.pytorch.cpp_extensions:general_gemm")
-        release = release_of(installed)
-        self._delays_wgrad = release is not None and release in DELAYS_WGRAD
+        self._delays_wgrad = release in DELAYS_WGRAD
         self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
         resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
@@ -140,10 +141,10 @@ class TransformerEngine:
     @cached_property
     def fp8(self) -> TransformerEngineFp8 | str:
         """Return what flux uses of it in FP8, or why that cannot be used."""
-        if self.installed not in SUPPORTED_FP8:
+        if self._release not in SUPPORTED_FP8:
             return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
         try:
-            return TransformerEngineFp8(self.installed)
+            return TransformerEngineFp8(self._release)
         except (ImportError, AttributeError) as error:
             return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.patch import seams, te_seam
@@ -106,3 +107,14 @@ def test_which_release_delays_wgrad(installed: SimpleNamespace, monkeypatch: pyt
     assert te_seam.load().delayed(linear(), None) is None
     monkeypatch.setattr(te_seam, "version", lambda name: "2.10.0")
     assert why_stock(te_seam.load(), layer) == "delayed wgrad with TransformerEngine 2.10.0, supported is >=2.11"
+
+
+@pytest.mark.parametrize(("build", "known"), [("2.11.0.dev0+f59ab79", True), ("2.10.0+f59ab79", False)])
+def test_fp8_takes_a_build_for_its_release(
+    installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, build: str, known: bool
+) -> None:
+    """Builds of containers sort before the release that they lead to."""
+    monkeypatch.setattr(te_seam, "version", lambda name: build)
+    monkeypatch.setattr(te_seam, "TransformerEngineFp8", lambda release: release in SpecifierSet("<2.12"))
+    fp8 = te_seam.load().fp8
+    assert fp8 is True if known else fp8 == f"fp8 with TransformerEngine {build}, supported is {te_seam.SUPPORTED_FP8}"

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_flux.slurm.profile import Floors
+from tests.processes import free_port
 
 
 def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environment: str) -> list[tuple[int, str]]:
@@ -20,11 +20,8 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
         (folder / f"n{node}.json").write_text(json.dumps(report))
     words = ["--folder", folder, f"--device={device}", "--processes=1", "--link=none", "--timeout=100"]
     words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "megatron_flux.slurm.preflight.ranks", *map(str, words)],

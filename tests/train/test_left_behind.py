@@ -21,8 +21,8 @@ from tests.train.conftest import SMALL, UNCOMPILED, records, running
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 30.0
-"""Until all have ended. The launcher gives its ranks as long before it kills them."""
+SECONDS = 60.0
+"""Until all have ended. The launcher gives its ranks half of that before it kills them."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Endless:
 
     def ended(self) -> tuple[int, str]:
         """Its exit code and what it has said, when nothing of it is left."""
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         assert left(self.mark, SECONDS) == []
         return code, self.log.read_text()
 

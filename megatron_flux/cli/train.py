@@ -67,12 +67,9 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
     found = data.prepare(run)
-    text = data.text_of(run, found)
-    run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    other_data = checkpoint_access.check_data(run, saved)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
-    for line in filter(None, (f"{size}: {text.name}", other_data, resumes)):
+    for line in filter(None, (f"{size}: {data.name_of(run.data)}", resumes)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with description.made(run):

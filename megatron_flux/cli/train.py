@@ -62,7 +62,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     how = {"overwrite": run.overwrite, "resuming": checkpoint_access.resumes(run)}
     if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
-    if launcher.launched() and not first:
+    if launcher.started() and not first:
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
@@ -81,7 +81,6 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",
-            orderly=True,
         )
         if asked is not None and folder.has_stopped(run.out):
             go_on = "and nothing is saved; the same command begins again"

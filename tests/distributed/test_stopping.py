@@ -69,9 +69,8 @@ def ready(folder: Path, ranks: int = 2) -> list[int]:
     return [int((folder / f"ready-{rank}").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(("how", "what"), [("node", "raise"), ("own", "kill")])
-def test_a_failed_run_ends_at_once(start: Start, mark: str, tmp_path: Path, how: str, what: str) -> None:
-    process = start(how, what, tmp_path)
+def test_a_failed_run_ends_at_once(start: Start, mark: str, tmp_path: Path) -> None:
+    process = start("node", "raise", tmp_path)
     ready(tmp_path)
     began = time.monotonic()
     _, said = process.communicate(timeout=120)
@@ -87,6 +86,17 @@ def test_a_rank_that_dies_after_the_request_ends_the_others(start: Start, mark: 
     process.terminate()
     process.communicate(timeout=120)
     assert time.monotonic() - began < SECONDS
+    assert left(mark, SECONDS) == []
+
+
+def test_a_second_signal_ends_the_ranks_at_once(start: Start, mark: str, tmp_path: Path) -> None:
+    process = start("own", "wait", tmp_path)
+    ready(tmp_path)
+    process.terminate()
+    assert any("a second one ends them at once" in line for line in process.stderr)
+    process.terminate()
+    _, said = process.communicate(timeout=120)
+    assert "InterruptedRunError: stopped by SIGTERM" in said
     assert left(mark, SECONDS) == []
 
 

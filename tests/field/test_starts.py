@@ -25,7 +25,7 @@ def taken() -> Any:
 
 def node(python: str, notes: Path, *words: str) -> tuple[str, str]:
     """The last line of a launcher that fails, and the order of its cause by its note in ``notes``."""
-    words = ("--nnodes=2", "--rdzv-conf=timeout=1", "--master-addr=127.0.0.1", *words, "nothing.py")
+    words = ("--nnodes=2", "--rdzv-conf=timeout=2", "--master-addr=127.0.0.1", *words, "nothing.py")
     done = subprocess.run(
         [python, "-m", "megatron_flux.run.node", *words],
         capture_output=True,

@@ -97,7 +97,9 @@ def _passing_on(asked: list[signal.Signals]) -> Iterator[None]:
         if asked and number not in _ENDING:
             return
         asked.append(signal.Signals(number))
-        for process in psutil.Process().children():
+        while not (ranks := psutil.Process().children()) and not listener.closed.wait(0.05):
+            pass  # they are about to start
+        for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         if len(asked) == 1:

@@ -105,10 +105,12 @@ def main(words: list[str]) -> int:
 def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
     """Pass the first signal on to the ranks; before there are any, end this process."""
     ranks = psutil.Process().children()
-    # Where ranks have been asked, or have failed, this process is about to say how they ended.
-    if not (ranks or asked or silence.notes_before is not None):  # it may wait for the other nodes where no Python runs
-        _stopped(number)
-        stop.die()
+    if not ranks:
+        # Where ranks have been asked, or have failed, this process is about to say how they ended.
+        if not asked and silence.notes_before is None:  # it may wait for the other nodes where no Python runs
+            _stopped(number)
+            stop.die()
+        return
     if not asked:
         silence.note(silence.stopped, failed=False)
         for process in ranks:

@@ -1,7 +1,9 @@
 """The number of ranks that a command starts, and the failed one that it names."""
 
 import contextlib
+import os
 import signal
+import threading
 from unittest import mock
 
 import pytest
@@ -53,6 +55,18 @@ def test_numbers_of_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launcher.world_size(None, gpus=0, otherwise=2) == 4
     with pytest.raises(UserError, match="--nproc 2 under a launcher that started 4"):
         launcher.world_size(2, gpus=0, otherwise=2)
+
+
+def test_a_signal_that_comes_before_the_ranks_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, sent, asked = mock.Mock(), threading.Event(), []
+    rank.send_signal.side_effect = lambda _: sent.set()
+    found = iter([[], []])
+    monkeypatch.setattr(launcher.psutil.Process, "children", lambda _: next(found, [rank]))
+    with launcher._passing_on(asked):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sent.wait(60)
+    rank.send_signal.assert_called_once_with(signal.SIGTERM)
+    assert asked == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

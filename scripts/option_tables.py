@@ -22,7 +22,7 @@ TABLES = (
     ("report",),
     ("watch",),
     ("doctor",),
-    ("slurm render", "slurm submit"),
+    ("slurm render", "slurm check", "slurm submit"),
     ("slurm status", "slurm resume"),
     ("quant fold",),
 )

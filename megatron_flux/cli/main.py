@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "watch": report.watch,
     "doctor": doctor.doctor,
     "slurm render": slurm.render,
+    "slurm check": slurm.check,
     "slurm submit": slurm.submit_job,
     "slurm status": slurm.show_status,
     "slurm resume": slurm.resume,

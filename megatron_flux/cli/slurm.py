@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_flux.errors import UserError
 from megatron_flux.options import Options, argument, option, read_settings
-from megatron_flux.slurm import queue, status, submit
+from megatron_flux.run import rank
+from megatron_flux.slurm import layout, queue, status, submit
 from megatron_flux.slurm.job import Job, Mode, Resolved, resolve
 from megatron_flux.slurm.profile import Directive, Duration, Place, Profile
 from megatron_flux.slurm.render import job_script
@@ -57,7 +58,7 @@ class RenderOptions(JobOptions):
 class SubmitOptions(_Runs, JobOptions):
     """Options of ``slurm submit``."""
 
-    dependency: str | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
+    dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
     dry_run: bool = option(False, "Print the script and the command, submit nothing.")
 
 
@@ -75,7 +76,7 @@ class ResumeOptions(Options):
     account: Directive | None = option(None, "Instead of the job's.")
     time: Duration | None = option(None, "Time limit, instead of the job's.")
     exclude: Directive | None = option(None, "Nodes to leave out, instead of the job's.")
-    dependency: str | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
+    dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
     from_start: bool = option(False, "Begin anew what has no checkpoint.")
     dry_run: bool = option(False, "Print the command, submit nothing.")
 
@@ -130,6 +131,12 @@ def resume(options: ResumeOptions) -> None:
     _say_where(what.root)
 
 
+def check(options: JobOptions) -> None:
+    """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
+    rank.quiet_megatron()
+    print("\n".join(layout.lines(layout.check(resolved(options)))))
+
+
 def _say_where(root: Path) -> None:
     print(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}", flush=True)
 
@@ -138,14 +145,25 @@ _OF_JOB = ("repetitions", "retries")
 """Fields of a job that ``--set`` changes; those of its layout are options."""
 
 
-def script(options: JobOptions) -> tuple[Resolved, str]:
-    """Return the checked job, and its script. Raises UserError: it would not run."""
+def _layout(options: JobOptions) -> dict[str, Any]:
+    return options.model_dump(include={"nodes", "tp", "pp"}, exclude_none=True)
+
+
+def _site(options: JobOptions) -> dict[str, Any]:
+    return options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
+
+
+def resolved(options: JobOptions) -> Resolved:
+    """Return the checked job. Raises UserError: it would not run."""
     settings = read_settings(options.set, {**TrainOptions.model_fields, **CompareOptions.model_fields})
     own = {name: settings.pop(name) for name in _OF_JOB if name in settings}
-    layout = options.model_dump(include={"nodes", "tp", "pp"}, exclude_none=True)
-    site = options.model_dump(include={"partition", "account", "time", "exclude", "venv"}, exclude_none=True)
-    profile = Profile.load(options.profile, site)
-    job = resolve(Job.load(options.job, {**layout, **own}), profile, options.mode, settings)
+    job = Job.load(options.job, {**_layout(options), **own})
+    return resolve(job, Profile.load(options.profile, _site(options)), options.mode, settings)
+
+
+def script(options: JobOptions) -> tuple[Resolved, str]:
+    """Return the checked job, and its script. Raises UserError: it would not run."""
+    job, given = resolved(options), {**_layout(options), **_site(options)}
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile, "--job", options.job]
-    words += ["--mode", options.mode, *(f"--{name}={value}" for name, value in {**layout, **site}.items())]
+    words += ["--mode", options.mode, *(f"--{name}={value}" for name, value in given.items())]
     return job, job_script(job, shlex.join([*words, *(f"--set={pair}" for pair in options.set)]))

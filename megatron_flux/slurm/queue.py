@@ -9,8 +9,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.slurm.profile import matching
 
 PATIENCE = 120  # seconds for each of Slurm's commands
 _OF_THE_CALLER = ("SLURM_", "SBATCH_", "SRUN_")
@@ -23,6 +25,15 @@ OVER = (
     *("PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"),
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
+
+_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
+Dependency = Annotated[
+    str,
+    matching(
+        rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
+        "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

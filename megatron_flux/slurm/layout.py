@@ -1,0 +1,142 @@
+"""Check a job's layout without a GPU: build one layer of each pipeline stage as one of its ranks, and run it.
+
+torch's ``fake`` process group has a rank and a size and communicates nothing. With it, megatron-core initialises its
+parallel state as the first rank of each stage. One layer is built there and run patched over meta tensors (shapes
+without data); all other ranks of the stage have the same shapes. Whatever does not divide (heads, hidden size, MLP,
+vocabulary, sequence) fails here as it would in the job, and fallbacks are errors. Attention's core is left out: it has
+no linear layer.
+
+Hazard: parallel state is one per process, so nothing else in the process may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_flux import FluxConfig, patched, report
+from megatron_flux.errors import FluxError
+from megatron_flux.slurm.job import Resolved, least_memory
+from megatron_flux.train.config import RunConfig
+from megatron_flux.train.shims import cpu_shims
+
+
+def check(job: Resolved) -> dict[str, Any]:
+    """Run one layer of each stage of ``job`` and return the layout.
+
+    ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output``, the
+    linears that ran flux (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights,
+    gradients and optimizer state of a GPU.
+
+    Raises FluxError: a stage cannot be built or run; names its rank.
+    """
+    run, stages = job.run, []
+    for stage in range(run.pp):
+        rank = stage * run.tp * run.dp  # Megatron's order: tp, then dp, then pp
+        with _world(rank, run):
+            stages.append(_check_stage(rank, run, stage))
+    return {
+        "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
+        "nodes": job.job.nodes,
+        "link": "none" if job.spans else job.profile.link,
+        "stages": stages,
+        "memory_gib": least_memory(run),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Format :func:`check`'s result for people."""
+    tp, pp, dp = found["sizes"].values()
+    lines = [f"{tp * pp * dp} ranks on {found['nodes']} node(s): tp {tp} x pp {pp} x dp {dp}"]
+    lines.append(f"link of tensor-parallel groups: {found['link']}")
+    for stage in found["stages"]:
+        size = " x ".join(map(str, stage["output"]))
+        lines.append(
+            f"stage {stage['stage']}: {stage['layers']} layers, output {size}, {stage['flux_layers']} linears of one "
+            "layer run flux"
+        )
+    lines.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
+    return [*lines, "every stage fits"]
+
+
+@contextmanager
+def _world(rank: int, run: RunConfig) -> Iterator[None]:
+    """Initialise torch.distributed and megatron-core's parallel state as ``rank``."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch puts the rank before every line of a later error
+    dist.init_process_group("fake", rank=rank, world_size=run.world_size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(run.tp, run.pp, create_gloo_process_groups=False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
+    """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
+    where = f"rank {rank}, pipeline stage {stage}"
+    one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
+    before = report()["calls"]
+    try:
+        # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
+        with cpu_shims(), patched(FluxConfig(backend="reference", strict=run.tp > 1)):
+            model, output = _run(one_layer, stage)
+            ran = report()  # layers count as long as they live
+            del model
+    except (AssertionError, RuntimeError, ValueError, FluxError) as error:
+        raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
+    calls = {name: count - before.get(name, 0) for name, count in ran["calls"].items()}
+    return {
+        "stage": stage,
+        "layers": run.shape.num_layers // run.pp,
+        "output": tuple(output.shape),
+        "flux_layers": ran["active_layers"],
+        "calls": {name: count for name, count in calls.items() if count},
+    }
+
+
+def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Build the stage's model on meta tensors; return it and its output after a forward and a backward."""
+    from megatron_flux.train import model as building
+    from megatron_flux.train.trainer import seed_everything
+
+    plain = {"device": "cpu", "transformer_impl": "local", "fp8": None, "cuda_graph_impl": "none"}
+    run = run.model_copy(update=plain | {"gradient_accumulation_fusion": False})
+    seed_everything(run.seed)
+    config = building.transformer_config(run)
+    config.perform_initialization = False  # pages that are never written take no memory
+    model: Any = building.build_model(run, config).to("meta")
+    inner = getattr(model, "module", model)  # in a Float16Module where it is bf16
+    for layer in inner.decoder.layers:
+        layer.self_attention.core_attention = _NoAttention()
+    seq, batch, h = run.shape.seq_length, run.micro_batch_size, run.shape.hidden_size
+    tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
+    mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device="meta")
+    if stage > 0:
+        rows = seq // run.tp if config.sequence_parallel else seq
+        inner.set_input_tensor(torch.empty(rows, batch, h, dtype=run.dtype, device="meta", requires_grad=True))
+    # Megatron's own buffers, which it allocates on the current device, are meta tensors too.
+    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("meta")):
+        output = model(tokens, tokens, mask)
+        output.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise FluxError(f"{name} got no gradient")
+    return model, output
+
+
+class _NoAttention(torch.nn.Module):
+    """Pass the queries on: ``[s, b, heads, head size]`` to ``[s, b, heads * head size]``."""
+
+    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return query.flatten(2)

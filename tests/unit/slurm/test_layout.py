@@ -1,0 +1,59 @@
+"""Layouts checked in this process: a layer of each stage, fallbacks and shapes that do not divide."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_flux.errors import FluxError
+from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.slurm.job import Job, Resolved, resolve
+from megatron_flux.slurm.layout import check
+from megatron_flux.slurm.profile import Profile
+
+
+def job(name: str = "gpt3-175b", profile: str = "nvlink-h100", **given: Any) -> Resolved:
+    return resolve(Job.load(name, given), Profile.load(profile), "flux")
+
+
+def small(**given: Any) -> Resolved:
+    """TP 2 x PP 2 x DP 2 on a node of eight."""
+    return job("tiny", **{"nodes": 1, "tp": 2, "pp": 2, **given})
+
+
+def test_every_stage_of_128_ranks_is_built_and_runs_flux() -> None:
+    from megatron.core import parallel_state
+
+    import megatron_flux
+
+    found = check(job())
+    assert found["sizes"] == {"tp": 8, "pp": 8, "dp": 2}
+    assert (found["nodes"], found["link"]) == (16, "nvlink")
+    for number, stage in enumerate(found["stages"]):
+        last = number == 7
+        assert (stage["stage"], stage["layers"]) == (number, 12)
+        assert stage["flux_layers"] == (5 if last else 4)  # QKV, proj, FC1, FC2, and the output layer
+        micro = stage["output"][0 if last else 1]
+        assert stage["output"] == ((micro, 2048, 51200 // 8) if last else (2048 // 8, micro, 12288))
+        # Forward and dgrad of a row-parallel linear are one call each, and so of a column-parallel one.
+        gathers = {"all_gather_gemm/reference": 5 if last else 4, "gemm_reduce_scatter/reference": 5 if last else 4}
+        assert stage["calls"] == {**gathers, "all_gather/reference": 3 if last else 2}
+    assert not dist.is_initialized()
+    assert not parallel_state.is_initialized()
+    assert not megatron_flux.is_patched()
+
+
+def test_a_stage_that_megatron_cannot_build_is_named() -> None:
+    good = small()
+    shape = good.run.shape.model_copy(update={"ffn_hidden_size": 511})
+    bad = replace(good, run=good.run.model_copy(update={"shape": shape}))
+    with pytest.raises(FluxError, match=r"rank 0, pipeline stage 0: AssertionError: 511 is not divisible by 2"):
+        check(bad)
+    assert not dist.is_initialized()
+
+
+def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearPatch, "why_stock_common", lambda self, layer, x, weight: "made up")
+    with pytest.raises(FluxError, match=r"rank 0, pipeline stage 0: FallbackError: .* cannot run flux: made up"):
+        check(small())

@@ -1,4 +1,8 @@
-"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first."""
+"""The folder a run writes into: its name, whether it is free, and ``config.json``, which is written first.
+
+Ranks may refuse a run after its folder was made. Until it has begun (:func:`begun`), what it replaces lies in
+``.before``, and comes back: a refused run loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from megatron_flux.metrics import strict_json
 CONFIG = "config.json"
 ENDED = "ended.json"
 """File that says how the run ended, if not by an error: job scripts read it."""
-_LOCK = ".lock"
+_LOCK, _BEFORE = ".lock", ".before"
 
 
 def default_folder(*words: str) -> Path:
@@ -39,7 +43,7 @@ def check_free(out: Path, *, overwrite: bool, resuming: bool = False) -> None:
     check_writable(out, "--out")
     if not out.is_dir() or not any(path.name != _LOCK for path in out.iterdir()):
         return
-    if not (out / CONFIG).is_file():
+    if not (out / CONFIG).is_file() and not (out / _BEFORE).is_dir():
         raise UserError(f"--out {out} has files in it and is not a run folder; give a new or an empty folder")
     if not (overwrite or resuming):
         raise UserError(f"--out {out} holds an earlier run; give another folder, or --overwrite to replace it")
@@ -68,7 +72,8 @@ def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: b
     """Make the run folder, and hold it for the run inside the context.
 
     ``description`` goes into its ``config.json``. ``overwrite`` replaces an earlier run, ``resuming`` goes on in its
-    folder. A new folder is removed if ranks refuse the run (UserError, RendezvousError) before they record anything.
+    folder. If ranks refuse the run (UserError, RendezvousError) before it has begun, a new folder is removed, and an
+    earlier run is as it was.
 
     Raises UserError: the folder is taken, or cannot be written.
     """
@@ -92,20 +97,43 @@ def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: b
         except (UserError, RendezvousError):
             _undo(out, missing)
             raise
+        begun(out)
+
+
+def begun(out: Path) -> None:
+    """Delete what the run in ``out`` replaces: it records from here on."""
+    replaced = out / ".replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        (out / _BEFORE).rename(replaced)  # a deletion may be cut short, and half of a run must not come back
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _begin(out: Path, description: dict[str, Any], *, replacing: bool) -> None:
-    """Write ``config.json``; delete all of an earlier run, or what this start of it replaces."""
-    gone = [path for path in out.iterdir() if path.name not in (_LOCK, CONFIG)] if replacing else [out / ENDED]
-    for path in gone:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    """Write ``config.json``; move all of an earlier run, or what this start of it replaces, to :data:`_BEFORE`."""
+    if (before := out / _BEFORE).is_dir():  # of a start that was killed before it had begun
+        _put_back(out)
+    moved = [path for path in out.iterdir() if path.name != _LOCK and (replacing or path.name in (CONFIG, ENDED))]
+    if moved:
+        before.mkdir()
+    for path in moved:
+        path.rename(before / path.name)
     # Whole at once: `watch` waits for this file and reads it as soon as it exists.
     strict_json.write_atomically(out / CONFIG, json.dumps(description, indent=2) + "\n")
 
 
+def _put_back(out: Path) -> None:
+    (out / CONFIG).unlink(missing_ok=True)
+    for path in (out / _BEFORE).iterdir():
+        path.rename(out / path.name)
+    (out / _BEFORE).rmdir()
+
+
 def _undo(out: Path, missing: list[Path]) -> None:
-    """Remove what :func:`made` has made, unless there are records."""
-    if {path.name for path in out.iterdir()} <= {CONFIG, _LOCK}:
+    """Undo :func:`_begin`, unless something was recorded."""
+    if (out / _BEFORE).is_dir():
+        _put_back(out)
+    elif {path.name for path in out.iterdir()} <= {CONFIG, _LOCK}:
         for name in (CONFIG, _LOCK):
             (out / name).unlink(missing_ok=True)
         for path in missing:

@@ -57,6 +57,8 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
         with checkpoint.saves(config) as save, ExitStack() as recording:
+            if dist.get_rank() == 0:
+                folder.begun(config.out)
             for variant in variants.values():
                 recording.enter_context(variant)
             stopped = _train(config, variants, iterations, save, stop)

@@ -56,7 +56,9 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     shard = damaged / "__1_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     said = complaint(command(*resume, "--out", out, code=1))
-    assert re.search(rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; choose an earlier", said)
+    assert re.search(
+        rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; --set ckpt_step={older}", said
+    )
     shutil.rmtree(out)
 
     # From somebody else who wants to run something. The file has the size that it had.
@@ -77,13 +79,16 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     assert [again[n] for n in range(older + 1, newest + 1)] == [first[n] for n in range(older + 1, newest + 1)]
 
 
-def test_a_resumption_that_ranks_refuse_leaves_records_and_checkpoints(command: Run, stopped: Path) -> None:
+@pytest.mark.parametrize("how", ["--load", "--overwrite"])
+def test_a_run_that_ranks_refuse_leaves_the_earlier_run(command: Run, stopped: Path, how: str) -> None:
     run, saved = stopped / "run", stopped / "saved"
-    recorded, kept = records(run / "flux"), checkpoint_folder.iterations(saved)
-    again = ["train", *SMALL, "--steps", "100000", "--load", saved, "--save", saved]
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    kept = checkpoint_folder.iterations(saved)
+    again = ["train", *SMALL, "--steps", "100000", how, *([saved] if how == "--load" else []), "--save", saved]
     said = complaint(command(*again, "--out", run, "--set", "layer_backend=no.such.layer=stock", code=2))
     assert "no.such.layer" in said
-    assert (records(run / "flux"), checkpoint_folder.iterations(saved)) == (recorded, kept)
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+    assert checkpoint_folder.iterations(saved) == kept
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(command: Run, tmp_path: Path) -> None:

@@ -77,9 +77,31 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_replaces_or_goes_on_with_the_earlier_one(earlier: Path) -> None:
-    with run_in(earlier, resuming=True):
-        assert not (earlier / folder.ENDED).exists(), "it has not ended again"
-        assert (earlier / "flux" / "metrics.jsonl").exists()
-    with run_in(earlier, overwrite=True):
-        assert set(everything(earlier)) == {folder.CONFIG, ".lock"}
+def _refuse(out: Path) -> None:
+    assert not (out / folder.ENDED).exists(), "it has not ended again"
+    raise UserError("no layer of such a name")
+
+
+def _record_and_refuse(out: Path) -> None:
+    folder.begun(out)
+    (out / "flux").mkdir(exist_ok=True)
+    raise UserError("token 999 in the last batch")
+
+
+@pytest.mark.parametrize("how", ["overwrite", "resuming"])
+def test_a_run_that_is_refused_leaves_the_earlier_run(earlier: Path, how: str) -> None:
+    before = everything(earlier)
+    with pytest.raises(UserError, match="no layer"), run_in(earlier, **{how: True}):
+        _refuse(earlier)
+    assert everything(earlier) == before
+    with pytest.raises(KeyboardInterrupt), run_in(earlier, **{how: True}):
+        raise KeyboardInterrupt  # killed before it has begun
+    with pytest.raises(UserError), run_in(earlier, resuming=True):
+        raise UserError("no layer of such a name")
+    assert everything(earlier) == before
+
+
+def test_a_run_that_has_begun_replaces_the_earlier_one(earlier: Path) -> None:
+    with pytest.raises(UserError, match="token 999"), run_in(earlier, overwrite=True):
+        _record_and_refuse(earlier)
+    assert set(everything(earlier)) == {folder.CONFIG, "flux", ".lock"}

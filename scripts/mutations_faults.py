@@ -68,7 +68,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "adapters begin beside random weights instead of the loaded ones",
         "megatron_flux/train/checkpoint.py",
-        "        _load_base(trainer, checkpoint, config)",
+        "        _load_base(trainer, checkpoint)",
         "        pass",
         ("tests/train/test_lora.py::test_adapters_on_loaded_weights",),
     ),

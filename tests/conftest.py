@@ -1,6 +1,7 @@
 """Markers by folder; one warm Python for all tests; no process may be left behind when they have ended."""
 
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ LONGER = ("test_checkpoint.py", "test_compiled", "test_report.py", "test_signals
 # On a busy machine a test that takes a millisecond may wait longer than hypothesis allows by default.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+# A shell without job control starts a command with & that ignores SIGINT; tests' processes would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all has been imported, of which nothing is garbage
 

@@ -4,7 +4,10 @@ An orphan is no longer a child of anything that a test knows. What a process was
 it starts, and Linux shows that of a live process; zombies have none, and are no longer processes.
 """
 
+import contextlib
 import os
+import random
+import socket
 import time
 
 import psutil
@@ -59,3 +62,15 @@ def _line(process: psutil.Process) -> str:
         return f"{process.pid} {' '.join(process.cmdline())[:200] or process.name()}"
     except psutil.Error:
         return f"{process.pid} (has just ended)"
+
+
+_ports = random.SystemRandom().sample(range(20000, 32000), 12000)
+
+
+def free_port() -> int:
+    """A port that nobody listens at, another each time. The kernel gives none of these to programs that take any."""
+    while True:
+        port = _ports.pop()
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port

@@ -5,7 +5,6 @@ Bad input ends it with one line and exit code 2, a failed run with 1: the cause 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import os
@@ -13,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from megatron_flux import settings
 from megatron_flux.cli import bench, command_line, doctor, quant, report, slurm, train
@@ -93,11 +92,8 @@ def run(words: Sequence[str]) -> None:
 
 def main() -> None:
     """Run ``megatron-flux`` and end the process, as the command line or as a rank of a run."""
-    _have_streams()
     first_linear.settle()
     try:
-        if sys.getfilesystemencoding() == "ascii":
-            raise UserError("this Python reads files and their names as ASCII, which torch cannot; set PYTHONUTF8=1")
         if "RANK" in os.environ:
             rank.recorded(lambda: run(sys.argv[1:]))
         else:
@@ -111,37 +107,6 @@ def main() -> None:
     except BaseException as error:
         sys.exit(_explained(error))
     sys.exit(0)  # which torch's recorder has swallowed
-
-
-class _LenientStream:
-    """Standard error on a disk that may be full: a failed write ends nothing."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-
-def _have_streams() -> None:
-    """Give the process standard streams where it was started without (``>&-``): files would get their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - as long as the process
-    sys.stderr = _LenientStream(sys.stderr)
 
 
 def _explained(error: BaseException) -> int:

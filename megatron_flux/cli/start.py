@@ -40,7 +40,7 @@ def described(
         folder.check_free(out, overwrite=overwrite, resuming=resuming)
     if dry_run and rank.is_first():
         print(json.dumps(describe(), indent=2))
-    if not dry_run and launcher.launched():
+    if not dry_run and launcher.started():
         rank.configure_logging()
     return dry_run
 
@@ -76,15 +76,14 @@ def on_ranks(
     ranks: int,
     *,
     left: str,
-    orderly: bool = False,
 ) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, call it here.
 
-    ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. ``orderly`` and the
-    result are those of :func:`megatron_flux.run.launcher.launch`.
+    ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. The result is that
+    of :func:`megatron_flux.run.launcher.launch`.
     """
-    if launcher.launched():
+    if launcher.started():
         module.work(argument)
         return None
     print(f"megatron-flux {command}: {about}", file=sys.stderr, flush=True)
-    return launcher.launch(module.__name__, argument, ranks, left=left, orderly=orderly)
+    return launcher.launch(module.__name__, argument, ranks, left=left)

@@ -63,18 +63,15 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     how = {"overwrite": run.overwrite, "resuming": checkpoint_access.resumes(run)}
     if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
-    if launcher.launched() and not first:
+    if launcher.started() and not first:
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
     found = data.prepare(run)
-    text = data.text_of(run, found)
-    run = run.model_copy(update={"text": text})
     size = f"{counted(found.documents, 'document')}, {found.tokens:,} tokens (vocabulary {run.shape.vocab_size:,})"
-    other_data = checkpoint_access.check_data(run, saved)
     resumes = changed and f"resumes with {', '.join(changed)} as in the checkpoint"
     bytes_note = run.command == "compare" and run.bytes_note(environment.link(run.link)["kind"])
-    for line in filter(None, (f"{size}: {text.name}", other_data, resumes, bytes_note)):
+    for line in filter(None, (f"{size}: {data.name_of(run.data)}", resumes, bytes_note)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with description.made(run):
@@ -86,7 +83,6 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",
-            orderly=True,
         )
         if asked is not None and folder.has_stopped(run.out):
             go_on = "and nothing is saved; the same command begins again"

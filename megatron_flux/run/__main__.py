@@ -6,7 +6,6 @@ Without ``--flux`` it trains stock.
 
 from __future__ import annotations
 
-import platform
 import runpy
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ USAGE = "usage: python -m megatron_flux.run SCRIPT [the script's own arguments] 
 
 
 def main(words: list[str]) -> None:
-    """Run ``SCRIPT arguments``; exit code 2 where there is no such script, or it needs a newer Python."""
+    """Run ``SCRIPT arguments``; exit code 2 where there is no such script."""
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
@@ -30,13 +29,7 @@ def main(words: list[str]) -> None:
     if not sys.flags.safe_path:  # with -P, `python SCRIPT` does not add the script's folder either
         sys.path[0] = str(Path(script).resolve().parent)
     hooks.register()
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except ImportError as error:
-        if error.name != "typing":
-            raise
-        here = f"{script} cannot run on Python {platform.python_version()} ({error})"
-        _refuse(f"{here}: Megatron-LM's scripts from 0.18 on need Python 3.12 or newer")
+    runpy.run_path(script, run_name="__main__")
 
 
 def _refuse(problem: str) -> None:

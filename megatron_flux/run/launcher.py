@@ -29,14 +29,9 @@ from megatron_flux.run.stop import SignalListener
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def launched() -> bool:
-    """Return True if a launcher (torchrun, srun with its variables) started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def started() -> int | None:
-    """Return how many ranks a launcher has started; None without one."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else None
+    """Return the number of ranks of which a launcher (torchrun, srun with its variables) started this one, or None."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
@@ -54,17 +49,17 @@ def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "-
     return wanted
 
 
-def launch(module: str, argument: str, nproc: int, *, left: str, orderly: bool = False) -> signal.Signals | None:
+def launch(module: str, argument: str, nproc: int, *, left: str) -> signal.Signals | None:
     """Call ``module.work(argument)`` in ``nproc`` processes and wait for them.
 
-    ``left``: the last words of an error, what a failed run leaves and where. ``orderly``: the ranks end in order on
-    SIGTERM (:class:`megatron_flux.run.stop.StopRequest`). They get one for the first SIGINT, SIGTERM or SIGUSR1 to this
-    process; a second SIGINT or SIGTERM kills them. Returns a SIGINT or SIGTERM on which they have ended in order.
+    ``left``: the last words of an error, what a failed run leaves and where. The ranks get SIGTERM for the first
+    SIGINT, SIGTERM or SIGUSR1 to this process, and may end in order (:class:`megatron_flux.run.stop.StopRequest`); a
+    second SIGINT or SIGTERM kills them. Returns a SIGINT or SIGTERM on which they have ended in order.
 
     Raises:
         UserError: all ranks refused their input.
         FluxError: a rank failed or was killed; names the first one and its error.
-        InterruptedRunError: this process got SIGINT or SIGTERM (if ``orderly``, twice); the ranks have been ended.
+        InterruptedRunError: this process got such a signal, and the ranks have been ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
@@ -75,13 +70,13 @@ def launch(module: str, argument: str, nproc: int, *, left: str, orderly: bool =
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0",  # a free port
-        signals_to_handle="SIGHUP,SIGQUIT" if orderly else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
     # Its own account of a failure is thirty lines for the one that failure_of() makes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     asked: list[signal.Signals] = []
     try:
-        with _passing_on(asked) if orderly else contextlib.nullcontext():
+        with _passing_on(asked):
             elastic_launch(config, sys.executable)("-u", "-m", "megatron_flux.run.rank", module, argument)
     except ChildFailedError as error:
         # Ranks that were killed, or did not listen yet.
@@ -102,12 +97,14 @@ def _passing_on(asked: list[signal.Signals]) -> Iterator[None]:
         if asked and number not in _ENDING:
             return
         asked.append(signal.Signals(number))
-        for process in psutil.Process().children():
+        while not (ranks := psutil.Process().children()) and not listener.closed.wait(0.05):
+            pass  # they are about to start
+        for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         if len(asked) == 1:
-            note = f"megatron-flux: {asked[0].name}: the run ends after the step it is at; a second one ends it at once"
-            print(note, file=sys.stderr, flush=True)
+            note = "the ranks are asked to end, a training's after the step they are at; a second one ends them at once"
+            print(f"megatron-flux: {asked[0].name}: {note}", file=sys.stderr, flush=True)
 
     listener = SignalListener([*_ENDING, signal.SIGUSR1], handle)
     listener.start()

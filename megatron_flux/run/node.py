@@ -103,11 +103,14 @@ def main(words: list[str]) -> int:
 
 
 def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
-    """Pass the first signal on to the ranks; without any, end this process."""
+    """Pass the first signal on to the ranks; before there are any, end this process."""
     ranks = psutil.Process().children()
-    if not ranks:  # it may wait for the other nodes where no Python runs
-        _stopped(number)
-        stop.die()
+    if not ranks:
+        # Where ranks have been asked, or have failed, this process is about to say how they ended.
+        if not asked and silence.notes_before is None:  # it may wait for the other nodes where no Python runs
+            _stopped(number)
+            stop.die()
+        return
     if not asked:
         silence.note(silence.stopped, failed=False)
         for process in ranks:

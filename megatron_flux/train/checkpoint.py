@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_flux.errors import FluxError, StorageError, one_line
 from megatron_flux.train import checkpoint_folder
-from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held, instead
+from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held
 from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.lora import is_adapter
@@ -79,7 +79,6 @@ def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
             "shape": config.shape.model_dump(mode="json"),
             **{name: getattr(config, name) for name in (*MUST_MATCH, *_LAYOUT, *INHERITED)},
             "run": str(config.out.resolve()),
-            "data": config.text.model_dump() if config.text is not None else None,
             "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
         }
         checkpoint_folder.write_synced(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n")
@@ -116,7 +115,7 @@ def load(trainer: Trainer, folder: Path) -> None:
 def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
     description = checkpoint_folder.description(checkpoint)
     if config.lora is not None and description.get("adapters") is None:
-        _load_base(trainer, checkpoint, config)
+        _load_base(trainer, checkpoint)
         return
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
     adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
@@ -130,7 +129,7 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         del state["random_state"]
         if dist.get_rank() == 0:
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
-    loaded = _read(state, checkpoint, config)
+    loaded = _read(state, checkpoint)
     trainer.model.load_state_dict(loaded["model"])
     if adam is not None:
         _load_torch_adam(*adam, loaded["optimizer"])
@@ -145,20 +144,20 @@ def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
         set_random_state(loaded["random_state"])
 
 
-def _load_base(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
+def _load_base(trainer: Trainer, checkpoint: Path) -> None:
     """Load the weights of a checkpoint without adapters; everything else is as in a new run."""
     model = _model_state(trainer, _metadata())
     base = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
     new = {name: value for name, value in trainer.model.module.state_dict().items() if is_adapter(name)}
-    trainer.model.load_state_dict({**_read(base, checkpoint, config)["model"], **new})
+    trainer.model.load_state_dict({**_read(base, checkpoint)["model"], **new})
 
 
-def _read(state: dict[str, Any], checkpoint: Path, config: RunConfig) -> Any:
+def _read(state: dict[str, Any], checkpoint: Path) -> Any:
     try:
         return dist_checkpointing.load(state, str(checkpoint), TorchDistLoadShardedStrategy())
     except (Exception, CheckpointException) as error:  # whatever torch, pickle and zip make of a damaged file
-        message = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}; {instead(checkpoint, config)}"
-        raise FluxError(message) from error
+        cause = f"checkpoint {checkpoint} cannot be loaded: {_cause(error)}"
+        raise FluxError(f"{cause}; {checkpoint_folder.INSTEAD}") from error
 
 
 def _write(trainer: Trainer, folder: Path) -> None:

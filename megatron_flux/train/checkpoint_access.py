@@ -71,9 +71,8 @@ def check_resume(config: RunConfig) -> dict[str, Any]:
     or where adapters begin beside loaded weights.
     """
     if config.load is None:
-        for option, given in (("ckpt_step", config.ckpt_step is not None), ("other_data", config.other_data)):
-            if given:
-                raise UserError(f"{option} without --load: nothing is resumed; add --load FOLDER")
+        if config.ckpt_step is not None:
+            raise UserError("ckpt_step without --load: nothing is resumed; add --load FOLDER")
         return {}
     saved = [check_fits(folder, config) for folder in sources(config)]
     if loads_base(config):
@@ -92,7 +91,7 @@ def check_fits(folder: Path, config: RunConfig) -> dict[str, Any]:
         use = "those of Megatron-LM are not read; give a folder that --save of train or compare wrote to"
         raise UserError(f"checkpoint {checkpoint} {own}, and {use}")
     if (wrong := files.damage(checkpoint)) is not None:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {instead(checkpoint, config)}")
+        raise UserError(f"checkpoint {checkpoint} is damaged: {wrong}; {files.INSTEAD}")
     saved = files.description(checkpoint)
     theirs = {**saved, **saved["shape"]}
     names = OF_WEIGHTS if config.lora is not None and saved.get("adapters") is None else MUST_MATCH
@@ -104,35 +103,6 @@ def check_fits(folder: Path, config: RunConfig) -> dict[str, Any]:
         has, wants = (", ".join(f"{name} {of.get(name)}" for name in different) for of in (theirs, ours))
         raise UserError(f"checkpoint {checkpoint} has {has}, this run has {wants}; use its options, or another one")
     return saved
-
-
-def check_data(config: RunConfig, saved: dict[str, Any]) -> str | None:
-    """Refuse to resume on another text than the checkpoint's, or return a line for the user who wants that.
-
-    ``saved``: by :func:`check_resume`. A text that moved is the same one, by its tokens. An empty value is one that is
-    not known.
-    """
-    if config.text is None or not (then := saved.get("data")):
-        return None
-    now = config.text.model_dump()
-    different = [name for name in then if name != "name" and then[name] and now.get(name) and then[name] != now[name]]
-    if not different:
-        return None
-    was, this = (", ".join(f"{name} {of.get(name)}" for name in ("name", *different)) for of in (then, now))
-    cause = f"the checkpoint in {config.load} was trained on other data ({was}) than this run's ({this})"
-    if config.other_data:
-        return cause
-    raise UserError(f"{cause}; give the data it had, or --set other_data=true to go on")
-
-
-def instead(checkpoint: Path, config: RunConfig) -> str:
-    """Return advice for a damaged ``checkpoint`` of ``config.load``: the last iteration before it that is whole."""
-    of_run = sources(config) if config.load is not None else folders(checkpoint.parent, config)
-    for older in reversed(files.iterations(of_run[0])):
-        candidates = [files.checkpoint_of(folder, older) for folder in of_run]
-        if older < files.iteration_of(checkpoint) and not any(map(files.damage, candidates)):
-            return f"--set ckpt_step={older} resumes from the one before it"
-    return "there is no whole one before it; restore it from a copy, or give another --load"
 
 
 def check_save(config: RunConfig) -> None:

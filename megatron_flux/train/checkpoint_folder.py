@@ -24,6 +24,7 @@ from megatron_flux.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "megatron_flux.json"
+INSTEAD = "choose an earlier one with --set ckpt_step=N, or restore it from a copy"
 
 
 def checkpoint_of(folder: Path, iteration: int) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megatron_flux import settings
 from megatron_flux.config import STOCK, FluxConfig, Wires
@@ -29,18 +29,6 @@ from megatron_flux.train.presets import PRESETS, ModelShape, gathered_share
 
 _VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp, so that the output GEMM has an even shape."""
-
-
-class Text(BaseModel):
-    """The text of a training, by which a resume tells it from another."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    length: int
-    """Tokens."""
-    sha256: str = ""
-    """Result of :func:`megatron_flux.train.data.fingerprint`."""
 
 
 class RunConfig(RunOptions):
@@ -67,8 +55,6 @@ class RunConfig(RunOptions):
     lr: float
     precision: Literal["fp32", "bf16"]
     gradient_accumulation_fusion: bool
-    text: Text | None = None
-    """The text that ``data`` holds; None before it has been read."""
     out: Path
     profile_steps: tuple[int, int] | None = None  # type: ignore[assignment]
     fsdp: bool = False

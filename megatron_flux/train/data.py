@@ -30,14 +30,11 @@ from megatron_flux.errors import UserError, one_line
 from megatron_flux.files import locked
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.settings import cache_folder
-from megatron_flux.train.config import RunConfig, Text
+from megatron_flux.train.config import RunConfig
 
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
-_CHECKED_SEQUENCES = 1 << 20
-"""Sequences of an index that are checked at a time: 10^8 all at once would take gigabytes."""
-_FINGERPRINT_BYTES = 1 << 26
 
 
 class Corpus(NamedTuple):
@@ -77,27 +74,6 @@ def prepare(config: RunConfig) -> Corpus:
         corpus = _check_pair(prefix, vocab_size)._replace(is_bytes=True)
     _indices(config, corpus)
     return corpus
-
-
-def text_of(config: RunConfig, corpus: Corpus) -> Text:
-    """Return what identifies the text of a run."""
-    return Text(name=name_of(config.data), length=corpus.tokens, sha256=fingerprint(corpus))
-
-
-def fingerprint(corpus: Corpus) -> str:
-    """Return the SHA-256 of 64 MiB of the tokens, wherever the text lies.
-
-    A larger corpus is read in 1024 pieces from beginning to end: enough to tell texts apart, not a changed word.
-    """
-    digest = hashlib.sha256()
-    with Path(f"{corpus.prefix}.bin").open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        pieces = 1024 if size > _FINGERPRINT_BYTES else 1
-        length = _FINGERPRINT_BYTES // pieces
-        for piece in range(pieces):
-            file.seek(piece * (size - length) // (pieces - 1) if piece else 0)
-            digest.update(file.read(length))
-    return digest.hexdigest()
 
 
 def name_of(data: list[Path]) -> str:
@@ -216,7 +192,7 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     try:
         dataset = IndexedDataset(str(prefix))
         dtype = np.dtype(dataset.index.dtype)
-        tokens = _check_index(dataset.index, dtype.itemsize)
+        tokens = int(dataset.index.sequence_lengths.sum(dtype=np.int64))
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
@@ -227,30 +203,6 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(head.min().item(), head.max().item(), vocab_size, str(prefix))
     return Corpus(prefix, tokens, len(dataset), is_bytes=False)
-
-
-def _check_index(index: Any, itemsize: int) -> int:
-    """Return the number of tokens.
-
-    Raises ValueError: sequences do not follow each other from byte 0 on, or documents do not cover them in order.
-    megatron-core's reader checks neither and would train on other text.
-    """
-    lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
-    end = 0
-    for first in range(0, len(lengths), _CHECKED_SEQUENCES):
-        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64) * itemsize
-        begins = end + np.cumsum(part) - part
-        wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
-        if wrong.any():
-            at = first + int(wrong.argmax())
-            if lengths[at] < 0:
-                raise ValueError(f"sequence {at} has length {lengths[at]}")
-            should = f"should begin at byte {begins[at - first]} of the .bin"
-            raise ValueError(f"sequence {at} {should}, not at {pointers[at]}")
-        end += int(part.sum())
-    if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
-        raise ValueError("its documents' ends do not ascend from 0")
-    return end // itemsize
 
 
 def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str) -> None:

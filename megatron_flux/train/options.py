@@ -208,7 +208,6 @@ class SaveOptions(Options):
     save_keep: int | None = _in_file(None, "Newest checkpoints to keep. Default: all.", ge=1)
     load: Path | None = option(None, "Folder of checkpoints to resume from (the latest one in it).")
     ckpt_step: int | None = _in_file(None, "Resume from this iteration in --load, not from the latest.", ge=1)
-    other_data: bool = _in_file(False, "Allow other text than the checkpoint was trained on.")
 
 
 class AdapterOptions(LoraOptions):

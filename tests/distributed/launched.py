@@ -4,11 +4,9 @@ from tests import uncollected  # isort: skip # noqa: F401
 
 import os
 import signal
-import sys
 import time
 
 from megatron_flux.errors import UserError
-from megatron_flux.run.rank import serve
 
 
 def work(what: str) -> None:
@@ -23,7 +21,3 @@ def work(what: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         time.sleep(600)
-
-
-if __name__ == "__main__":
-    serve(lambda: work(sys.argv[1]))

@@ -3,15 +3,17 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_flux.slurm.profile import Floors
+from tests.processes import free_port
 
 
-def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environment: str) -> list[tuple[int, str]]:
+def run(
+    folder: Path, floors: Floors, nodes: int, device: str = "cpu", python: str = sys.executable, **environment: str
+) -> list[tuple[int, str]]:
     """Exit code and output of each node's rank; their reports of themselves are alike."""
     folder.mkdir()
     for node in range(nodes):
@@ -20,14 +22,11 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
         (folder / f"n{node}.json").write_text(json.dumps(report))
     words = ["--folder", folder, f"--device={device}", "--processes=1", "--link=none", "--timeout=100"]
     words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "megatron_flux.slurm.preflight.ranks", *map(str, words)],
+            [python, "-m", "megatron_flux.slurm.preflight.ranks", *map(str, words)],
             env={
                 **os.environ,
                 **shared,
@@ -50,9 +49,9 @@ def run(folder: Path, floors: Floors, nodes: int, device: str = "cpu", **environ
             process.kill()
 
 
-def test_an_odd_number_of_nodes_measures_all_neighbours_and_names_the_floor(tmp_path: Path) -> None:
+def test_an_odd_number_of_nodes_measures_all_neighbours_and_names_the_floor(warm_python: str, tmp_path: Path) -> None:
     """A node without a partner takes part all the same: the others would wait for it for ever."""
-    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6), nodes=3)
+    ended = run(tmp_path / "slow", Floors(node_gbps=1e6, network_gbps=1e6), nodes=3, python=warm_python)
     assert ended[0][0] != 0
     found = json.loads((tmp_path / "slow" / "together.json").read_text())
     assert found["within"] == {}, "one rank has nobody to talk to within its node"

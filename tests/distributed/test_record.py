@@ -20,6 +20,7 @@ from tests.distributed.test_tune_ahead import Zeros
 
 TP, DP, MICRO, BATCH, SEQUENCE, HIDDEN, FFN, VOCABULARY = 2, 2, 2, 2, 32, 64, 320, 512
 SLOW, STEPS, BEGIN, WARMUP, PEAK, BLOCK = 2, 4, 3, 2, 0.5, 5
+SLOWER_S = 0.3  # for each micro-batch: more than a busy machine holds up another rank
 COLUMN, ROW = 3, 2  # QKV, FC1 and the output layer; projection and FC2
 SHARD = SEQUENCE // TP * BATCH * HIDDEN * 4  # bytes of what a rank has of an activation
 Row = dict[str, Any]
@@ -55,6 +56,8 @@ def training(folder: Path, begin: int) -> list[Row]:
         linears = [m for m in trainer.model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
         seen: list[Row] = []
         losses: list[torch.Tensor] = []
+        if dist.get_rank() == SLOW:
+            trainer.model.register_forward_pre_hook(lambda *_: time.sleep(SLOWER_S))
         trainer.model.register_forward_hook(lambda model, _, out: losses.append(out.detach().clone()))
         step, update = trainer.step, trainer.optimizer.step
 
@@ -70,11 +73,9 @@ def training(folder: Path, begin: int) -> list[Row]:
 
         def noted_step() -> Any:
             seen.append({"linears": len(linears), "numbers": sum(m.weight.numel() for m in linears)})
-            if dist.get_rank() == SLOW:
-                time.sleep(0.05)
+            if dist.get_rank() in (0, SLOW):
+                time.sleep(0.1)  # the others begin, and so measure a longer step than rank 0
             began = time.perf_counter()
-            if dist.get_rank() == SLOW:
-                trainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
             local = step()
             seen[-1] |= {"seconds": local.seconds, "around": time.perf_counter() - began, "ended": time.time()}
             return local
@@ -158,7 +159,7 @@ EXPECTED: dict[str, Callable[[Truth], Any]] = {
     "flux/choices": lambda t: {} if t.steps == 1 else ABSENT,  # no tuner runs
     "flux/wait_timeouts": lambda t: 0,
     "flux/slowest_rank": lambda t: SLOW,
-    "flux/rank_spread_ms": lambda t: Between(1e3 * MICRO * 0.05 * 0.5, 1e3 * t.seconds),
+    "flux/rank_spread_ms": lambda t: Between(1e3 * MICRO * SLOWER_S / 2, 1e3 * t.seconds),
     "flux/ranks": lambda t: Satisfies(
         lambda found: (
             found["step_ms"] == pytest.approx([1e3 * rank["seconds"] for rank in t.ranks])
@@ -238,19 +239,3 @@ def test_a_figure_is_what_the_ranks_have_seen(starts: list[Truth], field: str) -
     assert checked
     slowest = {max(range(TP * DP), key=lambda rank: truth.ranks[rank]["seconds"]) for truth in starts}
     assert slowest != {0}, "rank 0 was the slowest in all steps: nothing was tested"
-
-
-def test_memory_is_that_of_the_rank_with_the_most() -> None:
-    """CPUs know none, so the records above have none."""
-    from megatron_flux.train.record import _memory
-
-    ranks: dict[str, list[float | None]] = {
-        "peak_memory_bytes": [30, 50, 40],
-        "allocated_peak_bytes": [29, 41, 12],
-        "workspace_bytes": [1, 9, 28],
-        "kept_bytes": [7, 3, 8],
-    }
-    names = ("peak-memory-bytes", "flux/allocated_peak_bytes", "flux/workspace_bytes", "flux/kept_bytes")
-    assert _memory(ranks) == dict(zip(names, (50, 41, 9, 3), strict=True))
-    ranks |= {"peak_memory_bytes": [None] * 3, "allocated_peak_bytes": [None] * 3}
-    assert _memory(ranks) == dict(zip(names, (None, None, 28, 8), strict=True))

@@ -1,4 +1,4 @@
-"""One command says whether stock and flux train alike."""
+"""One command says whether stock and flux train alike; tests/train has one of which they do."""
 
 from pathlib import Path
 
@@ -12,11 +12,6 @@ SMALL = ("--preset", "tiny", "--nproc", "2", "--steps", "3", "--seq-length", "64
 @pytest.mark.slow
 def test_loss_parity_is_one_command(command: Run, tmp_path: Path) -> None:
     """bytedance/flux#177, #178: a loss that does not match TransformerEngine's, found by hand."""
-    alike = command("compare", *SMALL, "--loss-tolerance", "0", "--out", tmp_path / "alike", CUDA_VISIBLE_DEVICES="")
-    assert losses(tmp_path / "alike" / "flux") == losses(tmp_path / "alike" / "baseline")
-    assert alike.stdout.splitlines()[-1] == (
-        "parity holds: largest relative loss difference 0.0 over 3 iterations, 0 allowed; 5 layers ran flux"
-    )
     # Wires of 8 bits change the losses, and that is what the command is asked about.
     wire = ("--link", "host", "--backend", "chunked_fp8", "--loss-tolerance", "1e-9")
     broken = command("compare", *SMALL, *wire, "--out", tmp_path / "broken", code=1, CUDA_VISIBLE_DEVICES="")

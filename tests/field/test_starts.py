@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import free_port
 from tests.train.conftest import Run
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def taken() -> Any:
 
 def node(python: str, notes: Path, *words: str) -> tuple[str, str]:
     """The last line of a launcher that fails, and the order of its cause by its note in ``notes``."""
-    words = ("--nnodes=2", "--rdzv-conf=timeout=1", "--master-addr=127.0.0.1", *words, "nothing.py")
+    words = ("--nnodes=2", "--rdzv-conf=timeout=2", "--master-addr=127.0.0.1", *words, "nothing.py")
     done = subprocess.run(
         [python, "-m", "megatron_flux.run.node", *words],
         capture_output=True,
@@ -47,9 +48,7 @@ def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: s
     said, order = node(warm_python, tmp_path, "--node-rank=0", f"--master-port={taken}")
     assert said.endswith(f"; the port of 127.0.0.1:{taken} is in use on this node: give another --master-port")
     assert order == "1"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     advice = f"; the launchers of 2 nodes have not met at 127.0.0.1:{port}: does one run on each, with this address?"
     for rank in range(2):
         said, order = node(warm_python, tmp_path, f"--node-rank={rank}", f"--master-port={port}")
@@ -61,9 +60,7 @@ def test_a_launcher_says_where_the_nodes_have_not_met(warm_python: str, taken: s
 @pytest.mark.slow
 def test_a_rank_says_that_another_is_missing_or_its_port_taken(command: Run, tmp_path: Path, taken: str) -> None:
     """pytorch/pytorch#55571: "Socket Timeout" from a rank whose peer never started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     rank = {"CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = command("train", "--steps", "1", "--set", "timeout=1", "--out", tmp_path / "run", code=1, **rank)
     last = done.stderr.strip().splitlines()[-1]

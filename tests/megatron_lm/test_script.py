@@ -50,8 +50,10 @@ def require_flux(result: Result, stock: Result) -> None:
     assert "megatron.core.tensor_parallel.layers.RowParallelLinear.forward" in replaced
 
 
-def test_run(run: Run, stock: Result) -> None:
-    result = run("-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-sample-interval", "3", processes=2)
+def test_run(run_forked: Run, stock: Result) -> None:
+    result = run_forked(
+        "-m", "megatron_flux.run", SCRIPT, *LAYOUT, "--flux", "--flux-sample-interval", "3", processes=2
+    )
     require_flux(result, stock)
     # The last of three steps was sampled.
     for operator in ("all_gather_gemm", "gemm_reduce_scatter"):

@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from tests.processes import free_port
+
 NODES, GPUS = 16, 8
 _DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
 _TERMINAL = Path("/dev/tty7")
@@ -87,7 +89,7 @@ class Cluster:
 
     def _write_configuration(self) -> None:
         host = socket.gethostname().split(".")[0]
-        controller, *ports = _free_ports(NODES + 1)
+        controller, *ports = (free_port() for _ in range(NODES + 1))
         folder = self.folder
         lines = [
             "ClusterName=test",
@@ -226,8 +228,8 @@ class Cluster:
             words = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
             return self.job(job)["JobState"] in begins or not any(" ".join(w or ()).startswith(steps) for w in words)
 
-        self.wait(lambda: self.job(job)["JobState"] in ("PENDING", *begins), f"job {job} to be queued again", 300)
-        self.wait(gone, f"the first start of job {job} to be gone", 300)  # or the two minutes, on a busy machine
+        self.wait(lambda: self.job(job)["JobState"] in ("PENDING", *begins), f"job {job} to be queued again")
+        self.wait(gone, f"the first start of job {job} to be gone")  # or the two minutes, on a busy machine
         time.sleep(2)
 
         def begun() -> bool:
@@ -235,7 +237,7 @@ class Cluster:
             self.client("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             return self.job(job)["JobState"] in begins
 
-        self.wait(begun, f"job {job} to begin again", 300)
+        self.wait(begun, f"job {job} to begin again")
 
     def wait_for_job(self, job: str, states: tuple[str, ...] = ("COMPLETED",), timeout: float = 300) -> dict[str, str]:
         """Wait until the job has ended (it must be in one of ``states`` then)."""
@@ -245,7 +247,7 @@ class Cluster:
         assert found["JobState"] in states, f"{found}\n{Path(found['StdOut']).read_text()}"
         return found
 
-    def wait(self, condition: Callable[[], Any], what: str, timeout: float = 60) -> None:
+    def wait(self, condition: Callable[[], Any], what: str, timeout: float = 300) -> None:
         """Wait until ``condition`` holds."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -256,7 +258,7 @@ class Cluster:
             time.sleep(0.2)
 
     def _run(self, *words: str) -> None:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise RuntimeError(f"{words[0]} did not start: {done.stdout} {done.stderr}")
 
@@ -267,17 +269,6 @@ def _signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, all different: the sockets are held until all are known."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 if __name__ == "__main__":  # by hand: python -m tests.slurm.cluster FOLDER

@@ -45,7 +45,7 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
         found = subprocess.run(["pgrep", "-f", f"train.worker {tmp_path}"], capture_output=True, text=True)
         for pid in found.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
-        assert process.wait(60) == 1
+        assert process.wait(120) == 1
     said = [int(step) for step in re.findall(r"step (\d+)/", log.read_text())]
     written = [record["iteration"] for record in records(flux)]
     assert written == list(range(1, len(written) + 1))

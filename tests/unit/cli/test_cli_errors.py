@@ -72,9 +72,9 @@ def test_the_last_line_is_the_cause(
 
 
 def test_a_reader_that_leaves_is_said_in_one_line() -> None:
-    """As in ``megatron-flux doctor --json | head -n 1``, but for sure."""
+    """As in ``megatron-flux slurm render ... | head -n 1``, but for sure."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "megatron_flux.cli", "doctor", "--json"],
+        [sys.executable, "-W", "ignore", "-m", "megatron_flux.cli", "slurm", "render", "--profile=local", "--job=tiny"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

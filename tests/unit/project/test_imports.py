@@ -4,46 +4,8 @@ import re
 import subprocess
 import sys
 
-HEAVY = ("triton", "transformer_engine", "apex", "wandb", "megatron", "plotly", "fused_weight_gradient_mlp_cuda")
-
-IMPORTED_BY = """
-import sys
-import torch
-before = set(sys.modules)
-import {module}
-print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
-"""
-
-PATCHES_NOTHING = """
-import gc; gc.disable()
-import megatron_flux
-import megatron.core.tensor_parallel.layers as layers
-assert not megatron_flux.is_patched()
-for owner, name in ((layers.ColumnParallelLinear, "_forward_impl"), (layers.RowParallelLinear, "forward")):
-    method = vars(owner)[name]
-    assert method.__module__ == layers.__name__, method
-    assert method.__qualname__ == f"{owner.__name__}.{name}", method
-assert megatron_flux.report()["patched"] is False
-print("stock")
-"""
-
-
-def python(code: str) -> str:
-    # -I would hide the checkout when the package is found through PYTHONPATH.
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_import_is_light() -> None:
-    imported = python(
-        IMPORTED_BY.format(module="megatron_flux, megatron_flux.layers, megatron_flux.megatron_lm")
-    ).split()
-    assert "megatron_flux" in imported
-    assert [name for name in HEAVY if name in imported] == []
-
-
 CORE_ALONE = """
+import gc; gc.disable()
 import sys
 import tomllib
 from importlib import metadata
@@ -61,24 +23,49 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
+IS_LIGHT = """
+import torch
+before = set(sys.modules)
+import megatron_flux, megatron_flux.layers, megatron_flux.megatron_lm
+imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = {"triton", "transformer_engine", "apex", "wandb", "megatron", "plotly", "fused_weight_gradient_mlp_cuda"}
+assert "megatron_flux" in imported and not imported & heavy, imported
+"""
 
-def test_patch_and_megatron_flux_1_need_the_core_alone() -> None:
-    python(
-        CORE_ALONE + "import megatron_flux, megatron_flux.megatron_lm.start, megatron_flux.megatron_lm.hooks as hooks\n"
-        "megatron_flux.patch(); assert megatron_flux.is_patched(); hooks.register()"
-    )
+COMMAND_IS_REFUSED = """
+import megatron_flux_autoload
+try:
+    megatron_flux_autoload.main()
+except SystemExit as ended:
+    assert ended.code == 2
+"""
+
+PATCHES_NOTHING = """
+import megatron.core.tensor_parallel.layers as layers
+assert not megatron_flux.is_patched()
+for owner, name in ((layers.ColumnParallelLinear, "_forward_impl"), (layers.RowParallelLinear, "forward")):
+    method = vars(owner)[name]
+    assert method.__module__ == layers.__name__, method
+    assert method.__qualname__ == f"{owner.__name__}.{name}", method
+assert megatron_flux.report()["patched"] is False
+"""
+
+PATCHES = """
+import megatron_flux.megatron_lm.start, megatron_flux.megatron_lm.hooks as hooks
+megatron_flux.patch()
+assert megatron_flux.is_patched()
+hooks.register()
+"""
 
 
-def test_the_command_without_its_packages_says_what_to_install() -> None:
-    main = CORE_ALONE + "from megatron_flux_autoload import main\nmain()"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", main], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert re.fullmatch(
+def test_the_core_alone_is_imported_and_patches_when_told() -> None:
+    """Without the packages of the extras, the command says what to install."""
+    code = CORE_ALONE + IS_LIGHT + COMMAND_IS_REFUSED + PATCHES_NOTHING + PATCHES
+    # -I would hide the checkout when the package is found through PYTHONPATH.
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.match(
         r"megatron-flux: error: it needs \w+, which is not installed: pip install jinja2 plotly rich pyyaml "
         r"\(the extra run\)\n",
         done.stderr,
     )
-
-
-def test_import_patches_nothing() -> None:
-    assert python(PATCHES_NOTHING) == "stock"

@@ -9,38 +9,36 @@ from megatron_flux import UserError, settings
 
 LATE = """
 import os, torch
-{before}
 import megatron_flux
 from megatron_flux import settings
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
-{between}
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
-print(settings.one_queue(), settings.timeout_s())
+
+def late(starts):
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
+    if starts:
+        torch._C._cuda_init = lambda: None  # a GPU that there is not
+        torch.cuda._is_compiled = lambda: True
+        torch._C._cuda_getDeviceCount = lambda: 0
+        torch.cuda._cudart = object()
+        torch._C._cudart = object()
+        torch.cuda._lazy_init()
+        assert torch.cuda.is_initialized()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
+    print(settings.one_queue(), settings.timeout_s(), flush=True)
+
+if (child := os.fork()) == 0:
+    late(True)
+    os._exit(0)
+os.waitpid(child, 0)
+late(False)
 """
-
-STARTS = """
-torch._C._cuda_init = lambda: None  # a GPU that there is not
-torch.cuda._is_compiled = lambda: True
-torch._C._cuda_getDeviceCount = lambda: 0
-torch.cuda._cudart = object()
-torch._C._cudart = object()
-torch.cuda._lazy_init()
-assert torch.cuda.is_initialized()
-"""
-
-
-def said(before: str = "", between: str = "") -> str:
-    code = LATE.format(before=before, between=between)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
-    assert said(between=STARTS) == "False 7.0"
-    assert said() == "True 9.0"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False 7.0\nTrue 9.0\n", done.stderr
 
 
 @pytest.mark.parametrize(

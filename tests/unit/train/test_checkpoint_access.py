@@ -106,10 +106,10 @@ def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     with ExitStack() as earlier:
         earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
-        threading.Timer(0.5, earlier.close).start()
         began = time.monotonic()
+        threading.Timer(0.5, earlier.close).start()
         checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
-        assert time.monotonic() - began > 0.4
+        assert time.monotonic() - began >= 0.5
 
 
 def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> None:
@@ -120,26 +120,13 @@ def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> Non
     assert checkpoint_folder.iterations(saved) == [4, 6, 8, 10], "10 is of another past"
 
 
-def test_a_damaged_newest_is_named_and_the_one_before_it_offered(saved: Path, tmp_path: Path) -> None:
-    resumed = run_config(tmp_path, load=saved)
-    for iteration, instead in (
-        (6, "--set ckpt_step=4 resumes"),
-        (4, "--set ckpt_step=2 resumes"),
-        (2, "no whole one before"),
-    ):
-        cut(checkpoint_folder.checkpoint_of(saved, iteration))
-        said = f"iter_0000006 is damaged: __0_0.distcp has 50 bytes, 100 were saved; .*{instead}"
-        with pytest.raises(UserError, match=said):
-            checkpoint_access.check_resume(resumed)
-
-
-def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_another_may_be_chosen(tmp_path: Path) -> None:
     for name in ("baseline", "flux"):
-        for iteration in (2, 4, 6):
+        for iteration in (2, 4):
             checkpoint(tmp_path / "saved" / name, iteration)
-    cut(tmp_path / "saved" / "flux" / "iter_0000006")
-    shutil.rmtree(tmp_path / "saved" / "baseline" / "iter_0000004")
-    with pytest.raises(UserError, match=r"flux/iter_0000006 is damaged.*--set ckpt_step=2"):
+    cut(tmp_path / "saved" / "flux" / "iter_0000004")
+    said = "flux/iter_0000004 is damaged: __0_0.distcp has 50 bytes, 100 were saved; .*--set ckpt_step=N"
+    with pytest.raises(UserError, match=said):
         checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
     checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
 
@@ -148,7 +135,7 @@ def test_what_is_offered_is_whole_in_baseline_and_flux(tmp_path: Path) -> None:
     ("missing", "said"),
     [
         (checkpoint_folder.DESCRIPTION, "iter_0000006 is not of megatron-flux .*, and those of Megatron-LM are not"),
-        ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step=4"),
+        ("__0_0.distcp", "iter_0000006 is damaged: __0_0.distcp is missing.*step=N"),
         ("", r"has no iter_0000006; it has iteration\(s\) 2, 4: .*--set ckpt_step=N"),
     ],
 )
@@ -164,9 +151,8 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
     assert checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=4))["iteration"] == 4
     with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
-    for option, name in (({"ckpt_step": 5}, "ckpt_step"), ({"other_data": True}, "other_data")):
-        with pytest.raises(UserError, match=f"{name} without --load"):
-            checkpoint_access.check_resume(run_config(tmp_path, **option))
+    with pytest.raises(UserError, match="ckpt_step without --load"):
+        checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --set ckpt_step=N"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))
@@ -216,26 +202,3 @@ def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path:
     assert checkpoint_access.check_resume(again)["iteration"] == 2
     assert checkpoint_access.resumes(again)
     checkpoint_access.check_save(again)
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [
-        ({}, None),
-        ({"name": "/old/place", "sha256": ""}, None),
-        ({"sha256": "b"}, r"\(name /text, sha256 b\) than this run's \(name /text, sha256 a\)"),
-        ({"name": "/old", "length": 4}, r"\(name /old, length 4\) than this run's"),
-    ],
-)
-def test_other_data_must_be_asked_for(tmp_path: Path, then: dict[str, Any], said: str | None) -> None:
-    text = config.Text(name="/text", length=5, sha256="a")
-    checkpoint(tmp_path / "saved", 2, data=text.model_dump() | then)
-    run = run_config(tmp_path, load=tmp_path / "saved").model_copy(update={"text": text})
-    saved = checkpoint_access.check_resume(run)
-    if said is None:
-        assert checkpoint_access.check_data(run, saved) is None
-        return
-    with pytest.raises(UserError, match=rf"saved was trained on other data {said}.*; give .*other_data=true"):
-        checkpoint_access.check_data(run, saved)
-    asked = run.model_copy(update={"other_data": True})
-    assert re.search(said, checkpoint_access.check_data(asked, saved) or "")

@@ -107,18 +107,6 @@ def test_what_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None
         prepare(folder, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("at_once", [1000, 100])
-def test_texts_differ_by_their_fingerprints(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    monkeypatch.setattr(data, "_FINGERPRINT_BYTES", at_once * 1024)
-    (folder / "z").write_text("word " * 100_000)
-    first = data.fingerprint(prepare(folder, tmp_path / "cache"))
-    assert data.fingerprint(prepare(folder.rename(tmp_path / "moved"), tmp_path / "cache")) == first
-    (tmp_path / "moved" / "z").write_text("word " * 99_999 + "last!")
-    assert data.fingerprint(prepare(tmp_path / "moved", tmp_path / "cache")) != first
-
-
 def test_text_is_read_from_files_alone_whatever_their_names(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")  # opening it would wait for a writer
     (folder / "null").symlink_to("/dev/zero")

@@ -74,3 +74,19 @@ def test_gpus_are_summed_up_over_ranks() -> None:
     assert found["flux/throttle_reasons"] == {"sw_power_cap": 2, "sw_thermal_slowdown": 1}
     nothing = over_gpus({name: [None, None] for name in readings})
     assert nothing == {"flux/gpu": None, "flux/throttle_reasons": None}
+
+
+def test_memory_is_that_of_the_rank_with_the_most() -> None:
+    """CPUs know none, so the records above have none."""
+    from megatron_flux.train.record import _memory
+
+    ranks: dict[str, list[float | None]] = {
+        "peak_memory_bytes": [30, 50, 40],
+        "allocated_peak_bytes": [29, 41, 12],
+        "workspace_bytes": [1, 9, 28],
+        "kept_bytes": [7, 3, 8],
+    }
+    names = ("peak-memory-bytes", "flux/allocated_peak_bytes", "flux/workspace_bytes", "flux/kept_bytes")
+    assert _memory(ranks) == dict(zip(names, (50, 41, 9, 3), strict=True))
+    ranks |= {"peak_memory_bytes": [None] * 3, "allocated_peak_bytes": [None] * 3}
+    assert _memory(ranks) == dict(zip(names, (None, None, 28, 8), strict=True))

@@ -35,6 +35,8 @@ from megatron_flux.train.config import RunConfig
 END_OF_DOCUMENT, _PAD, _BYTE_VOCAB_SIZE = 256, 257, 258
 _SCANNED_TOKENS = 1 << 24
 """Tokens of a foreign pair that are checked against the vocabulary before training; each batch is checked as well."""
+_CHECKED_SEQUENCES = 1 << 20
+"""Sequences of an index that are checked at a time: 10^8 all at once would take gigabytes."""
 
 
 class Corpus(NamedTuple):
@@ -192,7 +194,7 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
     try:
         dataset = IndexedDataset(str(prefix))
         dtype = np.dtype(dataset.index.dtype)
-        tokens = int(dataset.index.sequence_lengths.sum(dtype=np.int64))
+        tokens = _check_index(dataset.index, dtype.itemsize)
     except Exception as error:  # the reader asserts, and raises whatever numpy or struct raise
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--data {prefix}.idx is damaged: {cause}; make the pair again") from None
@@ -203,6 +205,30 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
         head = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")[:_SCANNED_TOKENS]
         _check_vocabulary(head.min().item(), head.max().item(), vocab_size, str(prefix))
     return Corpus(prefix, tokens, len(dataset), is_bytes=False)
+
+
+def _check_index(index: Any, itemsize: int) -> int:
+    """Return the number of tokens.
+
+    Raises ValueError: sequences do not follow each other from byte 0 on, or documents do not cover them in order.
+    megatron-core's reader checks neither and would train on other text.
+    """
+    lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
+    end = 0
+    for first in range(0, len(lengths), _CHECKED_SEQUENCES):
+        part = lengths[first : first + _CHECKED_SEQUENCES].astype(np.int64) * itemsize
+        begins = end + np.cumsum(part) - part
+        wrong = (part < 0) | (begins != pointers[first : first + _CHECKED_SEQUENCES])
+        if wrong.any():
+            at = first + int(wrong.argmax())
+            if lengths[at] < 0:
+                raise ValueError(f"sequence {at} has length {lengths[at]}")
+            should = f"should begin at byte {begins[at - first]} of the .bin"
+            raise ValueError(f"sequence {at} {should}, not at {pointers[at]}")
+        end += int(part.sum())
+    if ends[0] != 0 or (ends[1:] < ends[:-1]).any():  # the reader has checked the last one
+        raise ValueError("its documents' ends do not ascend from 0")
+    return end // itemsize
 
 
 def _check_vocabulary(lowest: float, highest: float, vocab_size: int, where: str) -> None:

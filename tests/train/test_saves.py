@@ -56,9 +56,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     shard = damaged / "__1_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     said = complaint(command(*resume, "--out", out, code=1))
-    assert re.search(
-        rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; choose an earlier one with --set ckpt_step=N", said
-    )
+    advice = "choose an earlier one with --set ckpt_step=N"
+    assert re.search(rf"checkpoint {damaged} cannot be loaded: rank \d: \w+Error: .{{,160}}; {advice}", said)
     shutil.rmtree(out)
 
     # From somebody else who wants to run something. The file has the size that it had.

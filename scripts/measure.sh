@@ -84,6 +84,7 @@ stage peers 590 "$flux bench peers --tp $GPUS --seconds 400 --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
 stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_graphs=true --set=trace=false --out @"
 stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --again 20 --out @"
+stage any_m 250 "$ranks $GPUS -m scripts.any_m --out @"
 stage rival 250 "$ranks $GPUS -m scripts.rival --out @"
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"

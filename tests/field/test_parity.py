@@ -18,7 +18,7 @@ def test_loss_parity_is_one_command(command: Run, tmp_path: Path) -> None:
         "parity holds: largest relative loss difference 0.0 over 3 iterations, 0 allowed; 5 layers ran flux"
     )
     # Wires of 8 bits change the losses, and that is what the command is asked about.
-    wire = ("--link", "host", "--backend", "chunked_fp8", "--loss-tolerance", "1e-9")
+    wire = ("--link", "host", "--backend", "chunked_int8", "--loss-tolerance", "1e-9")
     broken = command("compare", *SMALL, *wire, "--out", tmp_path / "broken", code=1, CUDA_VISIBLE_DEVICES="")
     assert losses(tmp_path / "broken" / "flux") != losses(tmp_path / "broken" / "baseline")
     last = broken.stdout.splitlines()[-1]

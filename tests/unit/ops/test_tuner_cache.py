@@ -65,7 +65,7 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
     ("key", "data"),
     [
         ("all_gather_gemm m=8 host |", CHUNKED),
-        ("all_gather_gemm m=8 host wire=int8 |", CHUNKED | {"backend": "chunked_int8"}),  # a format of before
+        ("all_gather_gemm m=8 host wire=fp8 |", CHUNKED | {"backend": "chunked_fp8"}),  # a format of before
         *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
         *(
             ("all_gather_gemm", with_plan(FUSED, **{name: value}))
@@ -89,7 +89,7 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
     ],
 )
 def test_an_entry_that_no_tuner_wrote_is_refused_in_a_line(key: str, data: Any) -> None:
-    with pytest.raises(ValueError, match=r"sends fp8|should be|must be|not permitted|Unexpected|pieces goes") as error:
+    with pytest.raises(ValueError, match=r"sends int8|should be|must be|not permitted|Unexpected|pieces goes") as error:
         cache.parse(key, data)
     assert "\n" not in str(error.value)
 

@@ -1,5 +1,6 @@
 """The chunked backends on processes: through host memory and peers' memory, exact and 8-bit."""
 
+import itertools
 import os
 import random
 import time
@@ -359,9 +360,11 @@ def test_blocks_that_are_not_finite_arrive_as_nan(dtype: torch.dtype) -> None:
     """All of such a block and nothing beside it; blocks of zeros and of almost zeros arrive as zeros."""
     from megatron_flux.kernels import wire, wire_kernels
 
-    for number in (float("nan"), float("inf"), -float("inf")):
+    for number, more in itertools.product(
+        (float("nan"), float("inf"), -float("inf"), 1.0), (float("nan"), float("inf"))
+    ):
         x = normals(3, 300, seed=3, dtype=dtype)
-        x[0, 130], x[1, 299], x[2, :128] = number, number, 0.0
+        x[0, 130], x[0, 131], x[1, 299], x[2, :128] = number, more, more, 0.0
         x[2, 128:256] = 1e-35
         bad = torch.zeros(3, 300, dtype=torch.bool)
         bad[0, 128:256] = bad[1, 256:] = True

@@ -100,7 +100,7 @@ class FluxConfig:
     (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""
 
     wire: str | None = None
-    """Wire formats over a ``host`` link: ``exact`` only, or also ``fp8``, whose results differ
+    """Wire formats over a ``host`` link: ``exact`` only, or also ``int8``, whose results differ
     (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes. None:
     ``MEGATRON_FLUX_WIRE``, else ``exact``."""
 

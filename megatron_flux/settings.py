@@ -6,7 +6,7 @@
 ``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
 ``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
 ``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
-``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact or fp8; read when layers are patched
+``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact or int8; read when layers are patched
 ``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
 ``MEGATRON_FLUX_TUNE``           off: the tuner tries nothing; read at a group's first call
 ``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
@@ -36,7 +36,7 @@ _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_FLUX_TIMEOUT_S")
 LinkKind = Literal["none", "host", "p2p", "nvlink"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
 """Links of a group, from the weakest; :mod:`megatron_flux.comm.links` describes them."""
-Wire = Literal["exact", "fp8"]
+Wire = Literal["exact", "int8"]
 WIRES: tuple[str, ...] = get_args(Wire)
 """Wire formats; :mod:`megatron_flux.kernels.wire` describes them."""
 _TUNE = ("on", "off")

@@ -111,13 +111,13 @@ for way in host p2p; do
             $ranks $GPUS tests/gpu/checks_host.py --way $way"
     done
 done
-stage host_ops 300 "$flux bench ops --tp $GPUS --link host --wire fp8 --preset gpt3-175b,gpt3-6.7b --tokens 8192 --out @"
+stage host_ops 300 "$flux bench ops --tp $GPUS --link host --wire int8 --preset gpt3-175b,gpt3-6.7b --tokens 8192 --out @"
 stage host_rival 300 "$ranks $GPUS -m scripts.rival --link host --out @"
-stage host_layer 400 "$layer --link host $narrow --variants te,flux_te,flux_te:backend=chunked_fp8,no_communication --out @"
-for wire in exact fp8; do
+stage host_layer 400 "$layer --link host $narrow --variants te,flux_te,flux_te:backend=chunked_int8,no_communication --out @"
+for wire in exact int8; do
     stage host_compare_$wire 300 "$flux compare $trained --nproc $GPUS --link host --wire $wire --steps 40 --out @"
 done
-for backend in chunked chunked_fp8; do
+for backend in chunked chunked_int8; do
     stage host_parity_$backend 400 "$parity @ -- --link host --backend $backend $small"
 done
 ((RAN)) || {

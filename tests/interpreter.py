@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does for nothing, which halves tests of kernels; and with whole numbers.
+"""Triton's interpreter without what it does for nothing, which halves tests of kernels; with whole numbers and bf16.
 
 What it computes and checks stays; ``tests/distributed/test_interpreter.py`` looks. What goes:
 
@@ -14,6 +14,8 @@ What it computes and checks stays; ``tests/distributed/test_interpreter.py`` loo
 Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
 interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half
 of a number, or one that comes back after it was cleared. NumPy loads and stores a number whole.
+
+It multiplies bf16 as integers, of the same bits, and converts integers to these. Here both go by fp32.
 
 An interpreter of another release that has none of these names stays as it is, and takes longer.
 """
@@ -43,6 +45,7 @@ def _take_out(interpreter: ModuleType) -> None:
         _keep_shapes,
         _keep_types,
         _whole_numbers,
+        _bf16,
     ):
         with contextlib.suppress(AttributeError):
             change(interpreter)
@@ -177,3 +180,22 @@ def _whole_numbers(interpreter: ModuleType) -> None:
             memory[size][at // size] = numpy.ascontiguousarray(values).view(f"u{size}")[mask]
 
     interpreter._interpreter = SimpleNamespace(**{**vars(apart), "load": load, "store": store})
+
+
+def _bf16(interpreter: ModuleType) -> None:
+    builder, language = type(interpreter.interpreter_builder), interpreter.tl
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    @functools.wraps(cast)
+    def cast_impl(self: Any, given: Any, target: Any) -> Any:
+        if target.scalar == language.bfloat16 and given.dtype.scalar.is_int():
+            given = cast(self, given, language.float32)
+        return cast(self, given, target)
+
+    @functools.wraps(dot)
+    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        if a.dtype.scalar == language.bfloat16:
+            a, b = (cast(self, one, language.float32) for one in (a, b))
+        return dot(self, a, b, *more)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl

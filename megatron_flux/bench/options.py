@@ -123,7 +123,7 @@ class LayerOptions(LoraOptions):
         "waits: bounds, not trainings. fsdp is ZeRO-3 without tensor parallelism (torch's FSDP2, gradients reduced in "
         "fp32; fsdp_bf16: in bf16); its ranks share each micro-batch by sequences, so tp must divide "
         "--micro-batch-size. te_again is te once more, which shows the noise. flux_te:NAME=VALUE changes a "
-        "setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_fp8.",
+        "setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_int8.",
     )
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=1)
     micro_batch_size: list[PositiveInt] | None = option(

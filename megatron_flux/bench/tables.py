@@ -25,7 +25,7 @@ NAMES = {
     "async_tp": "async-TP",
     "fused": "fused",
     "chunked": "chunked",
-    "chunked_fp8": "chunked fp8",
+    "chunked_int8": "chunked int8",
     "tuned": "tuned",
 }
 """Variants of ``bench ops`` and their headings. A run has chunked ones or those that need peer access."""

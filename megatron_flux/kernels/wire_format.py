@@ -1,7 +1,7 @@
 """Layout of the wire formats (:mod:`megatron_flux.kernels.wire`): constants, sizes and views.
 
-Layout of ``rows`` of ``k`` numbers in fp8: bytes ``[rows, k]``, padded to a multiple of 16, then scales ``[rows, ceil(k
-/ 128)]`` in fp32, padded likewise.
+Layout of ``rows`` of ``k`` numbers in int8: bytes ``[rows, blocks, 128]``, then scales ``[rows, blocks]`` in fp32,
+padded to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,13 @@ import torch
 
 from megatron_flux.settings import WIRES
 
-EXACT, FP8 = WIRES
-FP8_CAPABILITY = (8, 9)
-"""Least compute capability of GPUs that convert to fp8."""
+EXACT, INT8 = WIRES
 GROUP = 128
 TINY = 1e-30
-TOP, FORMAT = 448.0, torch.float8_e4m3fn
+TOP, FORMAT = 127.0, torch.int8
 
 LaunchCache = dict[Any, Any]
 """Launched kernels by all that determines them but addresses; see :mod:`megatron_flux.kernels.launch`."""
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
 
 
 def groups(k: int) -> int:
@@ -34,14 +28,17 @@ def groups(k: int) -> int:
 
 def nbytes(wire: str, rows: int, k: int, itemsize: int) -> int:
     """Return the encoded size of ``rows`` of ``k`` numbers of ``itemsize`` bytes."""
-    return rows * k * itemsize if wire == EXACT else _up(rows * k) + _up(4 * rows * groups(k))
+    blocks = rows * groups(k)
+    return rows * k * itemsize if wire == EXACT else blocks * GROUP + -(-4 * blocks // 16) * 16
 
 
 def parts(data: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View ``data`` (uint8 ``[..., nbytes]``) as numbers ``[..., rows, k]`` and scales ``[..., rows, blocks]``."""
-    count, at = rows * groups(k), _up(rows * k)
-    numbers, scales = data[..., : rows * k], data[..., at : at + 4 * count]
+    """View ``data`` (uint8 ``[..., nbytes]``) as numbers ``[..., rows, blocks, 128]`` and scales ``[..., rows,
+    blocks]``.
+    """
+    blocks = rows * groups(k)
+    numbers, scales = data[..., : blocks * GROUP], data[..., blocks * GROUP :][..., : 4 * blocks]
     return (
-        numbers.view(FORMAT).unflatten(-1, (rows, k)),
+        numbers.view(FORMAT).unflatten(-1, (rows, groups(k), GROUP)),
         scales.view(torch.float32).unflatten(-1, (rows, groups(k))),
     )

@@ -35,7 +35,7 @@ _HELP = {
     "keep_gathered_bytes": "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves.",
     "fp8": "Run TransformerEngine's layers under FP8 autocast, too, instead of stock.",
     "link": "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
-    "wire": "Wire format that the tuner may use over a host link; fp8 changes results.",
+    "wire": "Wire format that the tuner may use over a host link; int8 changes results.",
     "grad_wire": "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
     "strict": "Raise an error where a layer would run stock Megatron, instead of logging it once.",
 }

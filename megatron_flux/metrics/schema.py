@@ -145,7 +145,7 @@ class ProcessRecord(BaseModel):
     tp: int = Field(description="size of a tensor-parallel group; its ranks are consecutive")
     dp: int = Field(description="tensor-parallel groups of a pipeline stage, consecutive")
     link: str = Field(description="between rank 0's GPUs: none, nvlink, p2p, host; weaker if so configured")
-    wire: str = Field(description="format of transfers where the link is host: exact, fp8")
+    wire: str = Field(description="format of transfers where the link is host: exact, int8")
     grad_wire: str = Field(description="the same for gradients")
     device: str = Field(description="rank 0's GPU or processor")
     peak_tflops: float | None = Field(description="dense peak that mfu refers to")

@@ -37,6 +37,8 @@ from megatron_flux.errors import UserError
 BLOCK = 128
 """Numbers that share a scale along k, and along the rows of a weight."""
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs that compute in FP8."""
 
 Scaling = Literal["tensor", "1x128", "128x128"]
 SCALINGS: tuple[Scaling, ...] = ("tensor", "1x128", "128x128")

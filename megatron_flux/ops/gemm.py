@@ -13,10 +13,9 @@ from collections.abc import Callable
 import torch
 
 from megatron_flux.errors import OperatorError
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.call import OperatorCall, aligned, matrix
 from megatron_flux.ops.call_events import stats
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+from megatron_flux.ops.fp8_operand import FP8_CAPABILITY, Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 

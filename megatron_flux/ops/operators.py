@@ -60,7 +60,7 @@ def all_gather_gemm(
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         own_gathered: with ``return_gathered``, not of FP8: it is memory of the caller's own, and stays.
         backend: ``auto`` or a name from :func:`backend_names`.
-        wire: wire format that the tuner may use over a ``host`` link: ``exact``, or also ``fp8``. Not with FP8.
+        wire: wire format that the tuner may use over a ``host`` link: ``exact``, or also ``int8``. Not with FP8.
         split_accumulator: of FP8: the tensor core's sums, of 14 bits on Hopper, go to fp32 every 128 of k.
             TransformerEngine's recipes ask for it in dgrad and wgrad. Blocks always do so.
         out_dtype: of the result of FP8 operands, and of their bias: bf16 or fp16.

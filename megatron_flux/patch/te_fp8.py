@@ -118,7 +118,7 @@ class TransformerEngineFp8:
         if type(weight) is not torch.nn.Parameter and not isinstance(weight, self.api.whole | self.api.blocks):
             return f"weight of type {type(weight).__name__}"
         for name in backends:
-            if name == "chunked_fp8":
+            if name == "chunked_int8":
                 return f"fp8 over backend {name}"
         return self._why_stock_shapes(layer, x, weight, recipe)
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire_format import EXACT, FP8, FP8_CAPABILITY
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.options import is_file_only, validated
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Training, seconds
 from megatron_flux.train import config
@@ -61,18 +61,9 @@ class Resolved:
         return self.profile.processes_per_node % self.job.tp > 0
 
     @property
-    def sends_fp8(self) -> bool:
-        """True if flux may send fp8."""
-        return self._in_chunks(("host", "p2p")) and FP8 in (self.run.wire, self.run.grad_wire)
-
-    @property
     def through_host(self) -> bool:
         """True if flux may send through host memory."""
-        return self._in_chunks(("host",))
-
-    def _in_chunks(self, links: tuple[str, ...]) -> bool:
-        """Return True if a chunked backend may run within nodes over one of ``links``."""
-        return self.profile.link in links and not self.spans and self.mode != "baseline" and self.job.tp > 1
+        return self.profile.link == "host" and not self.spans and self.mode != "baseline" and self.job.tp > 1
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -136,13 +127,6 @@ def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None)
             why = sizes if link in ("host", "p2p") else f"the link {link}"
             raise UserError(
                 f"{name} {wire} is for groups within a node over the links p2p and host, not {why}; leave {name} out"
-            )
-        gpu = gpus.named(profile.gpu.name) if profile.gpu is not None else None
-        if wire == FP8 and gpu is not None and gpu.capability < FP8_CAPABILITY:
-            least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu.capability))
-            raise UserError(
-                f"{name} {wire} needs compute capability {least}, the {gpu.name} of profile {profile.name} has {has}; "
-                f"leave {name} out: such GPUs send exact numbers"
             )
         if name == "wire":
             options["wire"] = wire

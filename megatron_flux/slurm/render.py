@@ -66,7 +66,6 @@ def _expected(resolved: Resolved) -> list[str]:
     if profile.gpu is not None:
         words += [f"--gpu-name={profile.gpu.name}", f"--gpu-memory-gib={profile.gpu.memory_gib}"]
     words += [f"--host-tp={resolved.run.tp}"] if resolved.through_host else []
-    words += ["--needs-fp8"] if resolved.sends_fp8 else []
     return [*words, f"--floors={resolved.profile.floors.model_dump_json(exclude_defaults=True)}"]
 
 

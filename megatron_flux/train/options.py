@@ -31,7 +31,7 @@ class LinkOptions(Options):
     )
     wire: Wire | None = option(
         None,
-        "Wire format of flux's transfers over the links host and p2p; fp8 changes results. Default: "
+        "Wire format of flux's transfers over the links host and p2p; int8 changes results. Default: "
         "MEGATRON_FLUX_WIRE, else exact.",
     )
 

@@ -47,7 +47,7 @@ FP8_CASES = [
 CPU = torch.device("cpu")
 TIMES = {
     **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "fused": 1.1, "tuned": 1.2},
-    **{"chunked": 2.5, "chunked_fp8": 2.25, "reference": 3.0},
+    **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
 }
 ROW_KEYS = {
     "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
@@ -269,13 +269,13 @@ def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> Non
 
 
 def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
-    run = partial(fill, kind="host", link="host", wire="fp8")
+    run = partial(fill, kind="host", link="host", wire="int8")
     done = world2.run(run, tmp_path / "tuned.json", CASES)[0][0]
     assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
-    assert {(case.direction, "wire=fp8" in key, plan) for case, key, plan in done} == {
-        ("forward", True, "chunked_fp8 x1"),
+    assert {(case.direction, "wire=int8" in key, plan) for case, key, plan in done} == {
+        ("forward", True, "chunked_int8 x1"),
         ("dgrad", False, "chunked x1"),
-        ("wgrad", True, "chunked_fp8 x1"),
+        ("wgrad", True, "chunked_int8 x1"),
     }
 
 

@@ -112,8 +112,8 @@ def test_reference_gathers_bytes_and_scales(scaling: str) -> None:
     [
         ("chunked", "one queue", "tensor"),
         ("chunked", "peers' memory", "blocks"),
-        ("chunked_fp8", "one queue", "blocks"),
-        ("chunked_fp8", "peers' memory", "tensor"),
+        ("chunked_int8", "one queue", "blocks"),
+        ("chunked_int8", "peers' memory", "tensor"),
     ],
 )
 @on_ranks("world")
@@ -207,7 +207,7 @@ def test_random_numbers() -> None:
 @on_ranks("world2")
 def test_what_does_not_fit_is_one_line() -> None:
     wanted = (
-        "both must be Fp8Operand", "transposed out", "wire='fp8'", "different k", "use tensor with tensor or 1x128",
+        "both must be Fp8Operand", "transposed out", "wire='int8'", "different k", "use tensor with tensor or 1x128",
         "use tensor with tensor or 1x128", "both float8_e5m2", "each must be one", "bias must be", "out_dtype must be",
         "divisible by the group size", "needs CUDA tensors",
     )  # fmt: skip
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_one_line() -> None:
     for operands, given in (
         ((x, torch.zeros(16, 256)), {}),
         ((x, weight), {"transposed": True}),
-        ((x, weight), {"wire": "fp8"}),
+        ((x, weight), {"wire": "int8"}),
         ((x, narrow), {}),
         ((x, weight_blocks), {}),
         ((x_blocks, weight), {}),

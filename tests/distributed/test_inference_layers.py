@@ -154,7 +154,7 @@ def check_workspaces(pair: Pair) -> None:
     assert all(gradient.any() for gradient in steps[0][2:])
 
 
-@pytest.mark.parametrize("backend", ["chunked_fp8", "auto", pytest.param("twin", marks=NEEDS_TRITON)])
+@pytest.mark.parametrize("backend", ["chunked_int8", "auto", pytest.param("twin", marks=NEEDS_TRITON)])
 @on_ranks("world2")
 def test_workspaces_made_in_inference_mode_serve_a_training(backend: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))

@@ -66,7 +66,7 @@ def held() -> tuple[int, int]:
     return now["inputs"], now["bytes"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_fp8", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "chunked", "chunked_int8", "auto"])
 @on_ranks("world")
 def test_the_same_numbers_with_fewer_gathers(backend: str) -> None:
     plain, gathers = Block(backend, False).results()
@@ -172,7 +172,7 @@ def test_what_keeps_nothing() -> None:
         block.column(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         block.column(x)
-    for backends in (("chunked_fp8", "auto", "reference"), ("reference", "auto", "chunked_fp8")):
+    for backends in (("chunked_int8", "auto", "reference"), ("reference", "auto", "chunked_int8")):
         Block(Backends(*backends)).column(x)  # wgrad would gather other numbers
     with registered():
         Block("twin").column(x)  # a slab, which the next call overwrites
@@ -218,9 +218,9 @@ def test_a_layer_with_a_backend_of_its_own() -> None:
     """A layer whose directions differ in their wires gathers as before, the others keep."""
     with megatron(tp=dist.get_world_size()):
         model = gpt_model("gpt3")
-        set_backend(model, "reference", names="*.0.*.linear_fc1", wgrad="chunked_fp8")
+        set_backend(model, "reference", names="*.0.*.linear_fc1", wgrad="chunked_int8")
         with flux(FluxConfig(strict=True, backend="reference", keep_gathered=True)) as seen:
             step(model)
         assert {name: n for name, n in seen.calls.items() if name.startswith("all_gather/")} == {
-            "all_gather/chunked_fp8": 1
+            "all_gather/chunked_int8": 1
         }

@@ -347,7 +347,7 @@ REASONS = {
     "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
     "userbuffers (tp_comm_overlap)": _reason(change=setting(ub_overlap_ag_fprop=True)),
     "delayed fp8 scaling with save_original_input": _reason("delayed", change=setting(save_original_input=True)),
-    "fp8 over backend chunked_fp8": _reason(config={"wgrad": "chunked_fp8"}),
+    "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
     "fp8 on a GPU whose GEMMs take any layout": _reason(
         change=_patched(f"{TE}.utils.is_non_tn_fp8_gemm_supported", return_value=True)

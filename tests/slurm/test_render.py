@@ -65,9 +65,7 @@ def test_scripts_are_clean_shell(tmp_path: Path) -> None:
 def options_of(text: str) -> set[str]:
     """Return a script's options of link and wire, for train or compare and for the pre-flight."""
     return {
-        word
-        for word in text.replace("\n", " ").split(" ")
-        if word.startswith(("--link=", "--wire=", "--host-tp=", "--needs-fp8"))
+        word for word in text.replace("\n", " ").split(" ") if word.startswith(("--link=", "--wire=", "--host-tp="))
     }
 
 
@@ -75,9 +73,9 @@ def options_of(text: str) -> set[str]:
     ("cluster", "site", "layout", "mode", "given"),
     [
         ("nvlink-h100", {}, {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
-        ("pcie-l20", {"wire": "fp8"}, {}, "compare", {"--link=p2p", "--wire=fp8", "--needs-fp8"}),
-        ("host-l40s", {"wire": "fp8"}, {}, "baseline", {"--link=host"}),
-        ("host-l40s", {"wire": "fp8"}, {}, "flux", {"--link=host", "--wire=fp8", "--host-tp=8", "--needs-fp8"}),
+        ("pcie-l20", {"wire": "int8"}, {}, "compare", {"--link=p2p", "--wire=int8"}),
+        ("host-l40s", {"wire": "int8"}, {}, "baseline", {"--link=host"}),
+        ("host-l40s", {"wire": "int8"}, {}, "flux", {"--link=host", "--wire=int8", "--host-tp=8"}),
         ("host-l40s", {}, {"tp": 4, "pp": 16}, "compare", {"--link=host", "--host-tp=4"}),
         # Groups that span nodes have the link none; those of pipeline and data parallelism in a node have the node's.
         ("host-l40s", {}, {"tp": 16, "pp": 4}, "flux", {"--link=host", "--link=none"}),
@@ -111,15 +109,9 @@ def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("cluster", "site", "layout", "said"),
     [
-        (
-            "pcie-a100",
-            {"wire": "fp8"},
-            {},
-            "capability 8.9, the A100 of .* has 8.0; leave wire out: such GPUs send exact",
-        ),
-        ("pcie-a100", {"wire": "fp8"}, {"tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not tp 16 on nodes of 8"),
-        ("nvlink-h100", {"wire": "fp8"}, {}, "over the links p2p and host, not the link nvlink; leave wire out"),
-        ("host-l40s", {"wire": "fp8"}, {"tp": 1}, "wire fp8 is for groups within a node .* not tp 1 on nodes of 8"),
+        ("pcie-a100", {"wire": "int8"}, {"tp": 16, "nodes": 2, "pp": 1}, "links p2p and host, not tp 16 on nodes of 8"),
+        ("nvlink-h100", {"wire": "int8"}, {}, "over the links p2p and host, not the link nvlink; leave wire out"),
+        ("host-l40s", {"wire": "int8"}, {"tp": 1}, "wire int8 is for groups within a node .* not tp 1 on nodes of 8"),
     ],
 )
 def test_links_and_wires_that_cannot_be_are_refused(cluster: str, site: dict, layout: dict, said: str) -> None:

@@ -3,13 +3,13 @@
 For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transports`): through
 host memory or peers' memory of one host. ``all_gather_gemm`` multiplies the local shard first, then each piece of
 each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is
-there, the local shard last, and then adds all in fp32, in the order of ranks: results are the same in every run.
+there, the local shard last, and then adds all in fp32, in a fixed order: results are the same in every run.
 
 ==================  =====================================================================================
 name                what travels (:mod:`megatron_flux.kernels.wire`)
 ==================  =====================================================================================
 ``chunked``         the numbers as they are: gathered inputs are bit-equal
-``chunked_fp8``     e4m3 in blocks of 128 with a scale: half the bytes of bf16
+``chunked_int8``    integers of 8 bits in rotated blocks of 128 with a scale: half the bytes of bf16
 ==================  =====================================================================================
 
 FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by both, their bytes in pieces and the
@@ -19,7 +19,7 @@ The local shard is never quantised: it is not sent. With an 8-bit wire the gathe
 therefore differ in the rows of these two.
 
 Contract: that of :mod:`megatron_flux.ops.call`. Results, and gathered inputs, are fresh tensors.
-Limits: CUDA graphs over a transport that can be captured only; fp8 needs compute capability 8.9 on GPUs.
+Limits: CUDA graphs over a transport that can be captured only.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.backend import Backend, BackendPlan, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.device import capability
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
 from megatron_flux.ops.gemm import fp8_gemm
 
@@ -81,9 +79,6 @@ class ChunkedBackend(Backend):
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return the first limit that these operands meet, or None."""
-        if x.is_cuda and self.wire == wires.FP8 and (found := capability(x.device)) < FP8_CAPABILITY:
-            has = f"{found[0]}.{found[1]}"
-            return f"an fp8 wire needs compute capability 8.9, this GPU has {has}; such GPUs send exact numbers"
         return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:

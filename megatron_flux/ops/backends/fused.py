@@ -27,12 +27,11 @@ import torch.distributed as dist
 
 from megatron_flux.comm import links
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.device import capability, sm_count
-from megatron_flux.ops.fp8_operand import FORMATS
+from megatron_flux.ops.fp8_operand import FORMATS, FP8_CAPABILITY
 from megatron_flux.ops.fused import (
     AllGatherGemmPlan,
     AllGatherPlan,

@@ -34,7 +34,7 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
 
-    backend: Literal["reference", "fused", "chunked", "chunked_fp8"]
+    backend: Literal["reference", "fused", "chunked", "chunked_int8"]
     plan: SkipValidation[Plan | None] = None
     """Plan of ``fused``."""
     pieces: Annotated[int, Field(ge=1)] | None = None

@@ -60,7 +60,6 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     for index, speed in enumerate(speeds):
         free, total = torch.cuda.mem_get_info(index)
         gpu = {"name": torch.cuda.get_device_name(index), "memory_gib": round(total / 2**30, 2)}
-        gpu |= {"capability": torch.cuda.get_device_capability(index)}
         gpu |= {"used_by_others_gib": round((total - free) / 2**30, 2), "gemm_tflops": speed}
         gpus.append(gpu | (states[index] if states else {}))
     unknown += missing_facts(gpus)

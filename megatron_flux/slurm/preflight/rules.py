@@ -17,7 +17,6 @@ from typing import Any, Literal
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.comm.shared_memory import FOLDER
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire_format import FP8_CAPABILITY
 from megatron_flux.options import Checked, validated
 from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import DEFAULTS, Floors
@@ -36,7 +35,6 @@ class Expected(Checked):
     device: Literal["cuda", "cpu"]
     processes: int  # and with cuda GPUs, of a node
     link: LinkKind  # that the job uses
-    needs_fp8: bool = False
     host_tp: int = 0  # ranks of a group that sends through host memory; 0: none does
     gpu_name: str | None = None  # words of the GPUs' name
     gpu_memory_gib: int | None = None
@@ -92,9 +90,6 @@ def _gpu_problems(report: Mapping[str, Any], expected: Expected) -> Iterator[str
         # A driver shows some per cent less than the number on the box.
         if expected.gpu_memory_gib and gpu["memory_gib"] < 0.9 * expected.gpu_memory_gib:
             yield f"GPU {index} has {gpu['memory_gib']} GiB, the profile says {expected.gpu_memory_gib}"
-        if expected.needs_fp8 and tuple(gpu["capability"]) < FP8_CAPABILITY:
-            least, has = (".".join(map(str, of)) for of in (FP8_CAPABILITY, gpu["capability"]))
-            yield f"wire fp8 needs compute capability {least}, GPU {index} has {has}"
         if gpu["used_by_others_gib"] > _OTHERS_GIB:
             yield f"{gpu['used_by_others_gib']} GiB of GPU {index} are in use by another process"
         for line in _pcie(gpu.get("pcie") or {}, expected.floors):

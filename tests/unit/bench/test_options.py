@@ -119,9 +119,9 @@ def test_tuning_has_its_link_and_wires(run: Run, monkeypatch: pytest.MonkeyPatch
         return [dry(run, "tune", *FEW, *words)["config"][name] for name in ("link", "wire", "grad_wire")]
 
     assert found() == [None, "exact", "exact"]
-    assert found("--link", "p2p", "--wire", "fp8", "--set", "grad_wire=exact") == ["p2p", "fp8", "exact"]
-    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "fp8")
-    assert found("--link", "host") == ["host", "exact", "fp8"]
+    assert found("--link", "p2p", "--wire", "int8", "--set", "grad_wire=exact") == ["p2p", "int8", "exact"]
+    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
+    assert found("--link", "host") == ["host", "exact", "int8"]
 
 
 def test_caches_that_cannot_be_used(run: Run, gpus: Callable[[int], list[Any]]) -> None:

@@ -26,8 +26,8 @@ def test_names() -> None:
     assert not variants.is_training("no_communication_again")
     assert flux_config("flux_te:gather_ahead=false:backend=fused", link="host").gather_ahead is False
     assert variants.wires_of("te") == variants.wires_of("flux_te") == ("exact", "exact")
-    assert variants.wires_of("flux_te:wire=fp8") == ("fp8", "exact")
-    assert variants.wires_of("flux_te:forward=chunked:dgrad=chunked_fp8") == ("exact", "fp8")
+    assert variants.wires_of("flux_te:wire=int8") == ("int8", "exact")
+    assert variants.wires_of("flux_te:forward=chunked:dgrad=chunked_int8") == ("exact", "int8")
 
 
 def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         for name in ("te", "local", "flux_te", "flux_local", "no_communication"):
             assert variants.why_not(name, TRAINED, GPU, link) is None
-    eight_bit = "flux_te:backend=chunked_fp8"
+    eight_bit = "flux_te:backend=chunked_int8"
     assert variants.why_not(eight_bit, TRAINED, GPU, "p2p") is None
     assert "8-bit wire formats are for the links host and p2p" in str(
         variants.why_not(eight_bit, TRAINED, GPU, "nvlink")

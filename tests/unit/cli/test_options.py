@@ -30,7 +30,7 @@ def test_every_command_has_help(cli: Cli) -> None:
     ("words", "message"),
     [
         ("compare --steps many", "--steps many: input should be a valid integer"),
-        ("compare --wire int8", "--wire int8: input should be 'exact' or 'fp8'"),
+        ("compare --wire fp8", "--wire fp8: input should be 'exact' or 'int8'"),
         ("compare --set steps", "--set steps: give NAME=VALUE, such as timeout=1800"),
         ("compare --set stepz=3", "--set stepz=3 is no option of this command; did you mean steps?"),
         ("compare --set lr=1 --set lr=2", "--set lr is given twice; give it once"),

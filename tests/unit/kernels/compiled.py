@@ -74,7 +74,7 @@ POINTERS = {
     **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
     "limit": "i64",
 }
-DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off")
+DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off", "apart")
 
 
 class Gpu:
@@ -238,13 +238,13 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
     return len(one)
 
 
-def assembled(ptx: str) -> tuple[int, bool]:
+def assembled(ptx: str, gpu: str = "sm_90a") -> tuple[int, bool]:
     """Bytes that are spilled, and whether ptxas says that it puts products one behind the other (C7510 to C7519)."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         said = subprocess.run(
-            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            [get_ptxas(90).path, "-v", f"--gpu-name={gpu}", str(source), "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     return int(re.search(r"(\d+) bytes spill stores", said)[1]), re.search(r"\(C751\d\)", said) is not None

@@ -118,13 +118,17 @@ def test_sums_for_all_ranks_are_launched_without_triton(printed: list[dict[str, 
 def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, Any]]) -> None:
     wires = printed[2]
     names = {name for name in wires if not name.endswith(("gate", "transpose"))}
-    assert names == {*(f"90 {what} fp8" for what in ("encode", "decode", "add")), "80 add exact", "90 add exact"}
+    kernels = ("encode int8", "decode int8", "add int8", "add exact")
+    assert names == {f"{capability} {kernel}" for capability in (80, 90) for kernel in kernels}
     for name in names:
-        about = wires[name]
-        assert about["wide"], f"{name} loads one number at a time"
-        pointers, integers = {"encode": (3, 3), "decode": (3, 3), "add": (4, 6)}[name.split()[1]]
+        about, (_, kernel, wire) = wires[name], name.split()
+        pointers, integers = {"encode": (3, 3), "decode": (3, 3), "add": (4, 6)}[kernel]
         assert about["parameters"] == [8] * pointers + [4] * integers + [8, 8], "what a launch without Triton lays out"
-        assert about["even"] == (name == "90 encode fp8"), "rounding to the nearest, saturating"
+        scales = [] if wire == "exact" else ["st.global.b32" if kernel == "encode" else "ld.global.b32"]
+        assert about["accesses"] == sorted(["ld.global.v4.b32", "st.global.v4.b32", *scales]), name
+        assert (about["products"] > 0) == (wire == "int8"), name
+        assert about["spilled"] == 0, name
+        assert about["shared"] <= 99 * 1024, f"{name}: GPUs of compute capability 8.6 and 8.9 have no more"
     for capability in (80, 90):
         assert wires[f"{capability} gate"]["traps"] == 1
         about = wires[f"{capability} transpose"]

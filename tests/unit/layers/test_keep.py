@@ -108,7 +108,7 @@ def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
         ("reference", "none", True, True),
         ("chunked", "none", None, True),
         ("chunked", "p2p", None, True),
-        ("chunked_fp8", "host", None, True),
+        ("chunked_int8", "host", None, True),
         ("chunked", "nvlink", None, False),
         ("chunked", "nvlink", True, True),
         ("chunked", "host", False, False),
@@ -126,7 +126,7 @@ def test_where_it_is_worth_it(
     assert (kept(group_of(2), 1, 100, wanted, backend) is not None) is keeps
 
 
-@pytest.mark.parametrize("wires", [Wires("exact", "fp8"), Wires("fp8", "exact"), Wires("fp8", "fp8")])
+@pytest.mark.parametrize("wires", [Wires("exact", "int8"), Wires("int8", "exact"), Wires("int8", "int8")])
 def test_wires_that_the_tuner_may_take(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep.links, "probe", lambda *_: Link("host", ""))
     assert kept(group_of(2), 1, 100, None, "tuned", wires) is not None

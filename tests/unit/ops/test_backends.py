@@ -134,8 +134,7 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
     transport = SimpleNamespace(captures=captures, kind="pigeon")
     for module in (chunked, transports):
         monkeypatch.setattr(module, "transport_of", lambda *_: transport)
-    monkeypatch.setattr(chunked, "capability", lambda *_: (8, 9))
-    group, names = group_of(2), ("chunked", "chunked_fp8", "tuned")
+    group, names = group_of(2), ("chunked", "chunked_int8", "tuned")
     for name in names:
         assert get_backend(name).why_not(x, None, group) is None
     want = None if captures else "what goes by pigeon cannot be captured in CUDA graphs"
@@ -147,19 +146,10 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
         assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")
 
 
-def test_gpus_without_fp8_send_exact_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
-    monkeypatch.setattr(chunked, "capability", lambda *_: (8, 0))
-    monkeypatch.setattr(chunked, "capturing", lambda *_: False)
-    said = "an fp8 wire needs compute capability 8.9, this GPU has 8.0; such GPUs send exact numbers"
-    assert get_backend("chunked_fp8").why_not(x, None, group_of(2)) == said
-    assert get_backend("chunked").why_not(x, None, group_of(2)) is None
-
-
 def test_an_8_bit_wire_counts_the_bytes_it_sends() -> None:
     group, x, w = group_of(4), torch.zeros(64, 8), torch.zeros(256, 8)
     sums = OperatorCall("gemm_reduce_scatter", x, w, group)
     gathers = OperatorCall("all_gather", torch.zeros(16, 256), None, group)
     assert get_backend("chunked").bytes_received(sums) == sums.bytes_received == 3 * 16 * 256 * 4
     for call in (sums, gathers):
-        assert get_backend("chunked_fp8").bytes_received(call) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"
+        assert get_backend("chunked_int8").bytes_received(call) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"

@@ -24,7 +24,7 @@ def spec(operator: str = "all_gather_gemm", **changed: Any) -> Any:
     "changed",
     [
         {"operator": "gemm_reduce_scatter"},
-        {"wire": "fp8"},
+        {"wire": "int8"},
         {"transposed": True},
         {"return_gathered": False},
         {"async_op": True},

@@ -32,7 +32,7 @@ class Transport:
         return SimpleNamespace(enqueue=lambda: None, wait=lambda: None)
 
 
-@pytest.mark.parametrize("wire", ["exact", "fp8"])
+@pytest.mark.parametrize("wire", ["exact", "int8"])
 def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

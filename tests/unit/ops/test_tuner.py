@@ -494,16 +494,16 @@ def test_over_host_memory_chunked_is_tried_against_stock(over_host: Tuned) -> No
 
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in ("of the process", "of the file"):
-        for wire, name in (("exact", "chunked"), ("fp8", "chunked_fp8")):
+        for wire, name in (("exact", "chunked"), ("int8", "chunked_int8")):
             assert over_host(wire=wire) == (name, 1), "what was kept for another wire is no answer"
         over_host.forget()
         clock(monkeypatch, lambda candidate: pytest.fail("it is known"))
-    assert sum("host wire=fp8" in key for key in cache.load(cache.cache_path())) == 1
+    assert sum("host wire=int8" in key for key in cache.load(cache.cache_path())) == 1
 
 
 def test_an_8_bit_wire_that_this_gpu_cannot_have(over_host: Tuned) -> None:
-    over_host.backends.chunked["chunked_fp8"].reason = "not on this GPU"  # type: ignore[attr-defined]
-    assert over_host(wire="fp8") == ("chunked", 1)
+    over_host.backends.chunked["chunked_int8"].reason = "not on this GPU"  # type: ignore[attr-defined]
+    assert over_host(wire="int8") == ("chunked", 1)
 
 
 def test_the_number_of_pieces_is_tried_and_kept(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:

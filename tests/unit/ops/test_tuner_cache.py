@@ -54,7 +54,7 @@ def test_a_broken_file_is_an_error_that_says_what_to_do(tmp_path: Path, text: st
 
 FUSED = Entry(backend="fused", plan=KernelConfig(), ms={"reference": 1.0}).to_json()
 REDUCED = FUSED | {"plan": Entry(backend="fused", plan=AllReduceConfig()).to_json()["plan"]}
-CHUNKED = {"backend": "chunked_fp8", "plan": None, "pieces": 2, "ms": {}}
+CHUNKED = {"backend": "chunked_int8", "plan": None, "pieces": 2, "ms": {}}
 
 
 def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
     ("key", "data"),
     [
         ("all_gather_gemm m=8 host |", CHUNKED),
-        ("all_gather_gemm m=8 host wire=int8 |", CHUNKED | {"backend": "chunked_int8"}),  # a format of before
+        ("all_gather_gemm m=8 host wire=fp8 |", CHUNKED | {"backend": "chunked_fp8"}),  # a format of before
         *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
         *(
             ("all_gather_gemm", with_plan(FUSED, **{name: value}))
@@ -82,14 +82,14 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
         ),
         ("all_gather_gemm", FUSED | {"colour": "red"}),
         ("all_gather_gemm", FUSED | {"plan": None}),
-        *(("all_gather_gemm m=8 host wire=fp8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
+        *(("all_gather_gemm m=8 host wire=int8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
         ("all_gather_gemm", {"backend": "reference", "pieces": 4}),
         ("all_gather_gemm", {"backend": "async_tp", "ms": {}}),
         ("all_gather_gemm", "fused"),
     ],
 )
 def test_an_entry_that_no_tuner_wrote_is_refused_in_a_line(key: str, data: Any) -> None:
-    with pytest.raises(ValueError, match=r"sends fp8|should be|must be|not permitted|Unexpected|pieces goes") as error:
+    with pytest.raises(ValueError, match=r"sends int8|should be|must be|not permitted|Unexpected|pieces goes") as error:
         cache.parse(key, data)
     assert "\n" not in str(error.value)
 
@@ -105,7 +105,7 @@ def test_every_plan_that_is_tried_or_ships_may_be_kept() -> None:
         made += [("gemm_all_reduce", Entry(backend="fused", plan=plan)) for plan in sums]
     for key, entry in made:
         assert cache.parse(key, entry.to_json()) == entry
-    cache.parse("all_gather_gemm m=8 host wire=fp8 | GPU", CHUNKED)
+    cache.parse("all_gather_gemm m=8 host wire=int8 | GPU", CHUNKED)
 
 
 def test_a_disk_that_is_full_is_logged_and_left_no_fuller(

@@ -113,9 +113,9 @@ def test_somebody_elses_later_replacement_is_not_thrown_away(which: int) -> None
     ("given", "message"),
     [
         ({"backend": "warp"}, "unknown backend 'warp'; use one of: auto, reference"),
-        ({"backend": "chunked_int8"}, "unknown backend 'chunked_int8'; use one of: auto, reference"),
-        ({"wire": "int8"}, "unknown wire 'int8'; use one of: exact, fp8$"),
-        ({"grad_wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, fp8$"),
+        ({"backend": "chunked_fp8"}, "unknown backend 'chunked_fp8'; use one of: auto, reference"),
+        ({"wire": "fp8"}, "unknown wire 'fp8'; use one of: exact, int8$"),
+        ({"grad_wire": "fp4"}, "unknown wire 'fp4'; use one of: exact, int8$"),
         ({"keep_gathered_bytes": 0.5}, "keep_gathered_bytes must be a number of bytes, 0 or more, not 0.5"),
     ],
 )

@@ -37,7 +37,7 @@ def resolve(
     ("device", "given", "message"),
     [
         ("cpu", {"keep_gathered": False, "keep_gathered_bytes": "8GB"}, "with keep_gathered false: nothing is kept"),
-        ("cpu", {"wire": "fp8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_fp8"),
+        ("cpu", {"wire": "int8"}, "on GPUs; leave it out, and to send nothing else use --backend chunked_int8"),
         ("cpu", {"preset": "gpt5"}, "'gpt5'; use one of: tiny, gpt3-175b, gpt3-6.7b, llama2-7b, llama2-70b, llama3-8b"),
         ("cpu", {"world_size": 3, "tp": 2}, "3 process(es) cannot be split into tp 2 x pp 1; use --nproc (of a job"),
         ("cpu", {"world_size": 3}, "change --num-attention-heads or --tp (a multiple of 3, or tp one of [1, 2])"),
@@ -53,7 +53,7 @@ def resolve(
         ("cpu", {"layer_backend": ["output_layer"]}, "'output_layer' must be NAMES=BACKEND"),
         ("cpu", GRAPHS, "cuda_graph_impl local needs GPUs, this run is on cpu"),
         ("cpu", {"nvtx": True}, "nvtx names what runs on GPUs, this run is on cpu"),
-        ("cuda", {"wire": "fp8", "backend": "chunked"}, "--wire fp8 is for the backends auto and tuned, on GPUs"),
+        ("cuda", {"wire": "int8", "backend": "chunked"}, "--wire int8 is for the backends auto and tuned, on GPUs"),
         ("cuda", {**GRAPHS, "kind": CompareOptions}, "use two runs, megatron-flux train with and without --no-flux"),
         ("cuda", {**GRAPHS, "recompute": "full"}, "--recompute full"),
         ("cuda", {**GRAPHS, "lora": 4}, "cuda_graph_impl local with --lora"),
@@ -124,14 +124,14 @@ def test_wires_of_options_and_of_the_environment(monkeypatch: pytest.MonkeyPatch
         return resolve(**given).flux_config.wires
 
     assert wires() == ("exact", "exact")
-    assert wires(grad_wire="fp8") == ("exact", "fp8")
-    assert wires(wire="fp8", grad_wire="exact") == ("fp8", "exact")
-    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "fp8")
-    assert wires() == ("fp8", "fp8")
+    assert wires(grad_wire="int8") == ("exact", "int8")
+    assert wires(wire="int8", grad_wire="exact") == ("int8", "exact")
+    monkeypatch.setenv("MEGATRON_FLUX_WIRE", "int8")
+    assert wires() == ("int8", "int8")
     assert wires(wire="exact") == ("exact", "exact")
     monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "exact")
-    assert wires() == ("fp8", "exact")
-    assert wires(grad_wire="fp8") == ("fp8", "fp8")
+    assert wires() == ("int8", "exact")
+    assert wires(grad_wire="int8") == ("int8", "int8")
     assert wires(wire="exact", grad_wire="exact") == ("exact", "exact")
 
 
@@ -149,8 +149,8 @@ def test_options_reach_the_layers() -> None:
         assert resolve("cpu", backend="reference", **more).flux_config == FluxConfig(
             backend="reference", **exact, **more
         )
-    linked = resolve(link="host", wire="fp8", backend="tuned").flux_config
-    assert linked == FluxConfig(backend="tuned", link="host", wire="fp8", grad_wire="fp8")
+    linked = resolve(link="host", wire="int8", backend="tuned").flux_config
+    assert linked == FluxConfig(backend="tuned", link="host", wire="int8", grad_wire="int8")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ GATED = ("--set=normalization=RMSNorm", "--set=activation=swiglu", "--num-query-
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        (("--nproc", "2", "--steps", "12"), 1e-5),
         (("--nproc", "4", "--tp", "2", "--steps", "6", "--recompute", "full", *GATED), 1e-5),
-        (("--nproc", "2", "--steps", "6", "--set=precision=bf16", *GATED), 5e-3),
+        (("--nproc", "2", "--steps", "6", "--set=precision=bf16"), 5e-3),
     ],
-    ids=["tp2", "tp2-dp2-gated-recompute-full", "bf16"],
+    ids=["tp2-dp2-gated-recompute-full", "bf16"],
 )
 def test_losses_are_those_of_the_baseline(command: Run, tmp_path: Path, words: tuple[str, ...], most: float) -> None:
     out = tmp_path / "run"

@@ -110,7 +110,7 @@ def warm() -> None:
             given = inspect.signature(test).parameters if name.startswith("test_") else {}
             for own in (False, True) if "own_gemm" in given else (None,) if given else ():
                 said = "all_gather_gemm" if own is None else "gemm_all_reduce, " + ("own GEMM" if own else "cuBLAS")
-                patch.setattr(path, "visited", lambda call, said=said: counted(f"warm {said}", call))
+                patch.setattr(path, "called", lambda call, said=said: [f"{f}:" for f in counted(f"warm {said}", call)])
                 driver.asked.clear()
                 values = {"driver": driver, "monkeypatch": patch, "own_gemm": own}
                 test(**{key: value for key, value in values.items() if key in given})

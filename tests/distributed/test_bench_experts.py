@@ -24,8 +24,7 @@ SMALL = {
 }
 WORKLOADS = tuple(
     Workload(model=model, seq=32, micro_batch=2, layers=2, delay_wgrad=delayed)
-    for model in SMALL
-    for delayed in (False, True)
+    for model, delayed in (("experts", True), ("shared", False), ("shared", True))
 )
 
 
@@ -42,10 +41,10 @@ def run(out: Path, workloads: tuple[Workload, ...], names: tuple[str, ...]) -> A
 
 
 def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
-    summary = te_world2.run(run, tmp_path, WORKLOADS, VARIANTS)[0]
+    summary = te_world2.run(run, tmp_path, WORKLOADS[:2], VARIANTS)[0]
     assert summary["skipped"] == []
     ran = [(row["model"], row["delay_wgrad"], row["arm"]) for row in summary["rows"]]
-    assert ran == [(work.model, work.delay_wgrad, name) for work in WORKLOADS for name in VARIANTS]
+    assert ran == [(work.model, work.delay_wgrad, name) for work in WORKLOADS[:2] for name in VARIANTS]
     zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
     for row in summary["rows"]:
         assert row["experts"] == 8
@@ -77,7 +76,7 @@ def test_delayed_gradients_and_what_the_bound_sends(tmp_path: Path) -> None:
         return found[self.workload.delay_wgrad, variant.name]
 
     with mock.patch.object(layer.LayerBench, "_observe", observed), sent_by_the_bound() as sent:
-        run(tmp_path, WORKLOADS[2:], VARIANTS)
+        run(tmp_path, WORKLOADS[1:], VARIANTS)
     for name in ("te", "flux_te"):
         assert all(torch.equal(a, b) for a, b in zip(found[False, name], found[True, name], strict=True))
     assert sent == [dict.fromkeys(COLLECTIVES, 0) | {"all_gather_into_tensor": 2, "all_to_all_single": 12}] * 2

@@ -60,9 +60,9 @@ def run(tp: int, out: Path, spoil: bool = False, **changes: Any) -> dict[str, An
             links.want(links.Wanted())
 
 
-def test_variants_agree_and_are_written_down(world: WorkerPool, tmp_path: Path) -> None:
-    tp = world.size
-    summary = world.run(run, tp, tmp_path)[0]
+def test_variants_agree_and_are_written_down(world2: WorkerPool, tmp_path: Path) -> None:
+    tp = world2.size
+    summary = world2.run(run, tp, tmp_path)[0]
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert (summary["tp"], summary["link"]) == (tp, "none")
     ran = [(r["model"], r["arm"]) for r in summary["rows"]]

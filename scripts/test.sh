@@ -84,7 +84,7 @@ fi
 # All of them and the types, in three sessions side by side. Jobs on Slurm's daemons mostly wait; unit tests keep one core
 # busy; ranks keep the other. What the sessions beside print is shown when all have ended, and failures once more at the
 # end, where somebody who sees only the last lines looks for them.
-RANKS=(tests/distributed/test_[a-s]*.py tests/gpu)
+RANKS=(tests/distributed/test_[a-r]*.py tests/distributed/test_s[a-p]*.py tests/gpu)
 log=$(mktemp -d)
 beside=()
 show_logs() {

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.bench import harness
-from megatron_flux.bench.arms import inputs_of
+from megatron_flux.bench.arms import Inputs, inputs_of
 from megatron_flux.bench.cases import Case
 from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.ops import timing
@@ -60,10 +60,8 @@ def measure(options: argparse.Namespace, group: dist.ProcessGroup) -> list[dict[
     for number in range(len(cases(options.preset, 32, tp))):
         made = [inputs_of(cases(options.preset, m, tp)[number], here) for m in dict.fromkeys(lengths)]
         calls = [OperatorCall(one.case.op, one.x, one.weight, group, return_gathered=False) for one in made]
-        keys = {key_of(call, captured=False) for call in calls}
-        while keys - set(entries := tuned.tuner.decisions(group).entries):  # alike on all ranks
-            for one in draw.sample(made, len(made)):
-                timing.finish(getattr(ops, one.case.op)(one.x, one.weight, group))
+        harness.run_until_tuned(partial(_step, draw.sample(made, len(made)), group), here.ranks)
+        entries = tuned.tuner.decisions(group).entries
         shared = [entries[key_of(call, captured=False)] for call in calls]
         for call, used in zip(calls, shared, strict=True):
             own = tuned.tuner.decide(call, full=True)
@@ -77,6 +75,12 @@ def measure(options: argparse.Namespace, group: dist.ProcessGroup) -> list[dict[
             rows.append({**row, "ms": ms, "ratio": round(ms["shared"] / ms["own"], 4)})
             here.say(str(rows[-1]))
     return rows
+
+
+def _step(made: list[Inputs], group: dist.ProcessGroup) -> None:
+    """Make the calls of all m, as layers do."""
+    for one in made:
+        timing.finish(getattr(ops, one.case.op)(one.x, one.weight, group))
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,7 +43,7 @@ PARTS = {
 ALONE = ("test_room", "test_jobs", "test_memory")
 """They fill a GPU's memory, or look whether anything else runs: one after the other, behind all others."""
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-SAID = re.compile(r"^(tests/gpu/.+?) (PASSED|FAILED|ERROR|SKIPPED)(?:\s|$)(?:\((.*)\))?", re.MULTILINE)
+SAID = re.compile(r"^(tests/gpu/.+?) (PASSED|FAILED|ERROR|SKIPPED)(?:\s|$)", re.MULTILINE)
 
 
 @dataclass
@@ -97,7 +96,7 @@ def summary(done: list[Program], seconds: float) -> dict[str, object]:
     """Return what all tests have said."""
     found: dict[str, list[str]] = {"passed": [], "failed": [], "error": [], "skipped": []}
     for program in done:
-        for test, said, _ in SAID.findall(program.log.read_text() if program.log.exists() else ""):
+        for test, said in SAID.findall(program.log.read_text() if program.log.exists() else ""):
             found[said.lower()].append(test.removeprefix(f"{FOLDER}/"))
     versions = {}
     for name in PACKAGES:
@@ -129,16 +128,15 @@ def main() -> int:
     logs = given.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    end, lock = begun + given.seconds, threading.Lock()
+    end = begun + given.seconds
     beside, alone = programs(given.only, logs)
     # What runs alone keeps a share of the time.
     before = end - (min(120.0, given.seconds / 4) if alone and beside else 0.0)
 
     def run(program: Program, until: float) -> None:
         program.run(until)
-        with lock:
-            how = "cut off" if program.status is None else f"exit {program.status}"
-            print(f"{time.monotonic() - begun:5.0f} s  {program.name}: {how} after {program.seconds:.0f} s", flush=True)
+        how = "cut off" if program.status is None else f"exit {program.status}"
+        print(f"{time.monotonic() - begun:5.0f} s  {program.name}: {how} after {program.seconds:.0f} s", flush=True)
 
     with ThreadPoolExecutor(given.at_once) as threads:
         list(threads.map(lambda program: run(program, before), beside))

@@ -116,8 +116,8 @@ def _map(*about: Any) -> _Map:
 
 
 class Layout:
-    """Where a compiled kernel has its parameters: a number of 64 bits for each, of which the kernel reads as many bytes
-    as it needs; in place of a tensor map's number stands the map.
+    """Describe the parameters of a compiled kernel. Each has a 64-bit number, of which the kernel reads the bytes that
+    it needs. That of a tensor map is not read: the map has memory of its own.
     """
 
     def __init__(self, compiled: Compiled) -> None:

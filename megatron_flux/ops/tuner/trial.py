@@ -167,7 +167,7 @@ class Trial:
         self.choice = min(known, key=self._rank_of, default=0)
         turns = self._next_turns(known, processes)
         if turns is None and self._is_known:
-            self.decided = self.entries[1 not in self.failed]
+            self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
             self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
         else:

@@ -140,7 +140,7 @@ class Tuner:
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
             agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         kind.entries[m] = entry
-        self._run_at_once(call, entry)
+        self._note_at_once(call, entry)
         return entry
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
@@ -166,13 +166,13 @@ class Tuner:
             trial = decisions.trials[kind] = Trial([UNMEASURED, entry], words_of(call), known=True)
         if trial.decided is not None:
             return self._planned(call, trial.decided)
-        return TrialPlan(call, trial, self.backends, self._run_at_once)
+        return TrialPlan(call, trial, self.backends, self._note_at_once)
 
-    def _run_at_once(self, call: OperatorCall, entry: Entry) -> None:
+    def _note_at_once(self, call: OperatorCall, entry: Entry) -> None:
         self.decisions(call.group).at_once[(*_alike(call), entry.label)] = None
 
     def _note_decided(self, call: OperatorCall, entry: Entry) -> None:
-        self._run_at_once(call, entry)
+        self._note_at_once(call, entry)
         self._keep(call, entry)
 
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:

@@ -11,11 +11,13 @@ time over its own's; 1 where they are the same.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import statistics
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
 from megatron_flux.train.presets import PRESETS
+from megatron_flux.version import COMMIT, __version__
 
 ROUNDS, BURST = 7, 6
 
@@ -49,38 +52,46 @@ def cases(preset: str, m: int, tp: int) -> list[Case]:
     ]
 
 
-def measure(options: argparse.Namespace, group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """Return a row for each operator and m. Collective."""
+def measure(options: argparse.Namespace, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """Yield a row for each m and operator. Collective."""
     device, tp = torch.device("cuda", torch.cuda.current_device()), group.size()
     here = harness.ranks_of(group, device, None, 600.0, print)
     tuned: Any = get_backend("tuned")
     draw = random.Random(options.seed)  # noqa: S311 - no secret
-    lengths = [draw.randrange(options.least, options.most + 1, 32) for _ in range(options.count)]
-    rows = []
-    for number in range(len(cases(options.preset, 32, tp))):
-        made = [inputs_of(cases(options.preset, m, tp)[number], here) for m in dict.fromkeys(lengths)]
-        calls = [OperatorCall(one.case.op, one.x, one.weight, group, return_gathered=False) for one in made]
+    lengths = dict.fromkeys(draw.randrange(options.least, options.most + 1, 32) for _ in range(options.count))
+    each = [[inputs_of(case, here) for case in cases(options.preset, m, tp)] for m in lengths]
+    for made in zip(*each, strict=True):
         harness.run_until_tuned(partial(_step, draw.sample(made, len(made)), group), here.ranks)
-        entries = tuned.tuner.decisions(group).entries
-        shared = [entries[key_of(call, captured=False)] for call in calls]
-        for call, used in zip(calls, shared, strict=True):
-            own = tuned.tuner.decide(call, full=True)
-            row = {"op": call.operator, "m": call.m, "n": call.n, "k": call.k, "shared": used.label, "own": own.label}
-            ms = {"shared": own.ms[own.label], "own": own.ms[own.label]}
-            if used.label != own.label:
-                plans = {"shared": tuned.backends.plan(call, used), "own": tuned.backends.plan(call, own)}
-                ways = {name: partial(plan.run, call) for name, plan in plans.items()}
-                found = timing.rounds(ways, group, device, ROUNDS, BURST)
-                ms = {name: statistics.median(samples.ms) for name, samples in found.items()}
-            rows.append({**row, "ms": ms, "ratio": round(ms["shared"] / ms["own"], 4)})
-            here.say(str(rows[-1]))
-    return rows
+    entries = tuned.tuner.decisions(group).entries
+    for one in itertools.chain.from_iterable(each):
+        call = OperatorCall(one.case.op, one.x, one.weight, group, return_gathered=False)
+        used, own = entries[key_of(call, captured=False)], tuned.tuner.decide(call, full=True)
+        row = {"op": call.operator, "m": call.m, "n": call.n, "k": call.k, "shared": used.label, "own": own.label}
+        ms = {"shared": own.ms[own.label], "own": own.ms[own.label]}
+        if used.label != own.label:
+            plans = {"shared": tuned.backends.plan(call, used), "own": tuned.backends.plan(call, own)}
+            ways = {name: partial(plan.run, call) for name, plan in plans.items()}
+            found = timing.rounds(ways, group, device, ROUNDS, BURST)
+            ms = {name: statistics.median(samples.ms) for name, samples in found.items()}
+        yield {**row, "ms": ms, "ratio": round(ms["shared"] / ms["own"], 4)}
 
 
 def _step(made: list[Inputs], group: dist.ProcessGroup) -> None:
     """Make the calls of all m, as layers do."""
     for one in made:
         timing.finish(getattr(ops, one.case.op)(one.x, one.weight, group))
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write ``rows``, and what they say together."""
+    ratios = [row["ratio"] for row in rows]
+    found = {
+        "device": environment.device_name(), "model": options.preset, "tp": dist.get_world_size(),
+        "commit": COMMIT or __version__, "median_ratio": round(statistics.median(ratios), 4),
+        "worst_ratio": max(ratios), "rows": rows,
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.out / "summary.json", json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
@@ -96,15 +107,12 @@ def main() -> None:
     rank.set_environment()
     with harness.opened() as group, torch.no_grad(), tempfile.TemporaryDirectory() as empty:
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(empty, "tuned.json"))
-        rows = measure(options, group)
-        if group.rank() == 0:
-            ratios = [row["ratio"] for row in rows]
-            found = {
-                "device": environment.device_name(), "model": options.preset, "tp": group.size(),
-                "median_ratio": round(statistics.median(ratios), 4), "worst_ratio": max(ratios), "rows": rows,
-            }  # fmt: skip
-            options.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(options.out / "summary.json", json.dumps(found, indent=1) + "\n")
+        rows = []
+        for row in measure(options, group):
+            rows.append(row)
+            if group.rank() == 0:  # now: the time limit may come before the next
+                print(row, flush=True)
+                write(options, rows)
 
 
 if __name__ == "__main__":

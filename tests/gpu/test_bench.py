@@ -90,7 +90,7 @@ def test_bench_peers(tmp_path: Path) -> None:
 
 def test_tune_fills_a_cache(tmp_path: Path) -> None:
     cache, other = tmp_path / "deep" / "tuned.json", tmp_path / "other.json"
-    words = ["tune", *CALLS, "--directions", "forward", "--tp", "2", "--seconds", "10", "--set", f"cache={cache}"]
+    words = ["tune", *CALLS, "--directions", "forward", "--tp", "2", "--set", f"cache={cache}"]
     done = run(other, *words)
     assert "(cached)" not in done.stderr
     stored = json.loads(cache.read_text())

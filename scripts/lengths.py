@@ -133,7 +133,8 @@ def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
         parts["again"] = summarize(again)
     entries = dict(registry.get_backend("tuned").tuner.entries())  # type: ignore[attr-defined]
     found = {
-        "device": environment.device_name(), "commit": COMMIT or __version__, "model": options.preset, "layers": options.num_layers, "fp8": fp8,
+        "device": environment.device_name(), "commit": COMMIT or __version__,
+        "model": options.preset, "layers": options.num_layers, "fp8": fp8,
         "sequence_parallel": lengths.work.sequence_parallel, "tp": lengths.tp, "seconds": round(seconds, 1),
         "arms": {arm: {"ms": parts["all"][f"{arm}_ms"], "host_ms": middle(rows, arm)} for arm in ("te", "flux")},
         **parts, "rows": rows, "rows_again": again, "entries": {key: entry.to_json() for key, entry in entries.items()},

@@ -96,8 +96,7 @@ def _begin(epochs, slot, next_slot):
 @triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit"])
 def one_shot_kernel(
     x, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, count, rank,
-    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr,
-    DTYPE: tl.constexpr,
+    TP: tl.constexpr, BLOCK: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … are the slabs of rank+1, rank+2, … and last, as number ``TP``, this rank's; ``half``:
     numbers in a half of it.
@@ -106,13 +105,13 @@ def one_shot_kernel(
     epoch = _begin(epochs, slot, next_slot)
     base = tl.cast(slot, tl.int64) * half
     first = tl.program_id(0) * BLOCK
-    for start in tl.range(first, count, CTAS * BLOCK):
+    for start in tl.range(first, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         bits = _sendable(tl.load(x + at, mask=at < count, other=0), NOT_READY)
         for step in tl.static_range(TP):
             tl.store(sinks[step] + base + tl.cast(rank, tl.int64) * stride + at, bits, mask=at < count)
     rows = tl.arange(0, TP)[:, None]
-    for start in tl.range(first, count, CTAS * BLOCK):
+    for start in tl.range(first, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         slots = sinks[TP - 1] + base + rows.to(tl.int64) * stride + at[None, :]
         there = (rows >= 0) & (at < count)[None, :]
@@ -124,8 +123,7 @@ def one_shot_kernel(
 @triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit"])
 def two_shot_kernel(
     x, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, count, rank,
-    TP: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr,
-    DTYPE: tl.constexpr,
+    TP: tl.constexpr, BLOCK: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """See the module, and :func:`one_shot_kernel`. Slice r begins at ``r * stride``; the last ones may be short."""
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
@@ -134,14 +132,14 @@ def two_shot_kernel(
     first = tl.program_id(0) * BLOCK
     mine = tl.cast(rank, tl.int64) * stride
     rows = tl.arange(0, TP)[:, None]
-    for start in tl.range(first, stride, CTAS * BLOCK):
+    for start in tl.range(first, stride, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         for step in tl.static_range(TP):
             begins = tl.cast((rank + 1 + step) % TP, tl.int64) * stride
             inside = (at < stride) & (begins + at < count)
             bits = _sendable(tl.load(x + begins + at, mask=inside, other=0), NOT_READY)
             tl.store(sinks[step] + base + mine + at, bits, mask=inside)
-    for start in tl.range(first, stride, CTAS * BLOCK):
+    for start in tl.range(first, stride, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = (at < stride) & (mine + at < count)
         slots = sinks[TP - 1] + base + rows.to(tl.int64) * stride + at[None, :]
@@ -151,7 +149,7 @@ def two_shot_kernel(
         bits = _sendable(total.to(DTYPE).to(bits.dtype, bitcast=True), NOT_READY)
         for step in tl.static_range(TP):
             tl.store(sinks[step] + base + tl.cast(TP, tl.int64) * stride + mine + at, bits, mask=inside)
-    for start in tl.range(first, stride, CTAS * BLOCK):
+    for start in tl.range(first, stride, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         begins = rows.to(tl.int64) * stride
         there = (at < stride)[None, :] & (begins + at[None, :] < count)
@@ -163,7 +161,7 @@ def two_shot_kernel(
 @triton.jit(do_not_specialize=["slot", "next_slot", "rank", "limit", "m"])  # one for decode steps of any m
 def gemm_one_shot_kernel(
     a, b, y, d0, d1, d2, d3, d4, d5, d6, d7, epochs, err, limit, slot, next_slot, half, stride, m, n, k, rank,
-    TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr, NOT_READY: tl.constexpr, CPU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """``y = sum over ranks of a @ b.T`` in one shot; ``a`` and ``b`` are descriptors with ``TMA``, else pointers.
@@ -176,7 +174,7 @@ def gemm_one_shot_kernel(
     nrb, kt = tl.cdiv(m, BM), tl.cdiv(k, BK)
     tiles = nrb * tl.cdiv(n, BN)
     own = sinks[TP - 1] + base
-    for t in tl.range(tl.program_id(0), tiles, CTAS):
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = (t % nrb) * BM, (t // nrb) * BN
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         acc = multiply(acc, a, b, row, col, kt, m, n, k, BM, BN, BK, TRANSPOSED, TMA, CPU)
@@ -186,7 +184,7 @@ def gemm_one_shot_kernel(
         for step in tl.static_range(TP):
             tl.store(sinks[step] + base + at, bits, mask=inside)
     part = tl.arange(0, ROWS * BN)
-    for t in tl.range(tl.program_id(0), tiles, CTAS):
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = (t % nrb) * BM, (t // nrb) * BN
         for piece in tl.range(0, tl.cdiv(tl.minimum(m - row, BM), ROWS)):
             at_row, at_col = row + piece * ROWS + part // BN, col + part % BN

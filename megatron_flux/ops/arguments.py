@@ -183,7 +183,7 @@ def gemm_one_shot(at: SlabCall) -> Launch:
         b = descriptor(weight, at.weight_box())
     arguments = (a, b, out, *_slots(at), config.stride(m, n, at.work.tp), m, n, k, at.work.rank)
     constants = {
-        "BM": config.bm, "BN": config.bn, "BK": config.bk, "ROWS": config.rows_at_a_time, "CTAS": ctas,
+        "BM": config.bm, "BN": config.bn, "BK": config.bk, "ROWS": config.rows_at_a_time,
         "TRANSPOSED": call.transposed, "TMA": tma, "num_stages": config.stages,
     }  # fmt: skip
     return _all_reduce(all_reduce_kernels.gemm_one_shot_kernel, ctas, at, arguments, constants, ("a", "b", "y"))
@@ -198,7 +198,7 @@ def shots(at: SlabCall, product: torch.Tensor) -> Launch:
     ctas = min(config.ctas, cdiv(count if config.shots == 1 else stride, config.block))
     integers = product.view(INTEGERS[product.element_size()])
     arguments = (integers, at.out, *_slots(at), stride, count, at.work.rank)
-    return _all_reduce(kernel, ctas, at, arguments, {"BLOCK": config.block, "CTAS": ctas}, ("x", "y"))
+    return _all_reduce(kernel, ctas, at, arguments, {"BLOCK": config.block}, ("x", "y"))
 
 
 def _slots(at: SlabCall) -> tuple[Any, ...]:

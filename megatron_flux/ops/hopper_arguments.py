@@ -71,10 +71,11 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
         n, cdiv(k, config.bk), mp, work.rank,
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
+        workers(config, mp, n, at.steps, at.sms),
     )  # fmt: skip
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
-        "TEAMS": config.teams, "WORKERS": workers(config, mp, n, at.steps, at.sms), "num_warps": 8 // config.teams,
+        "TEAMS": config.teams, "DEDICATED": config.dedicated_reducers, "num_warps": 8 // config.teams,
         "ADDEND": call.addend is not None, "BESIDE": at.beside,
     }  # fmt: skip
     operands = ("a", "b", "out", *_scale_names(call), *(() if call.addend is None else ("addend",)))

@@ -8,13 +8,13 @@ are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what d
 
 Schedule
     * All SMs compute. *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out
-      of tiles. With fewer WORKERS than CTAS, which the last round of tiles leaves idle anyway, the other CTAs only add,
+      of tiles. With fewer workers than CTAS, which the last round of tiles leaves idle anyway, the other CTAs only add,
       with all their warps, and *aux* of a worker rests.
     * *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. The pieces of a
       tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
       this rank's tiles, leave at once.
     * A flag follows its tile as soon as the tile has arrived.
-    * A worker multiplies every tile in WORKERS: its share. BESIDE other process groups it takes the share when it
+    * A worker multiplies every tile in ``workers``: its share. BESIDE other process groups it takes the share when it
       starts. Shares that are left when it has finished belong to CTAs that have not started, because another group's
       kernel holds their SMs: *load* takes these too, and tells the others. So all tiles leave, however few CTAs run,
       since CTAs start in the order of their numbers. Taking costs 0 to 0.5 % in bf16, 1 to 2 % of FP8 in blocks
@@ -25,7 +25,7 @@ Measured (4 x H200, m=1024, n=12288, k=3072)
     does not take yet: the tile after that took 48 us instead of 32. With it, 31 us.
 
 Measured (1 x H200 for a rank of TP 4, FC2 of Llama-70B, sustained; results/fp8-scatter)
-    Promoted FP8 took 0.834 ms with partials added on every SM, 0.797 with 128 WORKERS of 132 SMs; bf16 1.486 and 1.445.
+    Promoted FP8 took 0.834 ms with partials added on every SM, 0.797 with 128 workers of 132 SMs; bf16 1.486 and 1.445.
     Four SMs are too few beside short products: FP8 of k = 2048 took 0.531 ms instead of 0.499. Fewer instructions for
     adding on every SM, or more warps, gained nothing.
 """
@@ -69,25 +69,25 @@ class Shares:
 
 
 @gluon.jit
-def _shares(taken, epoch, WORKERS: gl.constexpr, TEAMS: gl.constexpr, BESIDE: gl.constexpr):
+def _shares(taken, epoch, workers, TEAMS: gl.constexpr, BESIDE: gl.constexpr):
     number = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told, heard = rings(1, 1, TEAMS + 1)
     first = gl.program_id(0)
     if BESIDE:
-        if first < WORKERS:
-            first = gl.where(take(taken, first, epoch), first, WORKERS)
+        if first < workers:
+            first = gl.where(take(taken, first, epoch), first, workers)
     return Shares(first, number, told, heard)
 
 
 @gluon.jit
-def _left(taken, epoch, WORKERS: gl.constexpr):
-    """Take the last share that its own CTA has not; WORKERS if there is none."""
+def _left(taken, epoch, workers):
+    """Take the last share that its own CTA has not; workers if there is none."""
     layout: gl.constexpr = gl.BlockedLayout([MOST_CTAS // 32], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, MOST_CTAS, layout=layout)
-    share = WORKERS
+    share = workers
     last = 0
-    while (share == WORKERS) & (last >= 0):
-        seen = gl.load(taken + lane, mask=lane < WORKERS, other=epoch, cache_modifier=".cg")
+    while (share == workers) & (last >= 0):
+        seen = gl.load(taken + lane, mask=lane < workers, other=epoch, cache_modifier=".cg")
         last = gl.max(gl.where(seen != epoch, lane, -1), axis=0)
         if last >= 0:
             if take(taken, last, epoch):
@@ -117,29 +117,29 @@ def _hear(shares, phase):
 
 @gluon.jit
 def _load(
-    s, shares, a, b, xs, ws, taken, epoch, nrb, npn, kt, mp, rank,
-    BAND: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
+    s, shares, a, b, xs, ws, taken, epoch, nrb, npn, kt, mp, rank, workers,
+    BAND: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
     said = 0
     share = shares.first
-    while share < WORKERS:
-        for t in range(share, nrb * npn * STEPS, WORKERS):
+    while share < workers:
+        for t in range(share, nrb * npn * STEPS, workers):
             step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
             row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
             slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
         if BESIDE:
-            share = _left(taken, epoch, WORKERS)
+            share = _left(taken, epoch, workers)
             said = _tell(shares, share, said)
         else:
-            share = share * 0 + WORKERS
+            share = share * 0 + workers
 
 
 @gluon.jit
 def _store(
     s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
+    workers, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -149,8 +149,8 @@ def _store(
     offset = step_ns * (gl.program_id(0) % 32) // 32
     heard = 0
     share = shares.first
-    while share < WORKERS:
-        for t in range(share, tiles * STEPS, WORKERS):
+    while share < workers:
+        for t in range(share, tiles * STEPS, workers):
             step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
             tile = rb * npn + pn
             row = row_off + (rank * tiles + tile) * s.BM
@@ -161,7 +161,7 @@ def _store(
                 if step_ns > 0:
                     if piece == 0:
                         start = now() + offset
-                    if ((STEPS == 1) | (step != STEPS - 1)) & (t + WORKERS < tiles * STEPS):
+                    if ((STEPS == 1) | (step != STEPS - 1)) & (t + workers < tiles * STEPS):
                         while now() - start < piece * step_ns:
                             each_thread(SLEEP, 200)
                 source = s.pieces.index(slot)
@@ -183,7 +183,7 @@ def _store(
         if BESIDE:
             share, heard = _hear(shares, heard)
         else:
-            share = share * 0 + WORKERS
+            share = share * 0 + workers
 
 
 @gluon.jit
@@ -223,9 +223,9 @@ def _reduce(
 def _add_beside(
     flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
     BM: gl.constexpr, BN: gl.constexpr, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr,
-    PIECES: gl.constexpr, DTYPE: gl.constexpr, FIRST: gl.constexpr,
+    PIECES: gl.constexpr, DTYPE: gl.constexpr, first,
 ):  # fmt: skip
-    if gl.program_id(0) >= FIRST:
+    if gl.program_id(0) >= first:
         _reduce(
             flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, BM, BN, BAND, TP, STEPS,
             PIECES, 2048 if STEPS == 1 else 1024, 500, DTYPE,
@@ -246,7 +246,7 @@ def _plus(acc, addend, first, row, col, mp, n):
 @gluon.jit
 def _multiply(
     s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
-    BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, WORKERS: gl.constexpr, BESIDE: gl.constexpr,
+    workers, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
     PIECES: gl.constexpr, ADDEND: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
@@ -258,8 +258,8 @@ def _multiply(
         scale = gl.load(xs) * gl.load(ws)
     heard = 0
     share = shares.first
-    while share < WORKERS:
-        for t in range(share, nrb * npn * STEPS, WORKERS):
+    while share < workers:
+        for t in range(share, nrb * npn * STEPS, workers):
             acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
             if ADDEND:
                 step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
@@ -269,23 +269,24 @@ def _multiply(
         if BESIDE:
             share, heard = _hear(shares, heard)
         else:
-            share = share * 0 + WORKERS
+            share = share * 0 + workers
     _reduce(
         flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n, s.BM, s.BN, BAND, TP, STEPS,
         PIECES, 4096, 50, s.DTYPE,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread", "mp"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread", "workers", "mp"])
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread,
+    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread, workers,
     TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
-    DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, WORKERS: gl.constexpr,
+    DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, DEDICATED: gl.constexpr,
     ADDEND: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
+    DEDICATED: ``workers`` CTAS multiply, else all; its number is no constant, since it follows from ``mp``.
     With ADDEND ``addend`` ``[m, n]`` is added to this rank's product before it is rounded.
     Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` and ``ws`` are descriptors, of "tensor" pointers.
     """
@@ -295,18 +296,19 @@ def hopper_gemm_rs_kernel(
     s = shared_memory(
         a, b, d0, xs, ws, BM, BN, BK, STAGES, RING, TRANSPOSED, DTYPE, SCALES, PROMOTE, TEAMS
     )  # fmt: skip
-    shares = _shares(ctrl + 2, epoch, WORKERS, TEAMS, BESIDE)
+    shares = _shares(ctrl + 2, epoch, workers if DEDICATED else CTAS, TEAMS, BESIDE)
     if TEAMS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 0)),
-                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank, BAND, STEPS, WORKERS,
-                         BESIDE)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
+                             PIECES, ADDEND, 0)),
+                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
+                         workers if DEDICATED else CTAS, BAND, STEPS, BESIDE)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, BAND, TP, STEPS, WORKERS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
-                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
+                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],
             [1, 1, 2],
             [80, 80, 80],
@@ -315,15 +317,17 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 0)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
+                             PIECES, ADDEND, 0)),
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, BAND, TP, STEPS, WORKERS, BESIDE, PIECES, ADDEND, 1)),
-                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank, BAND, STEPS, WORKERS,
-                         BESIDE)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
+                             PIECES, ADDEND, 1)),
+                (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
+                         workers if DEDICATED else CTAS, BAND, STEPS, BESIDE)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, BAND, TP, STEPS, WORKERS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
-                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, WORKERS % CTAS)),
+                               BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],
             [4, 1, 1, 2],
             [216, 80, 80, 80],

@@ -37,7 +37,7 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums for all ranks, beside others": ("gemm_rs", {"TP": 2, "STEPS": 1, "BESIDE": 1}),
     "sums with an addend": ("gemm_rs", {"ADDEND": 1}),
     "fp8 sums with an addend, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "ADDEND": 1}),
-    "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128, "ADDEND": 1}),
+    "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "DEDICATED": 1, "ADDEND": 1}),
     "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
     "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
     "gathered, the caller's own": ("ag_gemm", {"OWN": 1}),
@@ -55,7 +55,7 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
     "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
-    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "WORKERS": 128}),
+    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "DEDICATED": 1}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
 PLAIN |= {
@@ -157,8 +157,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         constants |= {f"d{i}": None for i in range(tp, 8)}
         constants |= {"STEPS": given.get("STEPS", tp), "BAND": 3, "RING": 4, "PIECES": 4}
         constants["STAGES"] = given.get("STAGES", 3)
-        constants["WORKERS"] = given.get("WORKERS", 132)
-        constants |= {name: bool(given.get(name, 0)) for name in ("ADDEND", "BESIDE")}
+        constants |= {name: bool(given.get(name, 0)) for name in ("ADDEND", "BESIDE", "DEDICATED")}
     else:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "OWN", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,

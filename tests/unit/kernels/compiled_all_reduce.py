@@ -19,14 +19,14 @@ TYPES = POINTERS | {"y": "*bf16", **dict.fromkeys(("x", *(f"d{i}" for i in range
 def sums(shots: int, capability: int, tp: int) -> Any:
     kernel = one_shot_kernel if shots == 1 else two_shot_kernel
     config = AllReduceConfig(shots=shots)
-    constants = {"TP": tp, "BLOCK": config.block, "CTAS": config.ctas, "NOT_READY": NOT_READY[2], "CPU": False}
+    constants = {"TP": tp, "BLOCK": config.block, "NOT_READY": NOT_READY[2], "CPU": False}
     return compiled(ASTSource, kernel, TYPES, constants | {"DTYPE": tl.bfloat16}, capability, num_warps=config.warps)
 
 
 def own_gemm(config: AllReduceConfig, capability: int, transposed: bool) -> Any:
     tma, (bm, bn, bk) = capability >= 90, (config.bm, config.bn, config.bk)
     constants = {
-        "TP": 4, "BM": bm, "BN": bn, "BK": bk, "ROWS": config.rows_at_a_time, "CTAS": 132, "TRANSPOSED": transposed,
+        "TP": 4, "BM": bm, "BN": bn, "BK": bk, "ROWS": config.rows_at_a_time, "TRANSPOSED": transposed,
         "TMA": tma, "NOT_READY": NOT_READY[2], "CPU": False, "DTYPE": tl.bfloat16,
     }  # fmt: skip
     types = TYPES | {"a": "*bf16", "b": "*bf16"}

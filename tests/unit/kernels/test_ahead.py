@@ -47,7 +47,7 @@ def launch(m: int, half: int = 0) -> Any:
     )  # fmt: skip
     x, weight = torch.zeros(m, 128, dtype=torch.bfloat16), torch.zeros(512, 128, dtype=torch.bfloat16)
     call: Any = OperatorCall("gemm_reduce_scatter", x, weight, group_of(2))
-    config = KernelConfig(ws=True, stages=3, ring=4)
+    config = KernelConfig(ws=True, stages=3, ring=4, dedicated_reducers=True)  # as many workers as m asks for
     out = torch.zeros(m // 2, 512, dtype=torch.bfloat16)
     return hopper_arguments.gemm_reduce_scatter(SlabCall(call, out, work, half, config, 132, {}))  # type: ignore[arg-type]
 

@@ -248,22 +248,23 @@ class _RowParallelLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         need_dx, need_dw, _ = ctx.needs_input_grad
         local_dy, weight, dy_for_wgrad, _ = precision.gradient(dy, saved, need_dx, False)
-        dx = dw = whole_dy = None
-        if need_dx and not linear.sequence_parallel:  # every rank has all of dy
+        dx = dw = None
+        whole = not linear.sequence_parallel  # every rank has all of dy
+        if need_dx and whole:
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            serves_wgrad = precision.serves_wgrad and need_dw
+            whole = precision.serves_wgrad and need_dw
             dx = ops.all_gather_gemm(
-                local_dy, weight, linear.group, return_gathered=serves_wgrad,
-                own_gathered=serves_wgrad and linear.own_gathered, backend=linear.backends.dgrad,
-                wire=linear.wires.gradients, **precision.dgrad_options,
+                local_dy, weight, linear.group, return_gathered=whole, own_gathered=whole and linear.own_gathered,
+                backend=linear.backends.dgrad, wire=linear.wires.gradients, **precision.dgrad_options,
             )  # fmt: skip
-            if serves_wgrad:
-                dx, whole_dy = dx
+            if whole:
+                dx, dy_for_wgrad = dx
         local_dy = weight = None  # as in the column layer
         if need_dw:
-            x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad, whole_dy, linear)
-        whole_dy = None
+            if not whole:
+                dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear)
+            x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad)  # with no local shard beside the gathered dy
         if need_dx and linear.sequence_parallel and ctx.column is not None:
             ctx.column.prefetch()
         if need_dw:

@@ -161,17 +161,16 @@ class Precision:
         """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
         return saved[4] if gathered is None else gathered
 
-    def row_operands(self, saved: Saved, dy: Any, gathered: Any, linear: LinearState) -> tuple[Any, Any]:
-        """Return a row-parallel layer's ``x`` and ``dy`` for wgrad. ``gathered``: the ``dy`` that dgrad has gathered;
-        if it is None and ranks have shards of ``dy``, it is gathered here.
-        """
-        if gathered is not None or not linear.sequence_parallel:
-            return saved[4], dy if gathered is None else gathered
-        pending = ops.all_gather(
+    def gather_dy(self, dy: Any, linear: LinearState) -> Any:
+        """Gather a row-parallel layer's ``dy`` for wgrad, where dgrad has not."""
+        return ops.all_gather(
             dy, linear.group, backend=linear.backends.wgrad, wire=linear.wires.gradients,
             own_gathered=linear.own_gathered,
-        )  # fmt: skip
-        return saved[4], pending.wait()
+        ).wait()  # fmt: skip
+
+    def row_operands(self, saved: Saved, dy: Any) -> tuple[Any, Any]:
+        """Return a row-parallel layer's ``x`` and ``dy`` for wgrad; all rows of ``dy`` are given."""
+        return saved[4], dy
 
     def wgrad(self, linear: LinearState, x: Any, dy: Any) -> torch.Tensor | None:
         """Return the weight's gradient ``[n, k]``. With ``main_grad`` it is added there, and backward returns a tensor

@@ -387,14 +387,15 @@ class Fp8Call(Precision):
         self._x_again = None
         return found
 
-    def row_operands(
-        self, saved: Saved, dy: Rows | Fp8Operand, gathered: Fp8Operand | None, linear: LinearState
-    ) -> tuple[Fp8Operand, Fp8Operand]:
+    def gather_dy(self, dy: Rows, linear: LinearState) -> Rows:
         """See the protocol."""
-        if isinstance(dy, Rows):
-            whole = gather(dy, linear.group, linear.backends.wgrad).wait() if gathered is None else gathered
-            dy = self._transpose(whole, self._dy_quantizer)
-        return self.column_operand(saved, None), dy
+        return gather(dy, linear.group, linear.backends.wgrad).wait()
+
+    def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
+        """See the protocol."""
+        dy = self._transpose(dy, self._dy_quantizer) if self._gathers_dy else dy
+        x, self._x_again = self._restored(saved), None
+        return x, dy
 
     def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
         """Transpose gathered rows for wgrad; with one scale an operand has the same bytes."""

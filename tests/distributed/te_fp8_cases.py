@@ -13,6 +13,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -341,6 +344,55 @@ def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
         return sum(memory.values())
 
     return both(saved)[:2]
+
+
+def peaks(case: Case, recipe: str, peak: Callable[[Callable[[], None]], int]) -> tuple[int, int]:
+    """Peak memory of a micro-batch, by stock and by ours; ``peak`` measures that of a step."""
+    with fp8_megatron():
+        layer: Any = built(case)
+        x = input_of(case, 7).requires_grad_()
+
+        def step() -> None:
+            with autocast(recipe_of(recipe)):
+                y = layer(x)[0]
+            y.backward(gradient_of(y, 70))
+            x.grad = None
+            layer.is_first_microbatch = False
+
+        layer.is_first_microbatch = True
+        stock = peak(step)
+        layer.is_first_microbatch = True
+        with flux(FP8):
+            return stock, peak(step)
+
+
+class Made(TorchDispatchMode):
+    """Peak of the bytes that operators on CPUs have made, less fp32: kernels on GPUs make none, their stand-ins do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = operator(*args, **(kwargs or {}))
+        if not operator.is_view and not operator._schema.is_mutable:
+            for t in tree_leaves(results):
+                if type(t) is torch.Tensor and t.itemsize < 4:
+                    self._alive[t.untyped_storage()] = t.nbytes
+            self.peak = max(self.peak, sum(self._alive.values()))
+        return results
+
+
+def rank_fp8_peaks(kind: str, recipe: str) -> tuple[int, int]:
+    """Of the second micro-batch, by stock and by ours."""
+
+    def peak(step: Callable[[], None]) -> int:
+        step()
+        with Made() as made:
+            step()
+        return made.peak
+
+    return peaks(fp8_case(kind, bias=False), recipe, peak)
 
 
 # As in a CUDA graph

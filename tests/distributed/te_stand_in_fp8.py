@@ -171,11 +171,10 @@ def bgrad_quantize(dy: torch.Tensor, quantizer: Any) -> list[Any]:
 
 def fp8_transpose(input: torch.Tensor, dtype: Any = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Bytes ``[..., k]`` to ``[k, ...]``."""
-    transposed = input.reshape(-1, input.shape[-1]).t().contiguous().view(input.shape[-1], *input.shape[:-1])
-    if out is None:
-        return transposed
+    shape = (input.shape[-1], *input.shape[:-1])
+    out = input.new_empty(shape) if out is None else out
     with torch.autograd._unsafe_preserve_version_counter(out):
-        return out.copy_(transposed)
+        return out.copy_(input.reshape(-1, input.shape[-1]).t().view(shape))
 
 
 def create_empty_quantized_tensor(

@@ -35,6 +35,7 @@ from tests.distributed.te_fp8_cases import (
     rank_fp8_case,
     rank_fp8_no_grad,
     rank_fp8_pair,
+    rank_fp8_peaks,
     rank_fp8_recompute,
     rank_fp8_saved,
     rank_fp8_state,
@@ -151,6 +152,12 @@ def test_no_grad(te_world2: WorkerPool, kind: str, recipe: str) -> None:
 def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe: str) -> None:
     for stock, ours in te_world2.run(rank_fp8_saved, kind, recipe):
         assert 0 < ours <= stock, (stock, ours)
+
+
+@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, RECIPES))
+def test_peak_memory_is_not_above_stocks(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    for stock, ours in te_world2.run(rank_fp8_peaks, kind, recipe):
+        assert 0 < ours <= 1.02 * stock, (stock, ours)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ tests/distributed/test_te_fp8.py with TransformerEngine's own kernels, and flux'
 
 Covered there and here, by recipe: operands to the bit; forward, dx and all gradients; amaxes, scales and the cached
 weight after several steps; primary weights in FP8; recipes that change; recompute; no_grad; two layers with the gather
-ahead; checkpoints. Only here: sums of tensor cores, and peak memory.
+ahead; checkpoints; peak memory. Only here: sums of tensor cores.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.distributed import te_fp8_cases as cases
 from tests.distributed import test_delayed_wgrad as delayed
-from tests.distributed.megatron_world import flux
 from tests.distributed.norm_output_cases import Lora, rank_lora
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import NORMS, Sizes, gradient_of, input_of
-from tests.distributed.te_fp8_cases import FP8, GPU_SIZES, KINDS, RECIPES, fp8_case
+from tests.distributed.te_cases import NORMS, Sizes
+from tests.distributed.te_fp8_cases import GPU_SIZES, KINDS, RECIPES, fp8_case
 from tests.gpu.common import peak_memory
 
 pytestmark = [
@@ -117,23 +115,7 @@ def test_two_layers(nccl2: WorkerPool, recipe: str, ahead: bool, backend: str) -
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("nccl2")
 def test_peak_memory_is_not_above_stocks(kind: str, recipe: str) -> None:
-    case = fp8_case(kind, bias=False, sizes=Sizes(1024, 1, 4096, 8192))
-    with cases.fp8_megatron():
-        layer: Any = cases.built(case)
-        x = input_of(case, 7).requires_grad_()
-        layer.is_first_microbatch = True
-
-        def step() -> None:
-            with cases.autocast(cases.recipe_of(recipe)):
-                y = layer(x)[0]
-            y.backward(gradient_of(y, 70))
-            x.grad = None
-            layer.is_first_microbatch = False
-
-        stock = peak_memory(step)
-        layer.is_first_microbatch = True
-        with flux(FP8):
-            ours = peak_memory(step)
+    stock, ours = cases.peaks(fp8_case(kind, bias=False, sizes=Sizes(1024, 1, 4096, 8192)), recipe, peak_memory)
     dist.barrier()
     allowed = 1.1 if recipe == "blockwise" else 1.02  # in blocks 57 and 61 MiB were seen, the latter in a row's
     assert 0 < ours <= allowed * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"

@@ -3,7 +3,8 @@
 A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
     1. This process, then the JSON file (:mod:`~megatron_flux.ops.tuner.cache`), by a key of all that its speed depends
        on (:mod:`~megatron_flux.ops.tuner.keys`). Calls run stock until the kernels of the file's plan are compiled.
-    2. The nearest m of the same bucket, where this call can run its plan. A bucket is a factor of
+    2. The nearest m of the same bucket, where this call can run its plan, with tiles of the width that takes the fewest
+       rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`). A bucket is a factor of
        :data:`~megatron_flux.ops.tuner.tuner.BUCKET` wide.
     3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn. Until it is
        over they run the fastest so far, at first stock.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm import agreement, links, transports
 from megatron_flux.kernels.wire_format import EXACT
-from megatron_flux.ops import shipped_plans
+from megatron_flux.ops import kernel_config, shipped_plans
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
@@ -98,6 +98,15 @@ def runs(call: OperatorCall, entry: Entry) -> bool:
     if isinstance(plan, AllReduceConfig):  # the default one runs all
         return plan == AllReduceConfig() or plan.fits(call.m, call.n, tp, call.out.itemsize)
     return not isinstance(plan, KernelConfig) or fits(call.operator, plan, call.m // tp, call.n, call.k, tp)
+
+
+def in_fewest_rounds(call: OperatorCall, entry: Entry) -> Entry:
+    """Return the entry of another m, with tiles of the width that suits the m of ``call``."""
+    if not isinstance(entry.plan, KernelConfig) or call.fp8 is not None:
+        return entry
+    (m, n, k), tp = call.sizes, call.group.size()
+    plan = kernel_config.in_fewest_rounds(call.operator, entry.plan, m // tp, n, k, tp, sm_count(call.x.device))
+    return entry if plan is entry.plan else Entry.model_construct(backend=entry.backend, plan=plan)  # unchecked: faster
 
 
 def shipped(call: OperatorCall) -> Entry | None:

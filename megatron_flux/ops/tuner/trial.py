@@ -218,7 +218,7 @@ class TrialPlan(Plan):
     """A call whose candidates are tried; other values of m have plans of their own over the same trial."""
 
     def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decided: Callable[..., object]) -> None:
-        """``decided`` is called with the call and the entry once there is one."""
+        """``decided`` is called with the call and the entry once there is one, and all entries that have run."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
@@ -296,11 +296,10 @@ class TrialPlan(Plan):
         if not runs(call, entry):
             entry = self._trial.runnable(call)
         plan = self._plan(next(i for i, one in enumerate(self._trial.entries) if one.label == entry.label), call)
-        plan.counted, plan.degraded = self.counted, self.degraded
+        self._decided(call, entry, *(self._trial.entries[i] for i in self._trial.tried))
         plans = state_of(call.group).plans
         for key in [key for key, known in list(plans.items()) if known is self]:
-            plans[key] = plan
-        self._decided(call, entry)
+            del plans[key]  # the next call of this m may have another width of tiles
         return plan.run(call)
 
 

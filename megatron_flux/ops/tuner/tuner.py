@@ -19,7 +19,7 @@ from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import alone, cache
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, runs, shipped
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, in_fewest_rounds, runs, shipped
 from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
 from megatron_flux.ops.tuner.trial import Trial, TrialPlan
 from megatron_flux.settings import tunes
@@ -41,13 +41,12 @@ class Kind:
         self.known: Cache[int, Entry] = Cache()
         """The file's entries when such a call first came, and those of trials since; by m."""
 
-    def take(self, m: int, other: int) -> Entry:
-        """Let calls of ``m`` run the entry that is known of ``other``."""
-        entry = self.known[other]
-        if m != other and entry.ms:
-            entry = _without_times(entry)
-        self.entries[m] = entry
-        return entry
+    def near(self, call: OperatorCall, m: int) -> Entry | None:
+        """Return what is known of the nearest m in the bucket that ``call`` can run."""
+        bucket = _bucket(m)
+        there = [other for other in self.known if _bucket(other) == bucket]
+        there.sort(key=lambda other: abs(math.log(other / m)))
+        return next((self.known[other] for other in there if runs(call, self.known[other])), None)
 
     def key(self, m: int) -> str:
         """Return the key of the call with ``m``."""
@@ -63,15 +62,18 @@ class Decisions:
     trials: Cache[tuple[object, ...], Trial] = field(default_factory=Cache)
     """By the kind of call, and the bucket of m."""
     at_once: Cache[tuple[object, ...], None] = field(default_factory=Cache)
-    """Kinds of calls with labels of entries that run at once: their kernels are compiled, or they were asked for
-    ahead."""
+    """Kinds of calls with plans that run at once: their kernels are compiled, or they were asked for ahead."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
 
     @property
     def entries(self) -> dict[str, Entry]:
         """Entries that calls run, by key."""
-        return {kind.key(m): entry for kind in self.kinds.values() for m, entry in kind.entries.items()}
+        return {
+            kind.key(m): entry if m in kind.known else entry.model_copy(update={"ms": {}})
+            for kind in self.kinds.values()
+            for m, entry in kind.entries.items()
+        }
 
 
 class Tuner:
@@ -157,22 +159,29 @@ class Tuner:
         return plan
 
     def _known(self, call: OperatorCall, entry: Entry) -> Plan:
-        """Return a plan for calls whose ``entry`` is known: they run stock until its kernels are compiled."""
-        decisions, what = self.decisions(call.group), (*_alike(call), entry.label)
-        if entry.plan is None or call.spec.captured or what in decisions.at_once or not self._tries(call.group):
+        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run the one of the
+        bucket that it follows from, or stock.
+        """
+        if entry.plan is None or call.spec.captured or not self._tries(call.group):
             return self._planned(call, entry)
-        kind = ("known", *what)
+        decisions, alike = self.decisions(call.group), _alike(call)
+        if (alike, entry.plan) in decisions.at_once:
+            return self._planned(call, entry)
+        kind = ("known", alike, entry.plan)
         if (trial := decisions.trials.get(kind)) is None:
-            trial = decisions.trials[kind] = Trial([UNMEASURED, entry], words_of(call), known=True)
+            near = self._kind(call, captured=False).near(call, call.m)
+            first = near if near is not None and (alike, near.plan) in decisions.at_once else UNMEASURED
+            trial = decisions.trials[kind] = Trial([first, entry], words_of(call), known=True)
         if trial.decided is not None:
             return self._planned(call, trial.decided)
         return TrialPlan(call, trial, self.backends, self._note_at_once)
 
-    def _note_at_once(self, call: OperatorCall, entry: Entry) -> None:
-        self.decisions(call.group).at_once[(*_alike(call), entry.label)] = None
+    def _note_at_once(self, call: OperatorCall, *entries: Entry) -> None:
+        for entry in entries:
+            self.decisions(call.group).at_once[_alike(call), entry.plan] = None
 
-    def _note_decided(self, call: OperatorCall, entry: Entry) -> None:
-        self._note_at_once(call, entry)
+    def _note_decided(self, call: OperatorCall, entry: Entry, *ran: Entry) -> None:
+        self._note_at_once(call, entry, *ran)
         self._keep(call, entry)
 
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
@@ -200,12 +209,12 @@ class Tuner:
         m = call.m
         for mode in _modes(call):
             kind = self._kind(call, mode)
-            if (entry := kind.entries.get(m)) is not None:
+            entry = kind.entries.get(m) or kind.known.get(m)
+            if entry is None and (near := kind.near(call, m)) is not None:
+                entry = in_fewest_rounds(call, near)
+            if entry is not None and runs(call, entry):
+                kind.entries[m] = entry
                 return entry
-            bucket = _bucket(m)
-            near = [other for other in kind.known if _bucket(other) == bucket and runs(call, kind.known[other])]
-            if near:
-                return kind.take(m, min(near, key=lambda other: abs(math.log(other / m))))
         return None
 
     def _untried(self, call: OperatorCall) -> Entry:
@@ -219,10 +228,9 @@ class Tuner:
     def _keep(self, call: OperatorCall, entry: Entry, *, later: bool = True) -> Entry:
         """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
         kind, m = self._kind(call, call.spec.captured), call.m
-        new = all(_bucket(other) != _bucket(m) or not runs(call, one) for other, one in kind.known.items())
-        kind.entries[m] = entry if new or not later else _without_times(entry)
+        new = kind.near(call, m) is None
         if new or not later:
-            kind.known[m] = entry
+            kind.known[m] = kind.entries[m] = entry
         if new and later and entry.ms and call.group.rank() == 0:
             _writer().submit(cache.keep, kind.key(m), entry)
         return entry
@@ -250,10 +258,10 @@ def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:
 
 def _alike(call: OperatorCall) -> tuple[object, ...]:
     """Return what calls have in common that one trial serves: all but m that their kernels differ in."""
-    spec = call.spec
-    some = spec.bias is not None, spec.addend is not None, spec.return_gathered, spec.own_gathered, spec.async_op
-    return (call.operator, call.n, call.k, spec.dtype, call.out, spec.fp8, spec.device, spec.transposed, spec.wire,
-            spec.captured, *some)  # fmt: skip
+    (operator, shape, dtype, device, weight, transposed, _, inside, gathered, async_op, wire, fp8, _, addend, own,
+     captured) = call.key  # fmt: skip
+    return (operator, shape[-1], dtype, device, weight, transposed, inside, gathered, async_op, wire, fp8,
+            addend is None, own, captured)  # fmt: skip
 
 
 def _modes(call: OperatorCall) -> tuple[bool, ...]:
@@ -266,10 +274,6 @@ def _modes(call: OperatorCall) -> tuple[bool, ...]:
 @lru_cache(MOST_ENTRIES)
 def _bucket(m: int) -> int:
     return round(math.log(m) / math.log(BUCKET))
-
-
-def _without_times(entry: Entry) -> Entry:
-    return Entry.model_construct(backend=entry.backend, plan=entry.plan, pieces=entry.pieces)  # which checks nothing
 
 
 @once

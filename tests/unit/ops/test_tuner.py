@@ -292,8 +292,23 @@ def test_a_m_near_by_runs_what_was_decided_and_claims_no_times(timed: Tuned) -> 
     assert timed.log[-1] == ("fused", FULL[-1])
     assert timed(x=torch.zeros(11, 4)) == ("fused", FULL[-1])
     assert len(timed.trials) == 1
+    timed(x=torch.zeros(10, 4))
     assert [bool(entry.ms) for _, entry in timed.tuner.entries()] == [True, False, False]
     assert kept().ms, "one entry, of the m that was tried"
+
+
+def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then what it follows from does; neither has a trial of its own."""
+    other = KernelConfig(reducers=9)
+    assert timed() == ("fused", FULL[-1])
+    monkeypatch.setattr(module, "in_fewest_rounds", lambda call, entry: Entry(backend="fused", plan=other))
+    call = call_of(10)
+    for _ in range(20):
+        timing.finish(call.run(timed))
+    ran = timed.log[-20:]
+    assert (ran[0], ran[-1]) == (("fused", FULL[-1]), ("fused", other))
+    assert ran.count(STOCK) == 0
+    assert timed() == ("fused", FULL[-1]), "of the m that was tried"
 
 
 def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from megatron_flux.errors import OperatorError
 
 MAP_BYTES = 128  # size of a ``CUtensorMap``
+_Map, _MapMemory = ctypes.c_char * MAP_BYTES, ctypes.c_char * (2 * MAP_BYTES)
 
 _MAP_TYPES = {  # ``CUtensorMapDataType``; FP8 is bytes
     torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
@@ -181,34 +182,32 @@ def capture_id(stream: int) -> int:
     return number.value
 
 
-def tensor_map(
-    address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
-) -> ctypes.Array:
-    """Make a ``CUtensorMap`` for TMA's tiled copies like Triton's: out of bounds is zero.
+def tensor_maps(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> Callable[[int], ctypes.Array]:
+    """Return what makes a ``CUtensorMap`` of an address for TMA's tiled copies like Triton's: out of bounds is zero.
 
-    ``address`` is the first element's on the device, a multiple of 16; ``dtype`` bf16, fp16, fp32 or FP8.
+    The address is the first element's on the device, a multiple of 16; ``dtype`` bf16, fp16, fp32 or FP8.
     ``shape``, ``strides`` (the last is 1) and ``box`` (of a copy) are in elements, the contiguous dimension last.
     ``swizzle`` is a ``CUtensorMapSwizzle``.
     """
     rank = len(shape)
     numbers, words = _U64 * rank, ctypes.c_uint32 * rank
-    memory = (ctypes.c_char * (2 * MAP_BYTES))()
-    offset = -ctypes.addressof(memory) % 64  # CUDA wants 64-byte alignment
-    tensor_map = (ctypes.c_char * MAP_BYTES).from_buffer(memory, offset)
-    status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(tensor_map),
-        _MAP_TYPES[dtype],
-        rank,
-        address,
-        numbers(*reversed(shape)),
-        numbers(*[stride * dtype.itemsize for stride in reversed(strides[:-1])]),
+    sizes, steps = numbers(*reversed(shape)), numbers(*[stride * dtype.itemsize for stride in reversed(strides[:-1])])
+    boxes, ones, kind, encode = (
         words(*reversed(box)),
         words(*[1] * rank),
-        0,  # not interleaved
-        swizzle,
-        _L2_PROMOTION_128B,
-        0,
+        _MAP_TYPES[dtype],
+        _driver().cuTensorMapEncodeTiled,
     )
-    if status:
-        raise refused(f"a tensor map of {list(shape)} by {list(box)}", status)
-    return tensor_map
+
+    def made(address: int) -> ctypes.Array:
+        memory = _MapMemory()
+        tensor_map = _Map.from_buffer(memory, -ctypes.addressof(memory) % 64)  # CUDA wants 64-byte alignment
+        # Not interleaved, and zeros out of bounds.
+        to = ctypes.addressof(tensor_map)
+        if status := encode(to, kind, rank, address, sizes, steps, boxes, ones, 0, swizzle, _L2_PROMOTION_128B, 0):
+            raise refused(f"a tensor map of {list(shape)} by {list(box)}", status)
+        return tensor_map
+
+    return made

@@ -93,7 +93,7 @@ class _Map:
 
     def __init__(self, *about: Any) -> None:
         """``about``: dtype, shape, strides, box and swizzle."""
-        self._about = about
+        self._make = driver.tensor_maps(*about)
         self.by_address: dict[int, tuple[int, Any]] = {}
         self._before = self.by_address
         """Those of before that a launch may be about to take."""
@@ -104,7 +104,7 @@ class _Map:
         if entry is None:
             if len(self.by_address) >= _MOST_MAPS:
                 self._before, self.by_address = self.by_address, {}
-            made = driver.tensor_map(address, *self._about)
+            made = self._make(address)
             entry = self.by_address[address] = (ctypes.addressof(made), made)
         return entry
 

@@ -12,6 +12,7 @@ four of 132 SMs are free for adding partials at no cost in rounds.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
@@ -128,13 +129,18 @@ def in_fewest_rounds(op: str, config: KernelConfig, mp: int, n: int, k: int, tp:
     """
     if not config.ws or config.bm != 128 or config.dedicated_reducers:
         return config
-    stages = {256: 4, 128: 6} if op == "all_gather_gemm" else {256: 3, 128: 5}
-    bn = 384 - config.bn
 
     def time(bn: int) -> float:
         return cdiv(cdiv(mp, 128) * cdiv(n, bn) * tp, sms) * (1.0 if bn == 256 else half_tile(k))
 
-    return replace(config, bn=bn, stages=stages[bn]) if time(bn) < 0.99 * time(config.bn) else config
+    return _of_other_width(op, config) if time(384 - config.bn) < 0.99 * time(config.bn) else config
+
+
+@functools.lru_cache(1024)
+def _of_other_width(op: str, config: KernelConfig) -> KernelConfig:
+    stages = {256: 4, 128: 6} if op == "all_gather_gemm" else {256: 3, 128: 5}
+    bn = 384 - config.bn
+    return replace(config, bn=bn, stages=stages[bn])
 
 
 def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:

@@ -176,15 +176,19 @@ class Recorded:
         self.launched: list[list[int]] = []
         self.sizes: list[int] = []
 
-    def tensor_map(self, address: int, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
+    def tensor_maps(self, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
         assert (list(shape)[1] * dtype.itemsize) % 16 == 0
         assert list(strides)[1] == 1
         assert swizzle == (0 if dtype == torch.float32 else 3)
         assert swizzle == 0 or list(box)[1] * dtype.itemsize <= 128  # a copy is as wide as the swizzle
-        made = (ctypes.c_char * self.MAP_BYTES)()
-        struct.pack_into("Q", made, 0, address)
-        self.maps[address] = made
-        return made
+
+        def make(address: int) -> Any:
+            made = (ctypes.c_char * self.MAP_BYTES)()
+            struct.pack_into("Q", made, 0, address)
+            self.maps[address] = made
+            return made
+
+        return make
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
         assert (function, grid, stream) == (7, 132, 99)

@@ -147,7 +147,7 @@ def test_maps_of_one_launch_stay_until_it_is_made(monkeypatch: pytest.MonkeyPatc
         pass
 
     monkeypatch.setattr(launches, "_MOST_MAPS", 3)
-    monkeypatch.setattr(launches.driver, "tensor_map", lambda address, *about: Made())
+    monkeypatch.setattr(launches.driver, "tensor_maps", lambda *about: lambda address: Made())
     maps = launches._Map("dtype", (8, 8))
     for address in range(20):
         first = weakref.ref(maps.at(address)[1])

@@ -37,10 +37,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     maps: dict[int, Any] = {}
 
-    def tensor_map(address: int, dtype: Any, *about: Any) -> Any:
-        made = ctypes.create_string_buffer(cuda_driver.MAP_BYTES)
-        maps[ctypes.addressof(made)] = (address, *about)
-        return made
+    def tensor_maps(dtype: Any, *about: Any) -> Any:
+        def make(address: int) -> Any:
+            made = ctypes.create_string_buffer(cuda_driver.MAP_BYTES)
+            maps[ctypes.addressof(made)] = (address, *about)
+            return made
+
+        return make
 
     def launch(function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
         read = []
@@ -49,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             read.append(number if isinstance(number, tuple) else struct.unpack("<i" if size == 4 else "<q", number)[0])
         seen.append(((function, grid, threads, shared, stream), read))
 
-    monkeypatch.setattr(cuda_driver, "tensor_map", tensor_map)
+    monkeypatch.setattr(cuda_driver, "tensor_maps", tensor_maps)
     monkeypatch.setattr(cuda_driver, "launch", launch)
     return seen
 

@@ -102,10 +102,10 @@ def runs(call: OperatorCall, entry: Entry) -> bool:
 
 def in_fewest_rounds(call: OperatorCall, entry: Entry) -> Entry:
     """Return the entry of another m, with tiles of the width that suits the m of ``call``."""
-    if not isinstance(entry.plan, KernelConfig) or call.fp8 is not None:
+    if not isinstance(entry.plan, KernelConfig) or call.operator != "gemm_reduce_scatter" or call.fp8 is not None:
         return entry
-    (m, n, k), tp = call.sizes, call.group.size()
-    plan = kernel_config.in_fewest_rounds(call.operator, entry.plan, m // tp, n, k, tp, sm_count(call.x.device))
+    tp = call.group.size()
+    plan = kernel_config.in_fewest_rounds(entry.plan, call.m // tp, call.n, tp, sm_count(call.x.device))
     return entry if plan is entry.plan else Entry.model_construct(backend=entry.backend, plan=plan)  # unchecked: faster
 
 

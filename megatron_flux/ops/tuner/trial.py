@@ -217,8 +217,10 @@ class Trial:
 class TrialPlan(Plan):
     """A call whose candidates are tried; other values of m have plans of their own over the same trial."""
 
-    def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decided: Callable[..., object]) -> None:
-        """``decided`` is called with the call and the entry once there is one, and all entries that have run."""
+    def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decided: Callable[..., Entry]) -> None:
+        """``decided`` is called with the call, the entry once there is one, and all entries that have run; it returns
+        what such calls run from then on.
+        """
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
@@ -295,11 +297,13 @@ class TrialPlan(Plan):
         assert entry is not None  # noqa: S101 - the caller has looked
         if not runs(call, entry):
             entry = self._trial.runnable(call)
-        plan = self._plan(next(i for i, one in enumerate(self._trial.entries) if one.label == entry.label), call)
-        self._decided(call, entry, *(self._trial.entries[i] for i in self._trial.tried))
+        entry = self._decided(call, entry, *(self._trial.entries[i] for i in self._trial.tried))
+        known = next((i for i, one in enumerate(self._trial.entries) if one.label == entry.label), None)
+        plan = self._backends.plan(call, entry) if known is None else self._plan(known, call)
+        plan.counted, plan.degraded = self.counted, self.degraded
         plans = state_of(call.group).plans
         for key in [key for key, known in list(plans.items()) if known is self]:
-            del plans[key]  # the next call of this m may have another width of tiles
+            plans[key] = plan
         return plan.run(call)
 
 

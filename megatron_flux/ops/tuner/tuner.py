@@ -176,13 +176,16 @@ class Tuner:
             return self._planned(call, trial.decided)
         return TrialPlan(call, trial, self.backends, self._note_at_once)
 
-    def _note_at_once(self, call: OperatorCall, *entries: Entry) -> None:
-        for entry in entries:
-            self.decisions(call.group).at_once[_alike(call), entry.plan] = None
+    def _note_at_once(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
+        for one in (entry, *ran):
+            self.decisions(call.group).at_once[_alike(call), one.plan] = None
+        return entry
 
-    def _note_decided(self, call: OperatorCall, entry: Entry, *ran: Entry) -> None:
+    def _note_decided(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
         self._note_at_once(call, entry, *ran)
         self._keep(call, entry)
+        suits = self._looked_up(call)
+        return entry if suits is None or (_alike(call), suits.plan) not in self.decisions(call.group).at_once else suits
 
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials

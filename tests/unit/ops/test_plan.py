@@ -68,22 +68,15 @@ def test_warp_specialised_plans_for_hopper() -> None:
     assert by_rule(RS, 1024, 12288, 3072, 8, 132, ws=True, promoted=False).spread == 0
 
 
-@pytest.mark.parametrize(
-    ("op", "mp", "n", "k", "bn", "wanted"),
-    [
-        # Measured: 0.363 ms against 0.325, 2.092 against 2.038; 0.661 either way by rounds.
-        (RS, 1760, 4096, 7168, 256, 128),
-        (RS, 5792, 4096, 7168, 256, 256),
-        (AG, 5536, 14336, 4096, 256, 128),
-        (AG, 2032, 14336, 4096, 128, 128),
-    ],
-)
-def test_another_m_may_want_tiles_of_the_other_width(op: str, mp: int, n: int, k: int, bn: int, wanted: int) -> None:
+@pytest.mark.parametrize(("mp", "bn", "wanted"), [(1760, 256, 128), (5792, 256, 256), (1760, 128, 128)])
+def test_another_m_may_want_tiles_of_the_other_width(mp: int, bn: int, wanted: int) -> None:
+    """0.363 ms against 0.325 were measured, and 1.140 against 1.196 (2 x H200)."""
     given = KernelConfig(ws=True, bn=bn, band=3)
-    found = in_fewest_rounds(op, given, mp, n, k, 2, 132)
+    found = in_fewest_rounds(given, mp, 4096, 2, 132)
     assert (found.bn, found.band) == (wanted, 3)
     assert (found is given) == (bn == wanted)
-    assert fits(op, found, mp, n, k, 2)
+    assert fits(RS, found, mp, 4096, 7168, 2)
+    assert in_fewest_rounds(KernelConfig(bn=256), 1760, 4096, 2, 132).bn == 256, "plain kernels"
 
 
 def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:

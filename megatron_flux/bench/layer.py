@@ -485,7 +485,7 @@ def work(text: str) -> None:
     wanted = LayerRun.model_validate_json(text)
     rank.set_environment()
     warnings.filterwarnings("ignore")  # of packages that a variant uses and this project does not choose
-    # Megatron compiles activations for each shape, and after eight leaves them eager: no workload is to suffer for others.
+    # Megatron compiles activations for each shape and leaves them eager after eight, those of other workloads included.
     torch._dynamo.config.recompile_limit = 1000
     with cpu_shims(), process_groups(wanted, ep=wanted.ep):
         harness.show(tables.show_layers, run(wanted, log=logger.info), wanted.out)

@@ -13,7 +13,7 @@ Layout
 
     Slots are small, so that data stays in the last-level cache between write and read. In large slots everything goes
     through memory twice, and four GPUs share that bandwidth. Many slots are no better than few, for the same reason.
-    A block goes in few *chunks* of at most a slot: each costs host time.
+    A block goes in *chunks* of a slot's size.
 
 Schedule
     A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
@@ -59,12 +59,6 @@ EPOCH, POSITION, BUSY = 0, 4, 8
 HEAD = PAGE
 MIN_SLOTS = 3
 """One is written and one read at a time, and words are enqueued one chunk late."""
-ALL_SLOTS, LARGEST_SLOT = 48 * MIB, 8 * MIB
-"""Bytes of the slots of all ranks of a group, three quarters of a container's usual shared memory, and of one slot."""
-CHUNKS, LEAST_CHUNK = 4, 2 * MIB
-"""Chunks of a block, unless they were larger than a slot, or smaller than half of one or than this. Each takes four
-calls of the driver, 12 to 20 us of host time; a call ends later by the time of one chunk: 0.1 ms for 4 MB (2 x H200).
-"""
 
 
 def progress_word(lane: int, what: int) -> int:
@@ -81,8 +75,8 @@ class Layout:
     """Offsets in bytes within one rank's region, for a group of ``tp`` ranks."""
 
     tp: int
-    slot_bytes: int
-    slots: int = MIN_SLOTS
+    slot_bytes: int = 2 * MIB
+    slots: int = 4
 
     def __post_init__(self) -> None:
         """Raise UserError if the ring is too short for the schedule."""
@@ -115,15 +109,7 @@ class Layout:
 
     def chunks(self, cuts: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Return for each piece of a block that is cut at ``cuts`` its chunks, as ``(offset, nbytes)``."""
-        most, least, of_piece = (
-            self.slot_bytes,
-            max(self.slot_bytes // 2, LEAST_CHUNK),
-            max(1, CHUNKS // (len(cuts) - 1)),
-        )
-        return [
-            chunks(first, last, min(most, max(least, -(-(last - first) // of_piece))))
-            for first, last in itertools.pairwise(cuts)
-        ]
+        return [chunks(first, last, self.slot_bytes) for first, last in itertools.pairwise(cuts)]
 
     def word(self, use: int, reader: int) -> int:
         """Return the offset of that slot's word for rank ``reader``."""
@@ -139,12 +125,12 @@ class Layout:
 
 
 def default_layout(tp: int) -> Layout:
-    """Return the layout for ``tp`` ranks.
+    """Return the layout for ``tp`` ranks: 32 MB for two or four, half of a container's shared memory.
 
-    With two GPUs, slots of 4 MB are faster than 2 MB (results/host-link-h200x2: 2.5 ms for 101 MB, against 2.8). Larger
-    ones, for fewer calls of the driver, and more GPUs, whose slots share the cache, were not measured.
+    With two GPUs, slots of 4 MB are faster (results/host-link-h200x2: 2.5 ms for 101 MB, against 2.8) and halve the
+    driver calls. With more, smaller slots leave room in the cache for all; that was not measured here.
     """
-    return Layout(tp, min(LARGEST_SLOT, ALL_SLOTS // (MIN_SLOTS * tp) // PAGE * PAGE))
+    return Layout(tp, (4 if tp == 2 else 2) * MIB)
 
 
 def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:

@@ -55,7 +55,7 @@ from typing import NamedTuple
 from megatron_flux.comm.host_schedule import (
     EMPTY,
     FULL,
-    LARGEST_SLOT,
+    MIB,
     Layout,
     Program,
     ProgramBuilder,
@@ -165,7 +165,7 @@ class PeerLayout(Layout):
     for those that others have for it to become FULL.
     """
 
-    slot_bytes: int = LARGEST_SLOT
+    slot_bytes: int = 4 * MIB
 
     @property
     def region_bytes(self) -> int:

@@ -155,6 +155,9 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
 def record(event: int, stream: int) -> None:
     """Record ``event`` in the order of ``stream``."""
     status = _driver().cuEventRecord(event, stream)
+    if status == _INVALID_CONTEXT:
+        _make_context_current()
+        status = _driver().cuEventRecord(event, stream)
     if status:
         raise refused("to record an event", status)
 
@@ -162,6 +165,9 @@ def record(event: int, stream: int) -> None:
 def wait(stream: int, event: int) -> None:
     """Make ``stream`` wait for ``event``."""
     status = _driver().cuStreamWaitEvent(stream, event, 0)
+    if status == _INVALID_CONTEXT:
+        _make_context_current()
+        status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
         raise refused("to put a stream behind an event", status)
 

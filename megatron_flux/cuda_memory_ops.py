@@ -2,7 +2,7 @@
 
 A *memory operation* waits until a 32-bit word has a value, or writes one, in the order of a stream and by the GPU's
 front end: no SM, no kernel. A write comes after everything that the stream was given before it has reached memory. Many
-of them go to the driver in one call, whose arguments are laid out once (:func:`table`).
+of them go to the driver in one call, whose arguments are laid out once (:func:`table`, :func:`call_of`).
 
 A call that CUDA refuses raises :class:`~megatron_flux.errors.OperatorError`. Source: cuda.h of CUDA 12 and 13
 (``CUstreamBatchMemOpParams``); a driver for CUDA 12 or newer is needed, older ones have these calls switched off.
@@ -66,18 +66,38 @@ def _driver() -> ctypes.CDLL:
     return library(_ARGUMENTS)
 
 
-def enqueue(operations: int, count: int, stream: int) -> None:
-    """Enqueue ``count`` memory operations of a :func:`table` at address ``operations`` in ``stream`` (a handle)."""
-    status = _driver().cuStreamBatchMemOp_v2(stream, count, operations, 0)
-    if status:
-        raise refused(f"{count} memory operations in a stream", status)
+class Copy(NamedTuple):
+    """A copy between the device and a slot of host memory, or of another GPU."""
+
+    row: int  # of addresses on the device that :func:`run` is given
+    offset: int  # from there
+    slot: int  # address
+    nbytes: int
 
 
-def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy ``nbytes`` between addresses of this device and registered host memory, in the order of ``stream``."""
-    status = _driver().cuMemcpyAsync(target, source, nbytes, stream)
-    if status:
-        raise refused(f"a copy of {nbytes} bytes between host and GPU", status)
+Call = tuple[Any, tuple[Any, ...], bool, list[tuple[Any, ...]]]
+"""A function that returns a status of the driver, its arguments, and copies behind it (from slots, or to them)."""
+
+
+def call_of(operations: np.ndarray, stream: int, copies: Sequence[Copy] = (), *, from_slots: bool = False) -> Call:
+    """Lay out what enqueues the memory operations of a :func:`table`, which it keeps, in ``stream`` (a handle), and the
+    ``copies`` behind them.
+    """
+    at, first = _P(stream), operations.ctypes.data_as(_P)
+    laid_out = [(row, offset, _U64(slot), _SIZE(nbytes), at) for row, offset, slot, nbytes in copies]
+    return _driver().cuStreamBatchMemOp_v2, (at, _U32(len(operations)), first, _U32(0)), from_slots, laid_out
+
+
+def run(calls: Sequence[Call], rows: Sequence[int]) -> None:
+    """Enqueue ``calls``. Beside the driver this loop is most of a transfer's host time."""
+    copy = _driver().cuMemcpyAsync
+    for function, arguments, from_slots, copies in calls:
+        if status := function(*arguments):
+            raise refused(f"{arguments[1].value} memory operations in a stream", status)
+        for row, offset, slot, nbytes, stream in copies:
+            at = rows[row] + offset
+            if status := copy(at, slot, nbytes, stream) if from_slots else copy(slot, at, nbytes, stream):
+                raise refused(f"a copy of {nbytes.value} bytes between host and GPU", status)
 
 
 def register(address: int, nbytes: int) -> int:

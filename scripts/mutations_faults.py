@@ -36,6 +36,7 @@ class Fault:
 
 FP8 = "tests/distributed/test_fp8_ops.py"
 PROGRAM = "tests/unit/comm/test_host_schedule.py"
+STREAMS = "tests/unit/ops/test_chunked_path.py"
 P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PLANS = "tests/unit/ops/test_fused_plans.py"
@@ -100,6 +101,27 @@ FAULTS: tuple[Fault, ...] = (
         "if wait is None or self._stood",
         "if self._stood",
         ("tests/unit/comm/test_host_progress.py::test_a_lane_that_is_busy_with_something_else_is_left_alone",),
+    ),
+    _fault(
+        "a gather ends before what is sent has been read",
+        "megatron_flux/comm/host_link.py",
+        "self._marks = [lanes.mark(DOWN)]",
+        "self._marks = [lanes.mark(UP)]",
+        (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
+    ),
+    _fault(
+        "a block is sent before its product is there",
+        "megatron_flux/comm/host_link.py",
+        "        self._lanes.behind(mark, DOWN)\n",
+        "",
+        (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
+    ),
+    _fault(
+        "an event is used again before it has been waited for",
+        "megatron_flux/comm/lanes.py",
+        "event = self._events.pop() if self._events else self._event()",
+        "event = self._between",
+        (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
     # The link through peers' memory.
     _fault(

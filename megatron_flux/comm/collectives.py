@@ -69,7 +69,7 @@ class Pending:
 
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """Return the same operation with a view of its result (``view`` must not read the data)."""
-        return Pending(view(self._tensor), self.wait, local_shard=self.local_shard)
+        return Pending(view(self._tensor), self._wait and self.wait, local_shard=self.local_shard)
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
         """Return the same operation, waited for inside ``context()`` unless it is finished."""

@@ -19,7 +19,7 @@ exchange each pair has slots of its own. The parts:
 Contract
     * All ranks of a group make the same calls with the same sizes in the same order, as for any collective. A call
       begins on the current stream (on CPUs: at once). Calls are finished in the order in which they began.
-    * Tensors are uint8 and contiguous. What is sent must not change, and where it arrives not be read, until the call
+    * Tensors are contiguous. What is sent must not change, and where it arrives not be read, until the call
       says so. The link keeps both alive.
     * A call that cannot be finished raises :class:`~megatron_flux.errors.OperatorError` at its next step or in the next
       call, with rank, operator and peers. An exception in between must poison the link
@@ -38,7 +38,8 @@ Hazards
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
     * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). Words go in batches whose arguments are built once. Larger slots mean fewer calls.
+      (2 x H200). Words go in batches; all arguments but the addresses of tensors are laid out once for all calls of a
+      size.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
       branches reach the hardware is not ours to say. One trial on two H200s, with two lanes each way, ended with one
       queue and with eight, with late ranks and eager calls between replays; the check of ``tests/gpu/checks_host.py``
@@ -48,7 +49,8 @@ Hazards
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +60,9 @@ from megatron_flux import settings
 from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
 from megatron_flux.comm.group_state import Cache
-from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress, release
-from megatron_flux.comm.host_schedule import DOWN, LANES, UP, Layout, Program, Step, default_layout
-from megatron_flux.comm.lanes import Lane, ProcessorLane, StreamLane, follow
+from megatron_flux.comm.host_progress import Call, Progress, release
+from megatron_flux.comm.host_schedule import Layout, Program, default_layout
+from megatron_flux.comm.lanes import CALLER, DOWN, LANES, UP, ProcessorLanes, StreamLanes
 from megatron_flux.errors import OperatorError
 
 
@@ -83,27 +85,30 @@ class HostLink:
         """Collective. ``one_queue``: on CPUs, use one queue for everything (None: as settings say of CUDA's). Raises
         UserError if there is no shared memory for it, or not enough.
         """
-        self.rank, self.tp, self.device = group.rank(), group.size(), device
+        self._cuda = device.type == "cuda"
+        self.rank, self.tp = group.rank(), group.size()
+        self.device = device = torch.device("cuda", device.index or 0) if self._cuda else device
         self.layout = layout or default_layout(self.tp)
         regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, regions)
+        self.alarm = progress.alarm
+        """Alarm of its waits."""
         self._regions = regions.lanes
-        self._programs: Cache[tuple[str, tuple[int, ...]], Program] = Cache()
+        self._calls: Cache[tuple[str, str, tuple[int, ...]], Call] = Cache()
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
-        self._lanes: list[Lane] = []
+        self.lanes: Any = None
 
         def make_lanes() -> None:
-            if device.type == "cuda":
-                streams = [StreamLane(device) for _ in LANES]
-                self._lanes = [*streams]
-                progress.release = lambda: release(self.layout, self.rank, regions.host, streams)
-                self._gates: dict[Any, Any] = {}
+            if self._cuda:
+                from megatron_flux.kernels import gate
+
+                self.lanes = lanes = StreamLanes(device)
+                progress.release = lambda: release(self.layout, self.rank, regions.host, lanes)
+                self._gate = functools.partial(gate.launch, self.alarm.words, {}, device)
             else:
                 seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
-                self._lanes = [
-                    ProcessorLane(progress.gave_up(lane), seconds, threaded=not one, keep=progress) for lane in LANES
-                ]
+                self.lanes = ProcessorLanes(progress.gave_up, seconds, threaded=not one, keep=progress)
 
         # Nobody waits for a peer that could not make its own.
         together(group, f"making the link through {self.through}", make_lanes)
@@ -113,96 +118,48 @@ class HostLink:
         """Shared memory that this rank owns."""
         return self.layout.region_bytes
 
-    @property
-    def alarm(self) -> LinkAlarm:
-        """Alarm of its waits."""
-        return self._progress.alarm
-
     def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostGather:
-        """Send ``local`` ``[nbytes]`` to all peers; peer ``p``'s arrives in ``gathered[p]`` (``[tp, nbytes]``, whose
-        local row is left alone). ``cuts``: where pieces begin, and ``nbytes``.
+        """Send ``local`` (``nbytes``) to all peers; peer ``p``'s arrives in ``gathered``, ``p * nbytes`` from its
+        begin. The part of this rank is left alone. ``cuts``: where pieces begin, and ``nbytes``.
         """
-        program = self._program("gather", cuts)
-        self._begin(operator, program, LANES)
-        self._latest = HostGather(self, program, local, gathered)
-        self._latest.begin()
-        return self._latest
+        self._latest = call = HostGather(self, self._begin("gather", operator, cuts, LANES), local, gathered)
+        call.begin()
+        return call
 
     def exchange(self, operator: str, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
-        """Send a block of ``nbytes`` to each peer; what peer ``p`` sends this rank arrives in ``received[p]``."""
-        program = self._program("exchange", cuts)
-        self._begin(operator, program, (UP,))
-        self._latest = HostExchange(self, program, received, self.exchange_steps(len(cuts) - 1))
-        return self._latest
+        """Send a block of ``nbytes`` to each peer; what peer ``p`` sends arrives in ``received``, as of a gather."""
+        self._latest = call = HostExchange(self, self._begin("exchange", operator, cuts, (UP,)), received)
+        return call
 
     def poison(self, operator: str, error: BaseException) -> None:
         """Refuse all further calls: ``error`` ended a call of ``operator`` that has begun."""
         self.alarm.poison(operator, error)
-        if self.device.type == "cuda":  # what the caller does with the operands' memory comes behind the lanes
-            for lane in self._lanes:
-                with contextlib.suppress(Exception):
-                    lane.mark()()
-
-    def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
-        """Return an exchange's ``(peer, piece)`` in sending order."""
-        return host_schedule.exchange_steps(self.rank, self.tp, pieces)
-
-    def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
-        """Enqueue ``steps``; ``rows``: device addresses of the tensor's rows, then of what is sent."""
-        for number, batch, copies, after in steps:
-            lane = self._lanes[number]
-            if after is not None:
-                lane.after(self._lanes[after])
-            lane.words(batch)
-            for row, offset, slot, nbytes in copies:
-                if number == DOWN:
-                    lane.copy(slot, rows[row] + offset, nbytes)
-                else:
-                    lane.copy(rows[row] + offset, slot, nbytes)
-
-    def behind(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """Return a function that puts the then current stream behind what these lanes have been given by now."""
-        marks = [self._lanes[number].mark() for number in numbers]
-
-        def wait() -> None:
-            for mark in marks:
-                mark()
-
-        return wait
-
-    def follow(self, numbers: Sequence[int]) -> Callable[[], None]:
-        """Return a function that puts these lanes behind what the caller has enqueued by now."""
-        return follow([self._lanes[number] for number in numbers])
-
-    def hold(self, sent: torch.Tensor) -> None:
-        """Keep the memory of ``sent`` until the lanes are done with it, whichever stream it belongs to."""
-        self._lanes[DOWN].hold(sent)
+        for lane in LANES if self._cuda else ():  # what the caller does with the operands' memory comes behind them
+            with contextlib.suppress(Exception):
+                self.lanes.follow(lane, CALLER)
 
     def end(self, call: HostGather | HostExchange) -> None:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
         if self._latest is call:
             self._latest = None
-        if self.device.type == "cuda":
-            from megatron_flux.kernels import gate
+        if self._cuda:
+            self._gate()
 
-            gate.launch(self.alarm.words, self._gates, self.device)
-
-    def _begin(self, operator: str, program: Program, behind: Sequence[int]) -> None:
+    def _begin(self, kind: str, operator: str, cuts: Sequence[int], behind: Sequence[int]) -> Program:
         """Count the call and put the lanes ``behind`` what the caller has enqueued by now."""
+        key = kind, operator, tuple(cuts)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Call(operator, self._build(kind, cuts))
+            call.program.lay_out(self.lanes.laid_out, cuts[-1])
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
-        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = self._cuda and torch.cuda.is_current_stream_capturing()
         if captured:
             self._progress.regions.never_free()
-        program.stamp(self._progress.begin(Call(operator, program), captured=captured))
-        self.follow(behind)()
-
-    def _program(self, kind: str, cuts: Sequence[int]) -> Program:
-        key = (kind, tuple(cuts))
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._build(*key)
-        return program
+        call.program.stamp(self._progress.begin(call, captured=captured))
+        self.lanes.follow(CALLER, *behind)
+        return call.program
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         build = host_schedule.gather if kind == "gather" else host_schedule.exchange
@@ -214,11 +171,12 @@ class _HostCall:
 
     def __init__(self, link: HostLink, program: Program, received: torch.Tensor, sent: int) -> None:
         """Prepare a call, and enqueue nothing yet. ``sent``: address of the data to send."""
-        self._link, self._received = link, received
-        pitch, first = received.shape[1], received.data_ptr()
-        self._rows = [*(first + row * pitch for row in range(received.shape[0])), sent]
+        self._link, self._lanes, self._received = link, link.lanes, received
+        first = received.data_ptr()
+        self._rows = [first + row * program.nbytes for row in range(link.tp)]
+        self._rows.append(sent)
         self._parts = iter(program.parts)
-        self._end: Callable[[], None] | None = None
+        self._marks: list[Any] = []
         self._finished = False
 
     def _enqueue_rest(self) -> None:
@@ -230,18 +188,18 @@ class _HostCall:
     def enqueue(self) -> None:
         """Begin all that is left, and do not wait for it."""
         self._enqueue_rest()
-        if self._end is None:
-            self._end = self._link.behind(LANES)
+        if not self._marks:
+            self._marks = [self._lanes.mark(lane) for lane in LANES]
 
     def wait(self) -> None:
         """Put the current stream behind the whole call. May be called more than once."""
-        self.enqueue()
-        if self._finished or self._end is None:
-            return
-        self._finished = True
-        self._end()
-        self._release()
-        self._link.end(self)  # type: ignore[arg-type]
+        if not self._finished:
+            self.enqueue()
+            self._finished = True
+            for mark in self._marks:
+                self._lanes.behind(mark, CALLER)
+            self._release()
+            self._link.end(self)  # type: ignore[arg-type]
 
 
 class HostGather(_HostCall):
@@ -250,63 +208,61 @@ class HostGather(_HostCall):
     def __init__(self, link: HostLink, program: Program, local: torch.Tensor, gathered: torch.Tensor) -> None:
         """Prepare a call, and enqueue nothing yet."""
         super().__init__(link, program, gathered, local.data_ptr())
-        self._local = local
-        self._begun = torch.cuda.current_stream(local.device) if local.is_cuda else None
+        self._local, self._begun = local, link.lanes.current()
 
     def begin(self) -> None:
         """Enqueue what can leave before anything is waited for."""
         for part in self._parts:
-            self._link.run(part.steps, self._rows)
+            self._lanes.run(part.steps, self._rows)
             return
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
         has arrived).
         """
-        link = self._link
-        for part in self._parts:
-            link.run(part.steps, self._rows)
-            if part.arrived:
-                link.behind((UP,))()
-                yield from part.arrived
+        lanes = self._lanes
+        for steps, arrived in self._parts:
+            lanes.run(steps, self._rows)
+            lanes.follow(UP, CALLER)
+            yield from arrived
+        if not self._marks:
+            self._marks = [lanes.mark(DOWN)]  # the current stream has come behind the end of the other lane
         self.wait()
 
     def _enqueue_rest(self) -> None:
         for part in self._parts:
-            self._link.run(part.steps, self._rows)
+            self._lanes.run(part.steps, self._rows)
 
     def _release(self) -> None:
-        if self._begun is not None and torch.cuda.current_stream() != self._begun:
-            self._link.hold(self._local)
+        if self._lanes.current() != self._begun:
+            self._lanes.hold(self._local)
 
 
 class HostExchange(_HostCall):
     """An exchange; send a block for each of ``steps``, in that order."""
 
-    def __init__(
-        self, link: HostLink, program: Program, received: torch.Tensor, steps: Sequence[tuple[int, int]]
-    ) -> None:
+    def __init__(self, link: HostLink, program: Program, received: torch.Tensor) -> None:
         """Prepare a call, and enqueue nothing yet."""
         super().__init__(link, program, received, 0)
-        self.steps = steps
+        self.steps = program.pieces
         self._sent: list[torch.Tensor] = []
-        self._held: tuple[int, Callable[[], None]] | None = None
+        self._held: tuple[int, Any] | None = None
 
     def send(self, block: torch.Tensor) -> None:
         """Send the next step's bytes, which the current stream has written. They are enqueued when the next step's
         block is there: its GEMM comes first in a queue that they share.
         """
-        behind = self._link.follow((DOWN,))
+        mark = self._lanes.mark(CALLER)
         self._enqueue_rest()
         self._sent.append(block)
-        self._held = block.data_ptr(), behind
+        self._held = block.data_ptr(), mark
 
     def _enqueue_rest(self) -> None:
         if self._held is None:
             return
-        (self._rows[-1], behind), self._held = self._held, None
-        behind()
-        self._link.run(next(self._parts).steps, self._rows)
+        (self._rows[-1], mark), self._held = self._held, None
+        self._lanes.behind(mark, DOWN)
+        self._lanes.run(next(self._parts).steps, self._rows)
 
     def _release(self) -> None:
         self._sent.clear()

@@ -32,13 +32,12 @@ from megatron_flux.comm.host_schedule import (
     EMPTY,
     EPOCH,
     FULL,
-    LANES,
     POSITION,
     Layout,
     Program,
     progress_word,
 )
-from megatron_flux.comm.lanes import StreamLane, Wait, read, store
+from megatron_flux.comm.lanes import LANES, StreamLanes, Wait, read, store
 from megatron_flux.comm.shared_memory import Regions
 from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
@@ -155,12 +154,12 @@ class Progress:
         return self.calls.get(epoch) or self._captured.get(epoch)
 
 
-def release(layout: Layout, rank: int, host: Sequence[int], lanes: Sequence[StreamLane]) -> None:
+def release(layout: Layout, rank: int, host: Sequence[int], lanes: StreamLanes) -> None:
     """Satisfy every word that this rank waits for until its lanes have run empty, :data:`_RELEASE_S` at most."""
     own = [(host[rank] + word, EMPTY) for word in layout.own_words()]
     peers = [(at + word, FULL) for peer, at in enumerate(host) if peer != rank for word in layout.words_of(rank)]
     end = time.monotonic() + _RELEASE_S
-    while time.monotonic() < end and not all(lane.drained() for lane in lanes):
+    while time.monotonic() < end and not lanes.drained():
         for address, value in own + peers:
             store(address, value)
         time.sleep(1e-3)

@@ -13,6 +13,7 @@ Layout
 
     Slots are small, so that data stays in the last-level cache between write and read. In large slots everything goes
     through memory twice, and four GPUs share that bandwidth. Many slots are no better than few, for the same reason.
+    A block goes in *chunks* of a slot's size.
 
 Schedule
     A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
@@ -39,16 +40,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_flux.comm.lanes import Batch, Wait
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
+from megatron_flux.comm.lanes import DOWN, LANES, UP, Batch, Step, Wait
+from megatron_flux.cuda_memory_ops import VALUE, WAIT, WRITE, Copy, WordOp
 from megatron_flux.errors import UserError
 
 EMPTY, FULL = 0, 1
-DOWN, UP = LANES = (0, 1)
-"""Lanes: from the device to host memory, and back."""
-
 PAGE = 4096
 LINE = 64
 """Bytes between words: words that share a cache line would slow each other's writers."""
@@ -109,6 +107,10 @@ class Layout:
         """Return the offset of the slot for the ``use``-th chunk of a call."""
         return self.data + use % self.slots * self.slot_pitch
 
+    def chunks(self, cuts: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Return for each piece of a block that is cut at ``cuts`` its chunks, as ``(offset, nbytes)``."""
+        return [chunks(first, last, self.slot_bytes) for first, last in itertools.pairwise(cuts)]
+
     def word(self, use: int, reader: int) -> int:
         """Return the offset of that slot's word for rank ``reader``."""
         return HEAD + (use % self.slots * self.tp + reader) * LINE
@@ -153,29 +155,11 @@ def exchange_source(rank: int, tp: int, peer: int) -> int:
     return (2 * rank - peer) % tp
 
 
-class Copy(NamedTuple):
-    """A copy between the device and a slot."""
-
-    row: int  # of the tensor on the device: a peer's number, or tp for what is sent
-    offset: int  # in that row
-    slot: int  # address
-    nbytes: int
-
-
-class Step(NamedTuple):
-    """A batch of memory operations and the copies behind it, in one lane."""
-
-    lane: int
-    batch: Batch
-    copies: tuple[Copy, ...]
-    after: int | None  # lane whose operations so far must have run before
-
-
 class Part(NamedTuple):
-    """Steps that are enqueued together."""
+    """Steps that are enqueued together. A copy's ``row`` is a peer's number, or tp for what is sent."""
 
-    steps: list[Step]
-    arrived: Sequence[tuple[int, int]]  # of a gather: the ``(peer, piece)`` that are here once they have run
+    steps: Sequence[Any]  # of :class:`Step`, or as the link's lanes lay them out
+    pieces: Sequence[tuple[int, int]]  # ``(peer, piece)``: what has arrived then, or of an exchange what is sent
 
 
 @dataclass
@@ -183,16 +167,27 @@ class Program:
     """Everything a rank enqueues for one call."""
 
     parts: list[Part] = field(default_factory=list)
-    """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per
-    block, in the order of :func:`exchange_steps`."""
+    """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
+    order in which they are sent."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
     """Batches of each lane. A batch writes its index into the head when it begins."""
+    nbytes: int = 0
+    """Size of a block."""
+    pieces: Sequence[tuple[int, int]] = ()
+    """The pieces of all parts, in their order."""
+
+    def lay_out(self, laid_out: Callable[[Sequence[Step]], Sequence[Any]], nbytes: int) -> None:
+        """Replace the steps by what :meth:`run` of the link's lanes takes."""
+        self.nbytes = nbytes
+        self.parts = [part._replace(steps=laid_out(part.steps)) for part in self.parts]
+        self.pieces = [piece for part in self.parts for piece in part.pieces]
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""
         for batches in self.batches:
             if batches:
-                batches[0].stamp(epoch)
+                for row in batches[0].stamped:
+                    batches[0].table[row, VALUE] = epoch
 
 
 class Transfer(NamedTuple):
@@ -227,9 +222,9 @@ class ProgramBuilder:
         """Write the closing words of the lane's last step; ``last``: the call ends in this lane."""
         self._add(lane, last=last)
 
-    def end_part(self, arrived: Sequence[tuple[int, int]] = ()) -> None:
+    def end_part(self, pieces: Sequence[tuple[int, int]] = ()) -> None:
         """Close the current part."""
-        self.program.parts.append(Part(self._steps, arrived))
+        self.program.parts.append(Part(self._steps, pieces))
         self._steps = []
 
     def interleave(
@@ -290,11 +285,7 @@ def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
     builder = ProgramBuilder(own)
-    parts = [
-        (piece, offset, nbytes)
-        for piece, (first, last) in enumerate(itertools.pairwise(cuts))
-        for offset, nbytes in chunks(first, last, layout.slot_bytes)
-    ]
+    parts = [(piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every]
 
     def write(use: int) -> Transfer:
         _, offset, nbytes = parts[use]
@@ -329,10 +320,9 @@ def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[i
     tp, own = layout.tp, regions[rank]
     readers = [(rank + d) % tp for d in range(1, tp)]
     builder, use = ProgramBuilder(own), 0
-    order = exchange_steps(rank, tp, len(cuts) - 1)
+    order, by_piece = exchange_steps(rank, tp, len(cuts) - 1), layout.chunks(cuts)
     for number, (peer, piece) in enumerate(order):
-        source = exchange_source(rank, tp, peer)
-        parts = chunks(cuts[piece], cuts[piece + 1], layout.slot_bytes)
+        source, parts = exchange_source(rank, tp, peer), by_piece[piece]
 
         def write(i: int, peer: int = peer, piece: int = piece, use: int = use, parts: Sequence = parts) -> Transfer:
             offset, nbytes = parts[i]
@@ -353,6 +343,6 @@ def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[i
             )
 
         builder.interleave(len(parts), layout.slots, write, read, last=number == len(order) - 1)
-        builder.end_part()
+        builder.end_part([(peer, piece)])
         use += len(parts)
     return builder.program

@@ -2,14 +2,14 @@
 
 The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
 and one up. Operations within a lane run in order; between the two, words decide. On GPUs a lane is a CUDA stream
-(:class:`StreamLane`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_memory_ops`), no
-SM. On CPUs it is the processor (:class:`ProcessorLane`): one thread per lane, or the caller itself.
+(:class:`StreamLanes`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_memory_ops`), no
+SM. On CPUs it is the processor (:class:`ProcessorLanes`): one thread per lane, or the caller itself.
 
 Hazards
     * With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all lanes and the caller's stream may be *one* queue:
       a wait at its head holds back everything that was enqueued after it, in whatever stream. So the whole order in
-      which a rank enqueues must be free of deadlocks, not that of each lane alone. ``ProcessorLane(threaded=False)`` is
-      the strictest form of this case: nothing is enqueued before everything earlier has ended. Tests run both.
+      which a rank enqueues must be free of deadlocks, not that of each lane alone. ``ProcessorLanes`` by the caller are
+      the strictest form of it: nothing is enqueued before everything earlier has ended. Tests run both.
     * A wait may be enqueued before what satisfies it only if that is enqueued by another rank, or into another queue.
     * A driver's queue is finite: enqueuing may itself wait, with the same consequences.
     * On CPUs data and word are ordered by the processor (x86 keeps the order of stores).
@@ -24,13 +24,18 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux import cuda_memory_ops as memory_ops
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
+from megatron_flux.cuda_memory_ops import WAIT, WRITE, Copy, WordOp
 
+DOWN, UP = LANES = (0, 1)
+"""Lanes: from the device to host memory, and back."""
+CALLER = 2
+"""In place of a lane: the caller, on GPUs its current stream."""
 _POLL_S = 5e-5
 
 
@@ -44,23 +49,17 @@ class Wait(NamedTuple):
 class Batch:
     """Memory operations that are enqueued together. ``waits`` has an entry for each operation that waits."""
 
-    __slots__ = ("_table", "address", "count", "stamped", "waits")
+    __slots__ = ("stamped", "table", "waits")
 
     def __init__(self, operations: Sequence[WordOp], waits: Sequence[Wait] = (), stamped: Sequence[int] = ()) -> None:
-        """``stamped``: indices of the operations whose values :meth:`stamp` sets."""
+        """``stamped``: rows of ``table`` whose values each use sets anew."""
         self.waits, self.stamped = tuple(waits), tuple(stamped)
-        self._table = memory_ops.table(operations)
-        self.address, self.count = self._table.ctypes.data, len(operations)
-
-    def stamp(self, number: int) -> None:
-        """Set the value that the next use writes."""
-        for index in self.stamped:
-            self._table[index, memory_ops.VALUE] = number
+        self.table = memory_ops.table(operations)
 
     @property
     def operations(self) -> list[WordOp]:
         """The operations with their current values."""
-        return [WordOp(*row) for row in self._table[:, : memory_ops.VALUE + 1].tolist()]
+        return [WordOp(*row) for row in self.table[:, : memory_ops.VALUE + 1].tolist()]
 
     def unmet(self) -> Wait | None:
         """Return the first wait whose word still has another value."""
@@ -69,6 +68,15 @@ class Batch:
             if read(operation.address) != operation.value:
                 return wait
         return None
+
+
+class Step(NamedTuple):
+    """A batch of memory operations and the copies behind it, in one lane."""
+
+    lane: int
+    batch: Batch
+    copies: tuple[Copy, ...]
+    after: int | None  # lane whose operations so far must have run before
 
 
 def read(address: int) -> int:
@@ -81,46 +89,73 @@ def store(address: int, value: int) -> None:
     ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
 
 
-class StreamLane:
-    """A CUDA stream of its own. Addresses are device addresses, those of registered host memory included."""
+class StreamLanes:
+    """A CUDA stream for each lane. Addresses are device addresses, those of registered host memory included."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the stream on ``device``."""
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._handle, self._device = self.stream.cuda_stream, device
+        """Create the streams on ``device``."""
+        self._index = device.index
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in LANES]
+        self._handles = [stream.cuda_stream for stream in self._streams]
+        self._between = self._event()
+        self._events: list[torch.cuda.Event] = []
+        """Those that nothing waits for; what was enqueued to wait for one does not see that it is used again."""
 
-    def words(self, batch: Batch) -> None:
-        """Enqueue ``batch``."""
-        memory_ops.enqueue(batch.address, batch.count, self._handle)
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy."""
-        memory_ops.copy(target, source, nbytes, self._handle)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that makes the then current stream wait for all that the lane has been given by now."""
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self.stream)
-        return lambda: event.wait(torch.cuda.current_stream(self._device))
+        event.record(self._streams[UP])  # it has no handle before
+        return event
 
-    def after(self, other: Any) -> None:
-        """Run what follows here behind what ``other``, a lane of the same kind, has been given by now."""
-        self.stream.wait_stream(other.stream)
+    def laid_out(self, steps: Sequence[Step]) -> list[memory_ops.Call]:
+        """Return ``steps`` as :meth:`run` takes them."""
+        found: list[memory_ops.Call] = []
+        for lane, batch, copies, after in steps:
+            stream = self._handles[lane]
+            if after is not None:
+                event = self._between.cuda_event
+                found.append((driver.record, (event, self._handles[after]), False, []))
+                found.append((driver.wait, (stream, event), False, []))
+            found.append(memory_ops.call_of(batch.table, stream, copies, from_slots=lane == UP))
+        return found
+
+    run = staticmethod(memory_ops.run)
+
+    def current(self) -> int:
+        """Return the handle of the caller's current stream."""
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def follow(self, other: int, *lanes: int) -> None:
+        """Put ``lanes`` behind what ``other`` has been given by now; each may be :data:`CALLER`."""
+        event, here = self._between.cuda_event, self.current()
+        driver.record(event, here if other == CALLER else self._handles[other])
+        for lane in lanes:
+            driver.wait(here if lane == CALLER else self._handles[lane], event)
+
+    def mark(self, lane: int) -> torch.cuda.Event:
+        """Note what ``lane`` has been given by now, for :meth:`behind`."""
+        event = self._events.pop() if self._events else self._event()
+        driver.record(event.cuda_event, self.current() if lane == CALLER else self._handles[lane])
+        return event
+
+    def behind(self, mark: torch.cuda.Event, lane: int) -> None:
+        """Put ``lane`` behind what was noted. A mark serves once."""
+        driver.wait(self.current() if lane == CALLER else self._handles[lane], mark.cuda_event)
+        self._events.append(mark)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of ``tensor`` until the lane has done what it was given by now."""
-        tensor.record_stream(self.stream)
+        """Keep the memory of ``tensor`` until what is on its way down by now has been read."""
+        tensor.record_stream(self._streams[DOWN])
 
     def drained(self) -> bool:
         """Return True if all that was enqueued has run, successfully or not."""
         try:
-            return self.stream.query()
+            return all(stream.query() for stream in self._streams)
         except RuntimeError:  # CUDA has failed
             return True
 
 
 class _Worker:
-    """Runs a :class:`ProcessorLane`'s operations. The lane itself may be dropped meanwhile."""
+    """Runs a lane of :class:`ProcessorLanes`, which may be dropped meanwhile."""
 
     def __init__(self, gave_up: Callable[[Wait], Exception], seconds: float, keep: object) -> None:
         self.queue: SimpleQueue[Callable[[], object] | threading.Event | None] = SimpleQueue()
@@ -163,80 +198,68 @@ class _Worker:
             time.sleep(_POLL_S)
 
 
-class ProcessorLane:
-    """The processor: a thread of its own, or (not ``threaded``) the caller. Same methods as :class:`StreamLane`."""
+class ProcessorLanes:
+    """The processor: a thread for each lane, or (not ``threaded``) the caller. Same methods as :class:`StreamLanes`."""
 
     def __init__(
-        self, gave_up: Callable[[Wait], Exception], seconds: float, *, threaded: bool, keep: object = None
+        self, gave_up: Callable[[int], Callable[[Wait], Exception]], seconds: float, *, threaded: bool, keep: object
     ) -> None:
-        """``gave_up`` makes the error of a wait that has lasted ``seconds``; ``keep`` owns the memory."""
-        self._worker = worker = _Worker(gave_up, seconds, keep)
+        """``gave_up(lane)`` makes the error of a wait that has lasted ``seconds``; ``keep`` owns the memory."""
+        self._workers = [_Worker(gave_up(lane), seconds, keep) for lane in LANES]
         self._threaded = threaded
-        if threaded:
+        for worker in self._workers if threaded else ():
             threading.Thread(target=worker.run, name="megatron-flux-lane", daemon=True).start()
             weakref.finalize(self, worker.queue.put, None).atexit = False
 
-    def words(self, batch: Batch) -> None:
-        """Enqueue ``batch``."""
-        self._put(functools.partial(self._worker.words, batch.operations, batch.waits))
+    def laid_out(self, steps: Sequence[Step]) -> Sequence[Step]:
+        """Return ``steps`` as :meth:`run` takes them."""
+        return steps
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy."""
-        self._put(functools.partial(ctypes.memmove, target, source, nbytes))
+    def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
+        """Enqueue ``steps`` for a tensor whose rows, and behind them what is sent, are at the addresses ``rows``."""
+        for lane, batch, copies, after in steps:
+            if after is not None and self._threaded:
+                self._put(lane, self._reached(after).wait)
+            self._put(lane, functools.partial(self._workers[lane].words, batch.operations, batch.waits))
+            for row, offset, slot, nbytes in copies:
+                at = rows[row] + offset
+                ends = (at, slot) if lane == UP else (slot, at)
+                self._put(lane, functools.partial(ctypes.memmove, *ends, nbytes))
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits for the lane; it raises OperatorError if the lane has ended with an error."""
-        if not self._threaded:
-            return lambda: None
-        worker, reached = self._worker, self._reached()
+    def current(self) -> int:
+        """Return the same for every caller."""
+        return 0
 
-        def wait() -> None:
+    def follow(self, other: int, *_: int) -> None:
+        """Wait for what ``other`` has been given by now; raises as :meth:`behind`."""
+        self.behind(self.mark(other))
+
+    def mark(self, lane: int) -> tuple[int, threading.Event | None]:
+        """Note what ``lane`` has been given by now, for :meth:`behind`. What the caller has done, it has done."""
+        return lane, self._reached(lane) if self._threaded and lane != CALLER else None
+
+    def behind(self, mark: tuple[int, threading.Event | None], *_: int) -> None:
+        """Wait for what was noted. Raises OperatorError if that lane has ended with an error."""
+        lane, reached = mark
+        if reached is not None:
             reached.wait()
-            if worker.error is not None:
-                raise worker.error
-
-        return wait
-
-    def after(self, other: Any) -> None:
-        """Run what follows here behind what ``other``, a lane of the same kind, has been given by now."""
-        if self._threaded:
-            self._put(other._reached().wait)
+            if (error := self._workers[lane].error) is not None:
+                raise error
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep ``tensor`` until the lane has done what it was given by now."""
-        self._put(functools.partial(id, tensor))
+        """Keep ``tensor`` until what is on its way down by now has been read."""
+        self._put(DOWN, functools.partial(id, tensor))
 
-    def _reached(self) -> threading.Event:
+    def _reached(self, lane: int) -> threading.Event:
         reached = threading.Event()
-        self._worker.queue.put(reached)
+        self._workers[lane].queue.put(reached)
         return reached
 
-    def _put(self, operation: Callable[[], object]) -> None:
-        worker = self._worker
+    def _put(self, lane: int, operation: Callable[[], object]) -> None:
+        worker = self._workers[lane]
         if self._threaded:
             worker.queue.put(operation)
             return
         worker.one(operation)
         if worker.error is not None:
             raise worker.error
-
-
-Lane = StreamLane | ProcessorLane
-"""A lane. A link has lanes of one kind only."""
-
-
-def follow(lanes: Sequence[Lane]) -> Callable[[], None]:
-    """Return a function that puts ``lanes`` behind what the caller's current stream has been given by now. On CPUs it
-    does nothing: what the caller has done, it has done.
-    """
-    streams = [lane.stream for lane in lanes if isinstance(lane, StreamLane)]
-    if not streams:
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-
-    def wait() -> None:
-        for stream in streams:
-            event.wait(stream)
-
-    return wait

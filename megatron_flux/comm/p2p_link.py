@@ -38,9 +38,9 @@ from megatron_flux import cuda_driver, nvml
 from megatron_flux.comm import p2p_schedule, shared_memory
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
-from megatron_flux.comm.host_schedule import Part, Program, Step
-from megatron_flux.comm.lanes import Batch, store
-from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout, of_rank
+from megatron_flux.comm.host_schedule import Program
+from megatron_flux.comm.lanes import Batch, Step, store
+from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
 from megatron_flux.cuda_memory_ops import FLUSH, WordOp
 
 _CAN_FLUSH_REMOTE_WRITES = 98
@@ -83,18 +83,13 @@ class P2PLink(HostLink):
             return self.alarm.message()
         return None if self._latest is None else f"a call through {self.through} was begun and not waited for"
 
-    def exchange_steps(self, pieces: int) -> list[tuple[int, int]]:
-        """Return an exchange's ``(peer, piece)`` in sending order."""
-        order = of_rank(self._rounds[p2p_schedule.exchange], self.rank)
-        return [(round_.target, piece) for piece in range(pieces) for round_ in order]
-
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]
         ends = self._peers, self.rank, self._regions, self._slots
         program = p2p_schedule.program(*ends, cuts, rounds, exchange=kind == "exchange")
         if self._flushes:
             program.parts = [
-                Part([one for step in part.steps for one in _flushed(step)], part.arrived) for part in program.parts
+                part._replace(steps=[one for step in part.steps for one in _flushed(step)]) for part in program.parts
             ]
         return program
 

@@ -47,27 +47,22 @@ Nothing waits for what stands behind it or beside it: by induction over places t
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
 from megatron_flux.comm.host_schedule import (
-    DOWN,
     EMPTY,
     FULL,
     MIB,
-    UP,
-    Copy,
     Layout,
     Program,
     ProgramBuilder,
     Transfer,
-    chunks,
 )
-from megatron_flux.comm.lanes import Wait
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, WordOp
+from megatron_flux.comm.lanes import DOWN, UP, Wait
+from megatron_flux.cuda_memory_ops import WAIT, WRITE, Copy, WordOp
 
 CLOSED = 2
 OUT, IN = DOWN, UP
@@ -196,7 +191,7 @@ def program(
     Its parts: of a gather, what can leave before anything is waited for, then each round; of an exchange, each round.
     """
     builder, own = ProgramBuilder(regions[rank]), regions[rank]
-    parts = [chunks(first, last, layout.slot_bytes) for first, last in itertools.pairwise(cuts)]
+    parts = layout.chunks(cuts)
     plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
 
     def opening(number: int) -> list[WordOp]:
@@ -247,5 +242,5 @@ def program(
         forwards = round_.sent != rank and plan[number - 1][1].sent == rank
         after = IN if forwards else None
         builder.interleave(len(parts[piece]), layout.slots, send, receive, last=last, after=after)
-        builder.end_part(() if exchange else [(round_.received, piece)])
+        builder.end_part([(round_.target if exchange else round_.received, piece)])
     return builder.program

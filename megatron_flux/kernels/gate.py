@@ -29,7 +29,6 @@ def gate_kernel(err, CPU: tl.constexpr):
 
 def launch(words: torch.Tensor, cache: dict[Any, Any], device: torch.device) -> None:
     """Launch it on the current stream; ``words``: the alarm's, pinned. ``cache`` keeps the launch and must live no
-    longer than these.
+    longer than these. ``device`` has an index.
     """
-    device = torch.device("cuda", device.index or 0)
     kernel_launch.launch(cache, "gate", gate_kernel, 1, (words,), {"CPU": False, "num_warps": 1}, {}, device)

@@ -365,5 +365,7 @@ def parameter_sizes(ptx: str, name: str) -> list[int]:
 
 def hooked() -> bool:
     """Return True if Triton would call a launch hook; an empty chain of hooks is none."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):  # `any` would take twice as long
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

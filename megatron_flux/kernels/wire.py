@@ -82,10 +82,10 @@ def decode(data: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
 
 def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torch.Tensor, cache: LaunchCache) -> None:
     """Sum over ranks into ``out`` ``[rows, n]``, in fp32: encoded ``data`` (uint8 ``[tp, nbytes]``, rows may lie
-    apart), with ``local`` ``[rows, n]`` in place of ``data[rank]``.
+    apart; exact: numbers ``[tp, rows, n]``), with ``local`` ``[rows, n]`` in place of ``data[rank]``.
     """
     if wire == EXACT:
-        numbers, scales = data.view(local.dtype).unflatten(-1, tuple(local.shape)), None
+        numbers, scales = data, None
     else:
         numbers, scales = parts(data, *local.shape)
     if out.is_cuda:

@@ -114,16 +114,19 @@ def _launch(
     kernel: Any, cache: LaunchCache, key: tuple[Any, ...], operands: dict[str, Any], *more: Any, **options: Any
 ) -> None:
     """Launch on the current stream; ``operands`` by the kernel's names for them, ``more``: integers."""
-    rows, k = more[-3], more[-2]
+    rows, _, groups = more[-3:]
     blocks, warps = ROTATING if options.get("SCALED", True) else ADDING
-    grid = -(-rows * more[-1] // blocks)
+    grid = -(-rows * groups // blocks)
     arguments = (*operands.values(), *more)
 
-    aligned = all(operand.data_ptr() % 16 == 0 for operand in operands.values())  # else Triton compiles another variant
-    name = (kernel.__name__, rows, k, aligned, *key, *more, *(operand.dtype for operand in operands.values()))
+    about: list[Any] = []
+    aligned = True  # else Triton compiles another variant
+    for operand in operands.values():
+        aligned = aligned and operand.data_ptr() % 16 == 0
+        about.append(operand.dtype)
+    name = (kernel.__name__, aligned, *key, *more, *about)
     constants = {**options, "BLOCKS": blocks, "GROUP": GROUP, "num_warps": warps}
-    device = next(iter(operands.values())).device
-    kernel_launch.launch(cache, name, kernel, grid, arguments, constants, operands, device)
+    kernel_launch.launch(cache, name, kernel, grid, arguments, constants, operands, operand.device)
 
 
 def encode(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, cache: LaunchCache) -> None:

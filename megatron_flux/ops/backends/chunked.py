@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,65 +102,66 @@ class ChunkedBackend(Backend):
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.fp8 is not None:
             return self._all_gather_gemm_fp8(call, call.fp8, pieces)
-        (mp, k), x, gemm = call.x.shape, call.x, _gemm(call)
-        y, full = x.new_empty(call.m, call.n), x.new_empty(call.m, k)
-        own = call.group.rank() * mp
+        x, (m, n, k), (gemm, weight) = call.x, call.sizes, _gemm(call)
+        y, full = x.new_empty(m, n), x.new_empty(m, k)
         gather = _Gathered(self, call, full, pieces)
-        with poison_on_error(gather.transport, call.operator):
+        inputs, outputs, own = gather.blocks, y.split_with_sizes(gather.cut.sizes), gather.cut.own
+        with poison_on_error(gather.link, call.operator):
             gather.begin()
-            gemm(x, y[own : own + mp])
+            gemm(x, weight, out=outputs[own])
             if call.return_gathered:
-                full[own : own + mp].copy_(x)
-            for peer, piece in gather.flight:
-                rows = gather.decoded(peer, piece)
-                gemm(full[rows], y[rows])
+                inputs[own].copy_(x)
+            for which in gather.flight:
+                at = gather.decoded(which)
+                gemm(inputs[at], weight, out=outputs[at])
         return y, full
 
     def _all_gather_gemm_fp8(
         self, call: OperatorCall, pair: Fp8Pair, pieces: int | None
     ) -> tuple[torch.Tensor, Fp8Operand]:
         x, tp, rank = pair.x, call.group.size(), call.group.rank()
-        (mp, k), scales = x.data.shape, x.scale_inv
-        y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, k)
+        scales = x.scale_inv
+        y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, call.k)
         all_scales = scales.new_empty(tp, *scales.shape) if pair.blocks else scales
         gathers = [_Gathered(self, call, full, pieces, x.data)]
         if pair.blocks:  # first, on their own: 4 bytes for 128
             gathers.insert(0, _Gathered(self, call, all_scales.view(-1, scales.shape[1]), 1, scales))
-        transport, own = gathers[0].transport, slice(rank * mp, (rank + 1) * mp)
-        with poison_on_error(transport, call.operator):
+        gather, cut = gathers[-1], gathers[-1].cut
+        outputs = y.split_with_sizes(cut.sizes)
+        with poison_on_error(gather.link, call.operator):
             for ahead in gathers[:-1]:
                 ahead.begin()
                 ahead.flight.enqueue()
-            gathers[-1].begin()
-            fp8_gemm(pair, call.bias, out=y[own])
+            gather.begin()
+            fp8_gemm(pair, call.bias, out=outputs[cut.own])
             if call.return_gathered:
-                full[own].copy_(x.data)
+                gather.blocks[cut.own].copy_(x.data)
             for ahead in gathers[:-1]:
                 ahead.flight.wait()
                 all_scales[rank].copy_(scales)
             gathered = Fp8Operand(full, x.dtype, all_scales, x.scaling, tp)
-            for peer, piece in gathers[-1].flight:
-                rows = gathers[-1].decoded(peer, piece)
-                part = gathered.shard(peer).part(rows.start - peer * mp, rows.stop - peer * mp)
-                fp8_gemm(pair._replace(x=part), call.bias, out=y[rows])
+            for peer, piece in gather.flight:
+                part = gathered.shard(peer).part(cut.rows[piece], cut.rows[piece + 1])
+                fp8_gemm(pair._replace(x=part), call.bias, out=outputs[cut.places[peer, piece]])
         return y, gathered
 
     def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        (mp, k), x = call.x.shape, call.x
-        full = x.new_empty(call.m, k)
-        own = call.group.rank() * mp
+        x, (m, _, k) = call.x, call.sizes
+        full = x.new_empty(m, k)
         gather = _Gathered(self, call, full, pieces)
-        with poison_on_error(gather.transport, call.operator):
+        with poison_on_error(gather.link, call.operator):
             gather.begin()
             gather.flight.enqueue()
-            full[own : own + mp].copy_(x)
-        begun = torch.cuda.current_stream(x.device) if x.is_cuda else None
+            gather.blocks[gather.cut.own].copy_(x)
+        begun = _current_stream(x)
 
         def wait() -> None:
-            with poison_on_error(gather.transport, call.operator):
+            with poison_on_error(gather.link, call.operator):
                 gather.flight.wait()
-                gather.decode_all()
+                if self.wire != wires.EXACT:
+                    for which in gather.cut.places:
+                        gather.decoded(which)
             _used_behind(begun, gather.arrived)
 
         return Pending(full, wait, keep=(x, full))
@@ -169,41 +171,49 @@ class ChunkedBackend(Backend):
         the GEMMs have ended run beside what comes next.
         """
         compare_calls(call)
-        x, n, group, wire = call.x, call.n, call.group, self.wire
-        tp, rank = group.size(), group.rank()
-        mp, size = call.m // tp, call.out.itemsize
-        rows, cuts = _cut(wire, mp, n, size, pieces or self.pieces, 1 if call.fp8 is None else ROWS_AT_ONCE)
-        transport, known, gemm = transport_of(group, x.device), state_of(group).kernels, _gemm_of_rows(call)
+        x, (m, n, _), group, wire, out = call.x, call.sizes, call.group, self.wire, call.out
+        tp, rank, state = group.size(), group.rank(), state_of(group)
+        mp, at_once = m // tp, 1 if call.fp8 is None else ROWS_AT_ONCE
+        cut = _cut(wire, mp, n, out.itemsize, pieces or self.pieces, at_once, tp, rank)
+        link, known, gemm = transport_of(group, x.device), state.kernels, _gemm_of_blocks(call, cut)
         # All memory before the call begins: peers would wait for one that ends in between.
-        theirs = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
-        sent = x.new_empty(tp, cuts[-1], dtype=torch.uint8)
-        empty = functools.partial(x.new_empty, dtype=call.out)
-        y, own = empty(mp, n), empty(mp, n)
-        partial = None if wire == wires.EXACT else empty(max(b - a for a, b in itertools.pairwise(rows)), n)
-        with poison_on_error(transport, call.operator):
-            if (table := state_of(group).table) is not None:
-                table.enter()
-            exchange = transport.exchange(call.operator, theirs, cuts)
+        y = x.new_empty(mp, n, dtype=out)
+        if exact := wire == wires.EXACT:
+            theirs, sent = x.new_empty(tp, mp, n, dtype=out), x.new_empty(m, n, dtype=out)
+            blocks = sent.split_with_sizes(cut.sizes)
+            own = blocks[cut.own]
+        else:
+            theirs = x.new_empty(tp, cut.cuts[-1], dtype=torch.uint8)
+            sent, own = torch.empty_like(theirs), torch.empty_like(y)
+            partial = x.new_empty(max(b - a for a, b in itertools.pairwise(cut.rows)), n, dtype=out)
+        with poison_on_error(link, call.operator):
+            if state.table is not None:
+                state.table.enter()
+            exchange = link.exchange(call.operator, theirs, cut.cuts)
             for peer, piece in exchange.steps:
-                first, last = rows[piece], rows[piece + 1]
-                block = sent[peer, cuts[piece] : cuts[piece + 1]]
-                part = block.view(call.out).view(-1, n) if partial is None else partial[: last - first]
-                gemm(peer * mp + first, peer * mp + last, part)
-                if partial is not None:
+                at = cut.places[peer, piece]
+                if exact:
+                    block = blocks[at]
+                    gemm(at, block)
+                else:
+                    block = sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]]
+                    gemm(at, part := partial[: cut.sizes[at]])
                     wires.encode(part, block, known)
                 exchange.send(block)
-            gemm(rank * mp, (rank + 1) * mp, own)
+            gemm(cut.own, own)
             exchange.enqueue()
 
-        begun = torch.cuda.current_stream(x.device) if x.is_cuda and call.async_op else None
+        begun = _current_stream(x) if call.async_op else None
 
         def wait() -> None:
-            with poison_on_error(transport, call.operator):
+            with poison_on_error(link, call.operator):
                 exchange.wait()
-                if wire == wires.EXACT:
+                if exact:
                     wires.add(wire, theirs, own, rank, y, known)
                 else:
-                    for (first, last), data in zip(itertools.pairwise(rows), itertools.pairwise(cuts), strict=True):
+                    for (first, last), data in zip(
+                        itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True
+                    ):
                         wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
             _used_behind(begun, theirs, sent, own)
 
@@ -226,91 +236,106 @@ class _Gathered:
     ) -> None:
         """Allocates; nothing has begun. ``exactly``: what is gathered instead of x, as it is."""
         compare_calls(call)
-        x = call.x if exactly is None else exactly
-        self._call, self._wire, self._full = call, wires.EXACT if exactly is not None else backend.wire, full
-        (self._mp, k), size, tp = x.shape, x.element_size(), call.group.size()
-        at_once = 1 if exactly is None else ROWS_AT_ONCE
-        self._rows, self._cuts = _cut(self._wire, self._mp, k, size, pieces or backend.pieces, at_once)
-        self.transport, self._known = transport_of(call.group, x.device), state_of(call.group).kernels
-        exact = self._wire == wires.EXACT
-        self.arrived = (
-            full.view(tp, -1).view(torch.uint8) if exact else x.new_empty(tp, self._cuts[-1], dtype=torch.uint8)
-        )
-        self._mine = x.view(-1).view(torch.uint8) if exact else x.new_empty(self._cuts[-1], dtype=torch.uint8)
+        group, x = call.group, call.x if exactly is None else exactly
+        self._operator, self._x, self._state = call.operator, x, state_of(group)
+        self._wire, at_once = (backend.wire, 1) if exactly is None else (wires.EXACT, ROWS_AT_ONCE)
+        size, tp = x.element_size(), group.size()
+        self.cut = _cut(self._wire, *x.shape, size, pieces or backend.pieces, at_once, tp, group.rank())
+        self.link, self.blocks = transport_of(group, x.device), full.split_with_sizes(self.cut.sizes)
+        self._mine, self.arrived = x, full
+        if self._wire != wires.EXACT:
+            self._mine = x.new_empty(self.cut.cuts[-1], dtype=torch.uint8)
+            self.arrived = x.new_empty(tp, self.cut.cuts[-1], dtype=torch.uint8)
 
     def begin(self) -> None:
         """Send what this rank has."""
+        rows, cuts, state = self.cut.rows, self.cut.cuts, self._state
         if self._wire != wires.EXACT:
-            for piece in range(len(self._rows) - 1):
-                part = self._call.x[self._rows[piece] : self._rows[piece + 1]]
-                wires.encode(part, self._mine[self._cuts[piece] : self._cuts[piece + 1]], self._known)
-        if (table := state_of(self._call.group).table) is not None:
-            table.enter()
-        self.flight = self.transport.gather(self._call.operator, self._mine, self.arrived, self._cuts)
+            for piece in range(len(rows) - 1):
+                block = self._mine[cuts[piece] : cuts[piece + 1]]
+                wires.encode(self._x[rows[piece] : rows[piece + 1]], block, state.kernels)
+        if state.table is not None:
+            state.table.enter()
+        self.flight = self.link.gather(self._operator, self._mine, self.arrived, cuts)
 
-    def decoded(self, peer: int, piece: int) -> slice:
-        """Decode a piece that has arrived, and return its rows of ``full``."""
-        rows = slice(peer * self._mp + self._rows[piece], peer * self._mp + self._rows[piece + 1])
+    def decoded(self, which: tuple[int, int]) -> int:
+        """Decode a ``(peer, piece)`` that has arrived, and return its place in ``blocks``."""
+        at = self.cut.places[which]
         if self._wire != wires.EXACT:
-            data = self.arrived[peer, self._cuts[piece] : self._cuts[piece + 1]]
-            wires.decode(data, self._full[rows], self._known)
-        return rows
+            peer, piece = which
+            data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
+            wires.decode(data, self.blocks[at], self._state.kernels)
+        return at
 
-    def decode_all(self) -> None:
-        """Decode all rows. All must have arrived."""
-        group = self._call.group
-        for peer in range(group.size()):
-            for piece in range(len(self._rows) - 1) if peer != group.rank() else ():
-                self.decoded(peer, piece)
+
+class _Cut(NamedTuple):
+    """How the shards of all ranks are cut: those of peers into pieces, the local one not at all."""
+
+    rows: list[int]  # where a shard's pieces begin, and its rows
+    cuts: tuple[int, ...]  # the same in bytes on the wire, where each piece is encoded by itself
+    sizes: list[int]  # rows of all blocks, in the order of ranks
+    places: dict[tuple[int, int], int]  # of a ``(peer, piece)`` among these
+    own: int  # of the local shard
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(
-    wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int = 1
-) -> tuple[list[int], list[int]]:
-    """Return where the pieces of a shard of ``rows`` x ``width`` begin: in rows, multiples of ``at_once``, and in bytes
-    on the wire, where each piece is encoded by itself.
-    """
+def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int, tp: int, rank: int) -> _Cut:
+    """Cut shards of ``rows`` x ``width``; pieces begin at multiples of ``at_once`` rows."""
     blocks = -(-rows // at_once)
     count = max(1, min(pieces, blocks)) if pieces else min(pieces_of(rows, width * itemsize), blocks)
     by_rows = [min(rows, blocks * piece // count * at_once) for piece in range(count + 1)]
-    sizes = (wires.nbytes(wire, last - first, width, itemsize) for first, last in itertools.pairwise(by_rows))
-    return by_rows, [0, *itertools.accumulate(sizes)]
+    of_pieces = [last - first for first, last in itertools.pairwise(by_rows)]
+    cuts = itertools.accumulate((wires.nbytes(wire, some, width, itemsize) for some in of_pieces), initial=0)
+    sizes: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    for peer in range(tp):
+        if peer == rank:
+            own = len(sizes)
+            sizes.append(rows)
+            continue
+        for piece, some in enumerate(of_pieces):
+            places[peer, piece] = len(sizes)
+            sizes.append(some)
+    return _Cut(by_rows, tuple(cuts), sizes, places, own)
 
 
-def _used_behind(begun: torch.cuda.Stream | None, *parts: torch.Tensor) -> None:
-    """Call ``record_stream`` on ``parts``, allocated on the stream ``begun``, if the current stream is another one.
-    ``begun`` does not wait for that stream, so the allocator must.
+def _current_stream(x: torch.Tensor) -> int | None:
+    """Return the handle of the current stream of x's GPU."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+
+
+def _used_behind(begun: int | None, *parts: torch.Tensor) -> None:
+    """Call ``record_stream`` on ``parts``, allocated on the stream ``begun`` (a handle), if the current stream is
+    another one. ``begun`` does not wait for that stream, so the allocator must.
     """
-    if begun is not None and (now := torch.cuda.current_stream(begun.device)) != begun:
+    if begun is not None and _current_stream(parts[0]) != begun:
         for part in parts:
-            part.record_stream(now)
+            part.record_stream(torch.cuda.current_stream(part.device))
 
 
-def _gemm(call: OperatorCall) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Return ``f(x, out)``, which multiplies rows of x by the weight, and adds the bias where the call has one."""
+def _gemm(call: OperatorCall) -> tuple[Callable[..., object], torch.Tensor]:
+    """Return ``f`` and the weight: ``f(x, weight, out=y)`` multiplies rows, and adds the bias where there is one."""
     weight = call.weight if call.transposed else call.weight.t()  # type: ignore[union-attr]
-    if (bias := call.bias) is None:
-        return lambda x, out: torch.mm(x, weight, out=out)
-    return lambda x, out: torch.addmm(bias, x, weight, out=out)
+    return (torch.mm if call.bias is None else functools.partial(torch.addmm, call.bias)), weight
 
 
-def _gemm_of_rows(call: OperatorCall) -> Callable[[int, int, torch.Tensor], object]:
-    """Return ``f(first, last, out)``, which multiplies these rows of x by the weight, and adds the addend's."""
-    pair, addend = call.fp8, None if call.addend is None else matrix(call.addend)
+def _gemm_of_blocks(call: OperatorCall, cut: _Cut) -> Callable[[int, torch.Tensor], object]:
+    """Return ``f(at, out)``, which multiplies that block of x by the weight, and adds the addend's."""
+    pair = call.fp8
+    addends = () if call.addend is None else matrix(call.addend).split_with_sizes(cut.sizes)
     if pair is not None:
+        ends = [*itertools.accumulate(cut.sizes, initial=0)]
 
-        def fp8_rows(first: int, last: int, out: torch.Tensor) -> None:
-            fp8_gemm(pair._replace(x=pair.x.part(first, last)), out=out)
-            if addend is not None:
-                out.add_(addend[first:last])
+        def fp8_block(at: int, out: torch.Tensor) -> None:
+            fp8_gemm(pair._replace(x=pair.x.part(ends[at], ends[at + 1])), out=out)
+            if addends:
+                out.add_(addends[at])
 
-        return fp8_rows
-    if addend is not None:
-        weight = call.weight if call.transposed else call.weight.t()
-        return lambda first, last, out: torch.addmm(addend[first:last], call.x[first:last], weight, out=out)
-    gemm = _gemm(call)
-    return lambda first, last, out: gemm(call.x[first:last], out)
+        return fp8_block
+    blocks, (gemm, weight) = call.x.split_with_sizes(cut.sizes), _gemm(call)
+    if addends:
+        return lambda at, out: torch.addmm(addends[at], blocks[at], weight, out=out)
+    return lambda at, out: gemm(blocks[at], weight, out=out)
 
 
 def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_flux.comm.host_schedule import Layout
+from megatron_flux.comm.host_schedule import default_layout
 from megatron_flux.comm.shared_memory import FOLDER
 from megatron_flux.errors import UserError
 from megatron_flux.options import Checked, validated
@@ -46,7 +46,7 @@ class Expected(Checked):
     @property
     def shared_memory(self) -> int:
         """Bytes that a node's groups need in ``/dev/shm`` (:mod:`megatron_flux.comm.shared_memory`)."""
-        return self.processes // self.host_tp * Layout(self.host_tp).total_bytes if self.host_tp else 0
+        return self.processes // self.host_tp * default_layout(self.host_tp).total_bytes if self.host_tp else 0
 
     @classmethod
     def parse(cls, words: Sequence[str] | None = None) -> Expected:

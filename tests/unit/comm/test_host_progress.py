@@ -12,17 +12,14 @@ from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
-    DOWN,
     EMPTY,
     EPOCH,
     FULL,
-    LANES,
     POSITION,
-    UP,
     Layout,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import Wait, read, store
+from megatron_flux.comm.lanes import DOWN, LANES, UP, Wait, read, store
 
 LAYOUT = Layout(3, 600, 4)
 ME = 1
@@ -171,7 +168,7 @@ def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = iter([False, False, True])
-    lanes = [SimpleNamespace(drained=lambda: next(rounds)), SimpleNamespace(drained=lambda: True)]
+    lanes = SimpleNamespace(drained=lambda: next(rounds))
     monkeypatch.setattr(host_progress.time, "sleep", lambda seconds: None)
     for region in scene.host:
         for word in LAYOUT.own_words():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import weakref
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,10 +20,8 @@ from megatron_flux.comm import host_schedule
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
-    DOWN,
     EPOCH,
     HEAD,
-    LANES,
     LINE,
     MIB,
     PAGE,
@@ -34,7 +34,7 @@ from megatron_flux.comm.host_schedule import (
     exchange_steps,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import Batch, Wait, read, store
+from megatron_flux.comm.lanes import DOWN, LANES, Batch, Wait, read, store
 from megatron_flux.cuda_memory_ops import MOST, WAIT, WRITE, WordOp
 from megatron_flux.errors import OperatorError, UserError
 
@@ -60,17 +60,24 @@ class Driver:
     def __call__(self) -> Driver:
         return self
 
-    def cuStreamBatchMemOp_v2(self, stream: int, count: int, address: int, flags: int) -> int:  # noqa: N802
-        assert flags == 0
-        assert 0 < count <= 255
-        self.got += [Params.from_buffer_copy(ctypes.string_at(address + 48 * i, 48)) for i in range(count)]
+    def cuStreamBatchMemOp_v2(  # noqa: N802
+        self, stream: ctypes.c_void_p, count: ctypes.c_uint, operations: ctypes.c_void_p, flags: ctypes.c_uint
+    ) -> int:
+        assert flags.value == 0
+        assert 0 < count.value <= 255
+        address = operations.value or 0
+        self.got += [Params.from_buffer_copy(ctypes.string_at(address + 48 * i, 48)) for i in range(count.value)]
+        return self.status
+
+    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p) -> int:  # noqa: N802
+        ctypes.memmove(getattr(target, "value", target), getattr(source, "value", source), nbytes.value)
         return self.status
 
 
 def driven(batch: Batch) -> list[Params]:
     driver = Driver()
     with mock.patch.object(memory_ops, "_driver", driver):
-        memory_ops.enqueue(batch.address, batch.count, 0)
+        memory_ops.run([memory_ops.call_of(batch.table, 0)], [])
     assert [(one.operation, one.address, one.value) for one in driver.got] == batch.operations
     return driver.got
 
@@ -94,8 +101,11 @@ class Ranks:
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
         found = []
-        order = exchange_steps(rank, self.tp, len(CUTS) - 1) if kind == "exchange" else [(0, 0)] * len(program.parts)
-        for part, (peer, piece) in zip(program.parts, order, strict=True):
+        if kind == "exchange":
+            sent = [piece for part in program.parts for piece in part.pieces]
+            assert sent == exchange_steps(rank, self.tp, len(CUTS) - 1)
+        for part in program.parts:
+            peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
             for lane, batch, copies, _ in part.steps:
                 found += [(lane, self.word(one)) for one in driven(batch)]
                 for row, offset, host, nbytes in copies:
@@ -173,7 +183,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
 
 def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
     program = host_schedule.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
-    assert [[piece for _, piece in part.arrived] for part in program.parts] == [[], [0, 0], [1, 1], [2, 2]]
+    assert [[piece for _, piece in part.pieces] for part in program.parts] == [[], [0, 0], [1, 1], [2, 2]]
     assert all(step.lane == DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
 
 
@@ -247,7 +257,18 @@ def test_what_cuda_refuses_is_an_operator_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(memory_ops, "_driver", lambda: Driver(801))
     monkeypatch.setattr(memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
     with pytest.raises(OperatorError, match=r"1 memory operations in a stream \(801\)"):
-        memory_ops.enqueue(memory_ops.table([WordOp(WRITE, 0, 0)]).ctypes.data, 1, 7)
+        memory_ops.run([memory_ops.call_of(memory_ops.table([WordOp(WRITE, 0, 0)]), 7)], [])
+
+
+def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else does, of a flush."""
+    monkeypatch.setattr(memory_ops, "_driver", Driver())
+    table = memory_ops.table([WordOp(WRITE, 0, 0)])
+    kept, laid_out = weakref.ref(table), memory_ops.call_of(table, 7)
+    del table
+    assert kept() is not None
+    del laid_out
+    assert kept() is None
 
 
 def test_the_first_wait_that_is_not_met_is_named() -> None:

@@ -43,11 +43,13 @@ class Gpus(Ranks):
         self, rank: int, program: Program, kind: str, islands: Islands | None
     ) -> list[tuple[int, Callable[[], bool]]]:
         found: list[tuple[int, Callable[[], bool]]] = []
-        order = of_rank(getattr(p2p_schedule, kind)(self.tp, islands), rank)
-        sends = [(round_.target, piece) for piece in range(len(CUTS) - 1) for round_ in order]
-        sends = sends if kind == "exchange" else [(0, 0)] * len(program.parts)
+        if kind == "exchange":
+            order = of_rank(p2p_schedule.exchange(self.tp, islands), rank)
+            sends = [(round_.target, piece) for piece in range(len(CUTS) - 1) for round_ in order]
+            assert [piece for part in program.parts for piece in part.pieces] == sends
         done = {OUT: 0, IN: 0}
-        for part, (peer, piece) in zip(program.parts, sends, strict=True):
+        for part in program.parts:
+            peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
             for lane, batch, copies, after in part.steps:
                 if after is not None:
                     given = sum(at == after for at, _ in found)

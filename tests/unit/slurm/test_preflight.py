@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_flux.comm.host_schedule import Layout
+from megatron_flux.comm.host_schedule import default_layout
 from megatron_flux.slurm.preflight import rules
 from megatron_flux.slurm.preflight.ranks import numbers
 from megatron_flux.slurm.preflight.rules import between_nodes, within_nodes
@@ -106,11 +106,11 @@ def test_other_sources_of_the_same_version_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tp", [0, 2, 8])
 def test_shared_memory_is_counted_for_all_groups_of_a_node(tp: int) -> None:
     expected = EXPECTED.model_copy(update={"link": "host", "host_tp": tp})
-    need = 8 // tp * Layout(tp).total_bytes if tp else 0
+    need = 8 // tp * default_layout(tp).total_bytes if tp else 0
     assert expected.shared_memory == need
-    problems = rules.node_problems(changed(("shared_memory",), (64 << 20, 63 << 20)), expected)
+    problems = rules.node_problems(changed(("shared_memory",), (64 << 20, 31 << 20)), expected)
     assert [line.partition(";")[0] for line in problems] == [
-        f"n03: /dev/shm has 63 MiB left of 64, the link through host memory needs {need >> 20} MiB"
+        f"n03: /dev/shm has 31 MiB left of 64, the link through host memory needs {need >> 20} MiB"
     ] * (tp > 0)
 
 

@@ -1,0 +1,249 @@
+"""Chunked calls on GPUs that are not there: what ranks enqueue is right in every order that streams allow, and it takes
+few calls of Python and of the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux import cuda_driver, cuda_memory_ops, ops
+from megatron_flux.comm import host_link, host_progress
+from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.host_schedule import Layout
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backend import BackendPlan
+from megatron_flux.ops.backends import chunked
+from megatron_flux.ops.call import OperatorCall
+from tests.unit.comm.test_host_schedule import Driver, Ranks, run
+from tests.unit.groups import SizedGroup
+from tests.unit.ops.test_call_path import called
+
+pytest.importorskip("triton")
+
+from megatron_flux.kernels import gate
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+MP, N, K = 12, 5, 40
+
+
+class Cuda(Driver):
+    """Streams and events: what is enqueued runs later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.queues: dict[int, list[Callable[[], bool]]] = defaultdict(list)
+        self.current, self.handles = 0, 100
+        self._reached: dict[int, list[bool]] = {}
+
+    def handle(self) -> int:
+        self.handles += 1
+        return self.handles
+
+    def put(self, operation: Callable[[], object], stream: int | None = None) -> None:
+        """Enqueue ``operation``, by default in the caller's stream."""
+        self.queues[self.current if stream is None else stream].append(lambda: (operation(), True)[1])
+
+    def cuStreamBatchMemOp_v2(self, stream: Any, count: Any, operations: Any, flags: Any) -> int:  # noqa: N802
+        self.asked.append("words")
+        self.got.clear()
+        super().cuStreamBatchMemOp_v2(stream, count, operations, flags)
+        self.queues[stream.value] += [Ranks.word(one) for one in self.got]
+        return self.status
+
+    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: Any, stream: Any) -> int:  # noqa: N802
+        self.asked.append("copy")
+        self.put(lambda: Driver.cuMemcpyAsync(self, target, source, nbytes, stream), stream.value)
+        return self.status
+
+    def cuEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
+        self.asked.append("record")
+        reached = self._reached[event] = [False]
+        self.put(lambda: reached.__setitem__(0, True), stream)
+        return 0
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:  # noqa: N802
+        self.asked.append("wait")
+        reached = self._reached[event]
+        self.queues[stream].append(lambda: reached[0])
+        return 0
+
+
+class Bell:
+    """In place of the alarm."""
+
+    seconds = 10.0
+
+    def __init__(self, *_: Any) -> None:
+        self.view, self.words = [0], None
+
+    def message(self) -> str:
+        return "broken off"
+
+    def poison(self, operator: str, error: BaseException) -> None:
+        self.view[0] = 2
+
+
+class Scene:
+    """Two ranks of one process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.cuda = cuda = Cuda()
+
+        class Event:
+            def __init__(self) -> None:
+                self.cuda_event = cuda.handle()
+
+            def record(self, stream: Any) -> None:
+                cuda.cuEventRecord(self.cuda_event, stream.cuda_stream)
+
+        for module in (cuda_driver, cuda_memory_ops):
+            patch.setattr(module, "_driver", lambda: cuda)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Stream", lambda *_, priority: SimpleNamespace(cuda_stream=cuda.handle()))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cuda.current, raising=False)
+        patch.setattr(gate, "launch", lambda *_: cuda.asked.append("gate"))
+        patch.setattr(host_progress, "LinkAlarm", Bell)
+        patch.setattr(host_link, "together", lambda group, about, work: work())
+        patch.setattr(chunked, "compare_calls", lambda call: None)
+        layout = Layout(2, 300, 3)
+        memory = self.memory = Ranks(layout)
+        regions = SimpleNamespace(host=memory.regions, lanes=memory.regions)
+        patch.setattr(host_link.shared_memory, "make_regions", lambda *_: regions)
+        self.groups: list[Any] = [SizedGroup(2, rank) for rank in range(2)]
+        self.links = [HostLink(group, GPU, layout) for group in self.groups]
+        for group, link in zip(self.groups, self.links, strict=True):
+            state_of(group).transports[CPU] = link
+        mm, copy, empty = torch.mm, torch.Tensor.copy_, torch.Tensor.new_empty
+        self.kept: list[torch.Tensor] = []  # as if nothing else were allocated meanwhile
+        kept = self.kept
+        patch.setattr(torch, "mm", lambda *given, out: cuda.put(lambda: mm(*given, out=out)))
+        patch.setattr(torch.Tensor, "copy_", lambda *given: cuda.put(lambda: copy(*given)))
+        patch.setattr(chunked.wires, "add", self.add)
+        patch.setattr(torch.Tensor, "new_empty", lambda *a, **b: kept.append(made := empty(*a, **b)) or made)
+        self.backend = chunked.ChunkedBackend()
+        self.backend.pieces = 2
+
+    def add(self, wire: str, theirs: torch.Tensor, own: torch.Tensor, rank: int, y: torch.Tensor, _: Any) -> None:
+        self.cuda.asked.append("add")
+        self.cuda.put(lambda: torch.add(own, theirs[1 - rank], out=y))
+
+    def on_ranks(self) -> Iterator[tuple[int, Any]]:
+        for rank, group in enumerate(self.groups):
+            self.cuda.current = 1 + rank
+            yield rank, group
+
+    def finish(self, rng: random.Random) -> None:
+        run(list(self.cuda.queues.values()), rng)
+        self.cuda.queues.clear()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape).float()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_order_of_the_streams_gives_the_same(scene: Scene, seed: int) -> None:
+    """Calls of all kinds, two of them open over others. What they read is written just before they begin; it and all
+    that they have allocated is written over as soon as they have ended.
+    """
+    rng, backend, cuda = random.Random(seed), scene.backend, scene.cuda
+    order = ("all_gather_gemm", "gemm_reduce_scatter")[:: 1 if seed % 2 else -1]
+    torch.manual_seed(seed)
+    for _ in range(3):
+        w, v = integers(N, K), integers(K, N)
+        shards, others, wholes = ([integers(rows, k) for _ in range(2)] for rows, k in ((MP, K), (MP, K), (2 * MP, N)))
+        gathered, sums = torch.cat(shards), sum(whole @ v.t() for whole in wholes)
+        want = gathered, gathered @ w.t(), torch.cat(others), sums
+        found: list[list[torch.Tensor]] = []
+        for rank, group in scene.on_ranks():
+            x, whole, other = (torch.zeros_like(one[rank]) for one in (shards, wholes, others))
+            for to, one in ((x, shards), (whole, wholes), (other, others)):
+                to.copy_(one[rank])
+            opened = backend.all_gather(OperatorCall("all_gather", other, None, group))
+            left = backend.gemm_reduce_scatter(OperatorCall("gemm_reduce_scatter", whole, v, group, async_op=True))
+            for operator in order:
+                if operator == "all_gather_gemm":
+                    y, full = backend.all_gather_gemm(OperatorCall(operator, x, w, group))
+                else:
+                    z = backend.gemm_reduce_scatter(OperatorCall(operator, whole, v, group)).wait()
+            z_left, rows = left.wait(), opened.wait()
+            mine = [torch.empty_like(one) for one in (full, y, rows, z, z_left)]
+            for to, one in zip(mine, (full, y, rows, z, z_left), strict=True):
+                to.copy_(one)
+            for one in (x, whole, other, *scene.kept):
+                cuda.put(functools.partial(one.fill_, 9.0))
+            found.append(mine)
+            scene.kept.clear()
+        scene.finish(rng)
+        for rank, mine in enumerate(found):
+            share = want[3][rank * MP : (rank + 1) * MP]
+            assert all(map(torch.equal, mine, (*want[:3], share, share)))
+
+
+def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
+    (_, group), *_ = scene.on_ranks()
+    scene.cuda.status = 801
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
+        call = OperatorCall("all_gather_gemm", integers(MP, K), integers(N, K), group)
+        with pytest.raises(OperatorError, match=r"5 memory operations in a stream \(801\)"):
+            scene.backend.all_gather_gemm(call)
+    scene.cuda.status = 0
+    with pytest.raises(OperatorError, match="broken off"):
+        scene.backend.all_gather_gemm(call)
+
+
+@pytest.mark.parametrize("call", [cuda_driver.record, cuda_driver.wait])
+def test_a_thread_that_has_not_called_cuda_yet_gets_its_context(
+    call: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's threads; CUDA's runtime does so by itself."""
+    made: list[bool] = []
+    driver = SimpleNamespace(
+        cuEventRecord=lambda *_: 0 if made else 201, cuStreamWaitEvent=lambda *_: 0 if made else 201
+    )
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_make_context_current", lambda: made.append(True))
+    call(1, 0)
+    assert made == [True]
+
+
+def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
+    """Two pieces of two chunks each: four calls of the driver for a chunk, and what orders the streams."""
+    (_, group), *_ = scene.on_ranks()
+    x, w, whole, v = integers(MP, 25), integers(N, 25), integers(2 * MP, K), integers(25, K)
+    calls = (
+        OperatorCall("all_gather_gemm", x, w, group),
+        OperatorCall("gemm_reduce_scatter", whole, v, group),
+    )
+    most = {"all_gather_gemm": 64, "gemm_reduce_scatter": 82}
+    asked = {
+        "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
+        "gemm_reduce_scatter": {"record": 5, "wait": 5, "words": 12, "copy": 8, "gate": 1, "add": 1},
+    }
+    for call in calls:
+        state_of(group).plans["auto", call.spec] = plan = BackendPlan(scene.backend, call)
+        plan.counted = call.operator, "chunked"
+        more = {"return_gathered": True} if call.operator == "all_gather_gemm" else {}
+        made = functools.partial(getattr(ops, call.operator), call.x, call.weight, group, **more)
+        made()
+        scene.cuda.asked.clear()
+        functions = called(made)
+        assert len(functions) <= most[call.operator], functions
+        assert Counter(scene.cuda.asked) == asked[call.operator]

@@ -73,6 +73,18 @@ def read_call(path: Path, **where: Any) -> Values:
     return row
 
 
+def read_peers(path: Path, **where: Any) -> Values:
+    """Return for each m of a call flux's time, and the next arm's as a multiple of it."""
+    found: Values = {}
+    for m in (512, 2048, 8192, 32768):
+        ms = {row["arm"]: row["ms"] for row in _rows(path, {**where, "m": m})}
+        if "flux" in ms and len(ms) > 1:
+            flux = ms.pop("flux")
+            best = min(ms, key=lambda arm: ms[arm])
+            found[f"m{m}"] = f"{flux:.3f} ({ms[best] / flux:.2f}×, {best})"
+    return found
+
+
 def read_medians(path: Path, **where: Any) -> Values:
     """Return medians of the overlap efficiency E over calls: of flux, and of torch's async-TP."""
     rows = _rows(path, where)

@@ -766,9 +766,16 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a decode step runs the plan of rows far away",
         f"{OPS}/tuner/tuner.py",
-        "for other in kind.known if _bucket(other) == bucket and runs(call, kind.known[other])]",
-        "for other in kind.known if runs(call, kind.known[other])]",
+        "[other for other in self.known if _bucket(other) == bucket]",
+        "[*self.known]",
         ("tests/unit/ops/test_tuner.py::test_decode_steps_of_other_rows_run_the_nearest_plan",),
+    ),
+    _fault(
+        "a training waits for a kernel of the other width",
+        f"{OPS}/tuner/tuner.py",
+        "if (alike, entry.plan) in decisions.at_once:",
+        "if decisions:",
+        ("tests/unit/ops/test_tuner.py::test_the_other_width_of_tiles_runs_once_it_is_compiled",),
     ),
     _fault(
         "a rank frees workspaces that its peers keep",

@@ -101,7 +101,7 @@ def test_a_candidate_that_cannot_be_launched_does_not_end_the_others() -> None:
             x = integers(32, 32, torch.float16)
             call = OperatorCall(operator, x, x, dist.group.WORLD)
             trial = trials.Trial([UNMEASURED, bad, good], operator)
-            plan = trials.TrialPlan(call, trial, Backends(ReferenceBackend(), backend), lambda call, entry: None)
+            plan = trials.TrialPlan(call, trial, Backends(ReferenceBackend(), backend), lambda call, entry, *_: entry)
             errors = [RuntimeError(MESSAGE)]
 
             def fails_once(*given: Any, errors: list[RuntimeError] = errors, **how: Any) -> Any:

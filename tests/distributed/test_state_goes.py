@@ -76,7 +76,7 @@ def use(group: dist.ProcessGroup) -> None:
     entries = [UNMEASURED, Entry(backend="fused", plan=KernelConfig(**TINY))]
     trial = _tuned.tuner.decisions(group).trials["a kind",] = Trial(entries, "a call")
     by = Backends(ReferenceBackend(), FusedBackend("twin", twin=True))
-    state.plans["a call"] = plan = TrialPlan(call, trial, by, _tuned.tuner._keep)
+    state.plans["a call"] = plan = TrialPlan(call, trial, by, _tuned.tuner._note_decided)
     while 1 not in trial.effects:
         plan.run(call)
     state.kept = keep._Ledger()

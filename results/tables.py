@@ -74,14 +74,14 @@ def read_call(path: Path, **where: Any) -> Values:
 
 
 def read_peers(path: Path, **where: Any) -> Values:
-    """Return for each m of a call flux's time, and the next arm's as a multiple of it."""
+    """Return for each m of a call flux's time, the fastest other arm, and its time as a multiple of flux's."""
     found: Values = {}
     for m in (512, 2048, 8192, 32768):
         ms = {row["arm"]: row["ms"] for row in _rows(path, {**where, "m": m})}
         if "flux" in ms and len(ms) > 1:
             flux = ms.pop("flux")
             best = min(ms, key=lambda arm: ms[arm])
-            found[f"m{m}"] = f"{flux:.3f} ({ms[best] / flux:.2f}×, {best})"
+            found[f"m{m}"] = {"flux": flux, "times": ms[best] / flux, "arm": best}
     return found
 
 

@@ -1,11 +1,10 @@
-"""``bench ops``: the operators against the GEMM alone, the collective alone, both in sequence, and torch's async-TP.
+"""``bench ops``: the operators against the GEMM alone, the collective alone, and both in sequence.
 
 Fields of a row, one per call:
 
 * ``…_ms``: median over rounds of the slowest rank, by variant; null where a variant does not run. ``gemm`` and ``nccl``
-  are parts alone, ``serial`` is stock. ``async_tp`` calls torch's operator itself. A decode call is timed in CUDA
-  graphs of :data:`CALLS` calls, each with other weights, of more bytes than the L2 cache holds, as the layers of a
-  model do.
+  are parts alone, ``serial`` is stock. A decode call is timed in CUDA graphs of :data:`CALLS` calls, each with other
+  weights, of more bytes than the L2 cache holds, as the layers of a model do.
 * ``e_overlap``: FLUX's overlap efficiency (arXiv 2406.06858, eq. 2) of the tuned call,
   ``1 - (tuned - gemm) / (serial - gemm)``: 1 is "as fast as the GEMM alone", 0 is "no better than serial".
 * ``bound_ms``: max(GEMM alone, bytes received / link rate), by a copy-engine rate measured at the start of the run.
@@ -17,12 +16,11 @@ Fields of a row, one per call:
   else to fp32 every 128 of k. A gather moves bytes and the scales of blocks, a reduce-scatter partial sums in 16 bits.
 
 All variants run with the hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows: 1 as in Megatron's trainings, unless
-it is set. async-TP moves shards on a second stream and may be faster with 8: run it once more so.
+it is set. Other projects' operators: ``bench peers``.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -133,7 +131,7 @@ def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
 
 
 def runs_of(case: Case, inputs: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
-    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then async-TP and ``backends``.
+    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then ``backends``.
 
     Raises:
         UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
@@ -150,13 +148,6 @@ def runs_of(case: Case, inputs: Operands, group: dist.ProcessGroup, backends: tu
     if pair is not None:
         call = partial(operator, pair.x, pair.weight, group, split_accumulator=pair.split, out_dtype=pair.out)
         return runs | {name: partial(call, backend=name) for name in backends if name in FP8_BACKENDS}
-    if x.is_cuda and "chunked" not in backends:  # async-TP needs peer access
-        importlib.import_module("torch.distributed._symmetric_memory")  # registers torch's own fused operators
-        wt, name, fused = _transposed(case, inputs), group.group_name, torch.ops.symm_mem
-        if case.op == "all_gather_gemm":
-            runs["async_tp"] = lambda: fused.fused_all_gather_matmul(x, [wt], 0, name)[1][0]
-        else:
-            runs["async_tp"] = lambda: fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
     call = partial(operator, x, inputs.weights[0], group, transposed=case.transposed, wire=wire)
     return runs | {name: partial(call, backend=name) for name in backends}
 

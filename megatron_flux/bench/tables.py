@@ -18,23 +18,14 @@ from megatron_flux.ops.tuner import cache
 
 Row = Mapping[str, Any]
 
-NAMES = {
-    "gemm": "gemm",
-    "nccl": "nccl",
-    "serial": "serial",
-    "async_tp": "async-TP",
-    "fused": "fused",
-    "chunked": "chunked",
-    "chunked_int8": "chunked int8",
-    "tuned": "tuned",
-}
-"""Variants of ``bench ops`` and their headings. A run has chunked ones or those that need peer access."""
+NAMES = ("gemm", "nccl", "serial", "fused", "chunked", "chunked_int8", "tuned")
+"""Variants of ``bench ops``. A run has chunked ones or the one that needs peer access."""
 SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS", "gemm_all_reduce": "AR"}
 
 
-def measured(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the variants that ``rows`` have, and their headings."""
-    return {name: shown for name, shown in NAMES.items() if any(f"{name}_ms" in row for row in rows)}
+def measured(rows: Sequence[Row]) -> list[str]:
+    """Return the variants that ``rows`` have."""
+    return [name for name in NAMES if any(f"{name}_ms" in row for row in rows)]
 
 
 def efficiency(row: Row, variant: str) -> float | None:
@@ -49,7 +40,7 @@ def fp8_title(recipe: str | None) -> str:
 
 def line(row: Row) -> str:
     """Return one call of ``bench ops`` as a line."""
-    times = " ".join(f"{shown} {number(row[f'{name}_ms'])}" for name, shown in measured([row]).items())
+    times = " ".join(f"{name} {number(row[f'{name}_ms'])}" for name in measured([row]))
     return (
         f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
         f"k={row['k']:<5}{fp8_title(row.get('fp8'))} {times} E {number(row['e_overlap'], '.0%')} "
@@ -76,7 +67,7 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         ]
 
     queues = connections(summary.get("environment"))
-    heads = (*names.values(), *(f"E {names[name]}" for name in overlapped))
+    heads = (*names, *(f"E {name}" for name in overlapped))
     print_table(
         f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
         ("<op", "<model", "<layer", "<direction", "m x n x k", *heads, "<plan"),

@@ -32,7 +32,7 @@ from megatron_flux.run import folder, launcher, rank
 
 
 def ops(options: OpsOptions, dry_run: bool) -> None:
-    """Measure the operators: GEMM, NCCL, both in sequence, async-TP, every backend."""
+    """Measure the operators: GEMM, NCCL, both in sequence, every backend."""
     if not dry_run:
         _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
     wire = Wires.of(options.wire, None).activations

@@ -19,13 +19,6 @@ def forget_dummy_gradients() -> None:
     getattr(base, "_dummy_wgrads", {}).clear()
 
 
-def workspace_bytes() -> int:
-    """Return the bytes of symmetric memory that this process holds: flux's, and torch's for async-TP."""
-    module = sys.modules.get("torch.distributed._symmetric_memory")
-    torchs = getattr(module, "_group_name_to_workspace_tensor", {}).values()
-    return group_state.slab_bytes() + sum(tensor.nbytes for tensor in torchs if tensor is not None)
-
-
 class Peak(NamedTuple):
     """Bytes of one trainer: the most in torch's allocator (None on CPUs), and in symmetric memory at the end."""
 
@@ -41,7 +34,7 @@ class OwnMemory:
     weight gradients, cuBLAS's workspaces) is freed when it ceases to be active, but where CUDA graphs hold the
     addresses (``captured``). Tens of MB that other libraries keep count for the first trainer.
 
-    Symmetric memory (flux's, torch's async-TP) is in no figure of the allocator, and added by its size. What NCCL, CUDA
+    Flux's symmetric memory is in no figure of the allocator, and added by its size. What NCCL, CUDA
     and its contexts take is in no figure.
     """
 
@@ -55,10 +48,10 @@ class OwnMemory:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Count what is allocated inside, and still held at the end, as this trainer's; not after an exception."""
-        self._others_workspace = workspace_bytes() - self._own_workspace
+        self._others_workspace = group_state.slab_bytes() - self._own_workspace
         self._others = self._allocated() - self._own
         yield
-        self._own_workspace = workspace_bytes() - self._others_workspace
+        self._own_workspace = group_state.slab_bytes() - self._others_workspace
         if self._on_gpu and not self._captured:
             forget_dummy_gradients()
             torch._C._cuda_clearCublasWorkspaces()
@@ -73,4 +66,4 @@ class OwnMemory:
     def peak(self) -> Peak:
         """Return the most that this trainer has held since :meth:`reset_peak`; only while it is active."""
         allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
-        return Peak(allocated, workspace_bytes() - self._others_workspace)
+        return Peak(allocated, group_state.slab_bytes() - self._others_workspace)

@@ -50,7 +50,7 @@ TIMES = {
     **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
 }
 ROW_KEYS = {
-    "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms",
+    "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms",
     "fused_ms", "tuned_ms", "tuned_choice", "e_overlap", "bound_ms", "host_us",
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ COMMAND = ["-m", "megatron_flux.cli"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CALLS = ["--preset", "llama2-70b", "--set", "linears=qkv,proj", "--tokens", "1024"]
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_NVLS_ENABLE")
-TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "async_tp_ms", "fused_ms", "tuned_ms", "bound_ms")
+TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "fused_ms", "tuned_ms", "bound_ms")
 
 
 def run(cache: Path, *words: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from megatron_flux.errors import UserError
 
 ROW = {
     "op": "gemm_reduce_scatter", "model": "gpt3-175b", "layer": "fc2", "direction": "forward", "m": 8192, "n": 12288,
-    "k": 6144, "dtype": "bfloat16", "gemm_ms": 1.0, "nccl_ms": 0.5, "serial_ms": 1.5, "async_tp_ms": None,
+    "k": 6144, "dtype": "bfloat16", "gemm_ms": 1.0, "nccl_ms": 0.5, "serial_ms": 1.5,
     "fused_ms": 1.1, "tuned_ms": 1.6, "tuned_choice": "fused <x>", "e_overlap": -0.2,
     "bound_ms": 1.0,
 }  # fmt: skip
@@ -41,10 +41,10 @@ def test_calls_in_a_table_and_a_line() -> None:
     lines = printed(tables.show_ops, SUMMARY)
     assert lines[0] == "4 x H200, nvlink, tp = 4, 1 call(s)"
     assert line(lines, "gpt3-175b") == (
-        "RS gpt3-175b fc2 forward 8192 x 12288 x 6144 1.000 0.500 1.500 - 1.100 1.600 - 80% -20% fused <x>"
+        "RS gpt3-175b fc2 forward 8192 x 12288 x 6144 1.000 0.500 1.500 1.100 1.600 80% -20% fused <x>"
     )
     said = tables.line(ROW)
-    for part in ("fc2", "gemm 1.000", "async-TP -", "tuned 1.600", "E -20%", "[fused <x>]"):
+    for part in ("fc2", "gemm 1.000", "tuned 1.600", "E -20%", "[fused <x>]"):
         assert part in said
     assert tables.efficiency({**ROW, "serial_ms": 1.0}, "fused") is None
     assert printed(tables.show_ops, {**SUMMARY, "rows": []})[0].endswith("0 call(s)")

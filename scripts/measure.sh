@@ -86,6 +86,16 @@ stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_grap
 stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --again 20 --out @"
 stage any_m 250 "$ranks $GPUS -m scripts.any_m --out @"
 stage rival 250 "$ranks $GPUS -m scripts.rival --out @"
+for queues in 1 8 32; do
+    stage "beside_$queues" 150 "CUDA_DEVICE_MAX_CONNECTIONS=$queues $ranks $GPUS -m scripts.beside_groups --out @"
+done
+stage beside_high_priority 150 "CUDA_DEVICE_MAX_CONNECTIONS= $ranks $GPUS -m scripts.beside_groups --high-priority --out @"
+tuned="$layer --preset llama3-8b,llama2-70b --seq-length 4096 --micro-batch-size 1 --num-layers 2 --fp8 none,current
+    --variants te,te_again,te_ub,flux_te,no_communication --seconds 500 --set=trace=false --out @"
+stage no_sp 590 "$tuned --no-sequence-parallel"
+stage no_sp_frozen 590 "$tuned --no-sequence-parallel --frozen"
+stage lora 590 "$tuned --lora 16"
+stage lora_qkv 590 "$tuned --lora 16 --lora-targets linear_qkv"
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done

@@ -194,8 +194,10 @@ class Tuner:
             if not full and (
                 near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
             ):
-                # The first candidate, and what was not clearly behind for another m.
-                entries = [*{one.label: one for one in [*entries[:2], *near[-1].close]}.values()]
+                # The first candidate of each width of tiles, and what was not clearly behind for another m.
+                widths = {getattr(one.plan, "bn", None): one for one in reversed(entries[1:])}
+                close = [one for one in near[-1].close if runs(call, one)]
+                entries = [*{one.label: one for one in [entries[0], *reversed(widths.values()), *close]}.values()]
             trial = trials[kind] = Trial(entries, words_of(call))
         return trial
 

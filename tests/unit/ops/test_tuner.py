@@ -359,6 +359,18 @@ def test_of_further_m_what_was_close_is_tried_unless_all_is_asked_for(timed: Tun
     assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == ["reference", *FULL]
 
 
+def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(
+    timed: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which width is the faster one changes with m, and a candidate without a turn would be a warning."""
+    given = [KernelConfig(reducers=4), KernelConfig(bn=128), KernelConfig(reducers=5), KernelConfig(reducers=6)]
+    monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: given)
+    assert timed() == ("fused", given[-1])
+    monkeypatch.setattr(candidates, "fits", lambda op, plan, *_: plan != given[-1])
+    timed(x=torch.zeros(512, 4))
+    assert [entry.plan for entry in timed.trials[-1].entries] == [None, *given[:2]]
+
+
 def test_gathers_go_by_copy_engine_and_are_not_tried(timed: Tuned) -> None:
     """But for where transfers go by chunks: see below."""
     gather = OperatorCall("all_gather", X, None, GROUP)

@@ -195,9 +195,11 @@ class Tuner:
                 near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
             ):
                 # The first candidate of each width of tiles, and what was not clearly behind for another m.
-                widths = {getattr(one.plan, "bn", None): one for one in reversed(entries[1:])}
+                widths: dict[object, Entry] = {}
+                for one in entries[1:]:
+                    widths.setdefault(getattr(one.plan, "bn", None), one)
                 close = [one for one in near[-1].close if runs(call, one)]
-                entries = [*{one.label: one for one in [entries[0], *reversed(widths.values()), *close]}.values()]
+                entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
             trial = trials[kind] = Trial(entries, words_of(call))
         return trial
 

@@ -44,6 +44,8 @@ OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
 TRIAL = "tests/distributed/test_trial.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
+LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
+_PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
 PLAIN_FENCES = "tests/unit/kernels/test_compiled.py::test_plain_kernels_have_their_fences"
 TWIN, FENCES = (
     "tests/distributed/test_fused_twin.py",
@@ -828,6 +830,17 @@ FAULTS: tuple[Fault, ...] = (
         "reshard_after_forward=unit in layers",
         "reshard_after_forward=False",
         ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
+    ),
+    _fault(
+        "wrong bytes are a fast link", "megatron_flux/ops/timing.py", "if not torch.equal", "if 0 * torch.equal", LINKS
+    ),
+    _fault("the fastest rank is the link's", _PREFLIGHT, "min(_from_all(mine))", "max(_from_all(mine))", LINKS),
+    _fault(
+        "a wait for peers' memory has no limit",
+        _PREFLIGHT,
+        "faulthandler.dump_traceback_later(2 * _LINK_S, exit=True)",
+        "faulthandler.dump_traceback_later(2 * _LINK_S)",
+        LINKS,
     ),
 )
 

@@ -295,7 +295,10 @@ def run(
     chunks = links.by_chunks(here.link)
     if chunks and any(case.direction == "decode" for case in cases):
         raise UserError(f"--directions decode: CUDA graphs need NVLink, the link is {here.link.kind}; leave decode out")
-    rate = _chunks_rate(group, device) if chunks else _link_rate(group, device)
+    if chunks:
+        rate = timing.gather_rate(transports.transport_of(group, device), group, LINK_BYTES)
+    else:
+        rate = _link_rate(group, device)
     here.say(f"{len(cases)} calls on {group.size()} ranks, {here.link.kind}, {rate:.0f} GB/s a rank")
     about = {
         **({"wire": wanted.wire} if chunks else {}),
@@ -318,24 +321,7 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
         for _ in range(4):
             target.copy_(source)
 
-    return _best_rate(push, 4 * LINK_BYTES, group, device)
-
-
-def _chunks_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the GB/s that a rank receives by chunks: a gather of ``LINK_BYTES`` from each rank."""
-    link = transports.transport_of(group, device)
-    mine = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    theirs = torch.empty(group.size(), LINK_BYTES, dtype=torch.uint8, device=device)
-
-    def gather() -> None:
-        link.gather("all_gather", mine, theirs, [0, LINK_BYTES]).wait()
-
-    return _best_rate(gather, (group.size() - 1) * LINK_BYTES, group, device)
-
-
-def _best_rate(move: Callable[[], None], nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the GB/s of ``move``, by all ranks at once, which brings each of them ``nbytes``: the best of five."""
-    return max(nbytes / timing.burst(move, 1, group, device, warm=0) / 1e6 for _ in range(5))
+    return max(4 * LINK_BYTES / timing.burst(push, 1, group, device, warm=0) / 1e6 for _ in range(5))
 
 
 def work(text: str) -> None:

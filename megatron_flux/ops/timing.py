@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.collectives import Pending
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.errors import OperatorError
 
 Way = Callable[[], Any]
 
@@ -85,6 +87,29 @@ def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device,
     """Return milliseconds of one of ``count`` back-to-back calls behind ``warm`` others, on the slowest rank."""
     own = own_burst(call, count, device, lambda: dist.barrier(group=group), warm)
     return _slowest(own, group, device)[0].item()
+
+
+def gather_rate(link: HostLink, group: dist.ProcessGroup, nbytes: int) -> float:
+    """Return the GB/s that a rank receives while all ranks gather ``nbytes`` of each over ``link``: the best of five.
+
+    Raises:
+        OperatorError: something else has arrived than was sent.
+    """
+    numbers = torch.arange(nbytes // 4, dtype=torch.int32, device=link.device)
+    ranks = torch.arange(5 * link.tp, dtype=torch.int32, device=link.device).view(5, link.tp, 1) << 24
+    mine, received, best = torch.empty_like(numbers), numbers.new_empty(link.tp, len(numbers)), 0.0
+
+    def gather() -> None:
+        link.gather("all_gather", mine, received, [0, nbytes]).wait()
+
+    for turn in ranks:  # each with other numbers: what a slot still holds of the one before is noticed
+        sent = numbers + turn
+        mine.copy_(sent[link.rank])
+        best = max(best, (link.tp - 1) * nbytes / burst(gather, 1, group, link.device, warm=0) / 1e6)
+        received[link.rank] = mine
+        if not torch.equal(received, sent):
+            raise OperatorError(f"tp rank {link.rank} received through {link.through} what its peers have not sent")
+    return best
 
 
 def _slowest(own: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

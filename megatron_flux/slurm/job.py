@@ -63,7 +63,8 @@ class Resolved:
     @property
     def through_host(self) -> bool:
         """True if flux may send through host memory."""
-        return self.profile.link == "host" and not self.spans and self.mode != "baseline" and self.job.tp > 1
+        there = self.profile.link in ("host", "p2p") and not self.spans
+        return there and self.mode != "baseline" and self.job.tp > 1
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -104,7 +105,8 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     check_time(profile.time, profile.signal_seconds)
     words = ["compare" if mode == "compare" else "train"]
     for name in dict.fromkeys((*layout, *given)):
-        if name in chosen and name != "seed":  # the script counts it up
+        # The script counts the seed up, and hands p2p on by MEGATRON_FLUX_LINK.
+        if name in chosen and name != "seed" and (name, chosen[name]) != ("link", "p2p"):
             words += _words(name, getattr(options, name), kind.model_fields[name])
     return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
 

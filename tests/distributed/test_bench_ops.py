@@ -118,7 +118,7 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
             for backend in (fused, tuned):
                 patch.setitem(registry._backends, backend.name, backend)
         else:
-            patch.setattr(ops, "_chunks_rate", lambda *_: 40.0)
+            patch.setattr(ops.timing, "gather_rate", lambda *_: 40.0)
             patch.setattr(keys, "by_chunks", lambda *_: True)
             patch.setattr(trials.Trial, "begin", begun)
             patch.setattr(trials, "_between", lambda begun, ended: begun)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import torch
 
 from megatron_flux.slurm.profile import Floors
 from megatron_flux.telemetry import environment
+from tests.distributed.test_preflight import LINKS, MEASURED
 from tests.distributed.test_preflight import run as run_ranks
 from tests.gpu.test_commands import COMMAND, SMALL, losses, run
 
@@ -89,6 +91,17 @@ def test_nccl_on_tcp_is_below_the_floors(tmp_path: Path) -> None:
     assert max(slow.values()) < 40
     problems = (tmp_path / "tcp" / "together.problems").read_text()
     assert "the profile's floor is 40; NCCL may have fallen back to TCP" in problems
+
+
+def test_peers_memory_and_host_memory_are_measured(tmp_path: Path) -> None:
+    """Whatever connects the GPUs: peers' memory is used as over PCIe, by copy engine."""
+    ended = run_ranks(tmp_path / "x", Floors(), 1, "cuda", ranks=2, link=LINKS)
+    assert [code for code, _ in ended] == [0, 0], ended
+    link, said = (tmp_path / "x" / "link").read_text().rstrip().split(" ", 1)
+    assert re.fullmatch(MEASURED, said), said
+    host, peers = map(float, re.findall(r"[\d.]+", said))
+    assert min(host, peers) > 1
+    assert link == ("p2p" if peers > host else "host")
 
 
 def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:

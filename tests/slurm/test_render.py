@@ -63,17 +63,17 @@ def test_scripts_are_clean_shell(tmp_path: Path) -> None:
 
 
 def options_of(text: str) -> set[str]:
-    """Return a script's options of link and wire, for train or compare and for the pre-flight."""
-    return {
-        word for word in text.replace("\n", " ").split(" ") if word.startswith(("--link=", "--wire=", "--host-tp="))
-    }
+    """Return a script's options of link and wire, for train or compare and for the pre-flight, and flux's link."""
+    options = ("--link=", "--wire=", "--host-tp=", "link=")
+    return {word for word in text.replace("\n", " ").split(" ") if word.startswith(options)}
 
 
 @pytest.mark.parametrize(
     ("cluster", "site", "layout", "mode", "given"),
     [
         ("nvlink-h100", {}, {}, "flux", {"--link=nvlink"}),  # of the pre-flight alone: training takes what there is
-        ("pcie-l20", {"wire": "int8"}, {}, "compare", {"--link=p2p", "--wire=int8"}),
+        ("pcie-l20", {"wire": "int8"}, {}, "compare", {"--link=p2p", "link=p2p", "--wire=int8", "--host-tp=8"}),
+        ("pcie-a100", {}, {}, "baseline", {"--link=p2p", "link=p2p"}),
         ("host-l40s", {"wire": "int8"}, {}, "baseline", {"--link=host"}),
         ("host-l40s", {"wire": "int8"}, {}, "flux", {"--link=host", "--wire=int8", "--host-tp=8"}),
         ("host-l40s", {}, {"tp": 4, "pp": 16}, "compare", {"--link=host", "--host-tp=4"}),

@@ -127,6 +127,45 @@ def test_the_flight_recorders_dumps_are_named(stubs: tuple[Path, Path], tmp_path
     assert f"{said}left their calls: " in train_fails(RANKS_HANG, stubs, tmp_path)
 
 
+P2P = {"description": "PCIe", "link": "p2p", "tune": False}
+FOUND = "echo 'host host memory 9 GB/s, peers 3 GB/s' >$logs/preflight/link"
+BROKEN = "echo '0 0 rank 3 on n01 failed: RuntimeError: x (exit code 1)' >$MEGATRON_FLUX_FAILURES/n01; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("finds", "variables", "link", "said"),
+    [
+        (FOUND, {}, "host", "pre-flight: flux's link is host: host memory 9 GB/s, peers 3 GB/s\n"),
+        (
+            f"{FOUND}; {BROKEN}",
+            {},
+            "host",
+            "is host: host memory 9 GB/s, peers 3 GB/s (rank 3 on n01 failed: RuntimeError: x (exit code 1))\n",
+        ),
+        (BROKEN, {}, None, "error: rank 3 on n01 failed: RuntimeError: x"),
+        ("", {"MEGATRON_FLUX_LINK": "host"}, "host", ""),
+        (FOUND, {"MEGATRON_FLUX_LINK": "p2p"}, "p2p", ""),
+        (FOUND, {"MEGATRON_FLUX_PREFLIGHT": "0"}, "p2p", ""),
+    ],
+)
+def test_flux_uses_the_link_that_the_preflight_has_found(
+    finds: str, variables: dict, link: str | None, said: str, stubs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """NCCL's own stay as they are, and a failure ends the job where no link was found before it."""
+    srun = f"""#!/bin/bash
+logs=${{MEGATRON_FLUX_FAILURES%/failures/*}} step=${{MEGATRON_FLUX_FAILURES##*/}}
+touch $logs/$step-0-n01.log
+[[ $step == train ]] && echo "$MEGATRON_FLUX_LINK ${{NCCL_P2P_DISABLE-}}$(grep -o link= <<<"$*")" >{stubs[1]}/link
+[[ $step != preflight-together ]] || {{ {finds or ":"}; }}
+exit 0
+"""
+    executable(stubs[0] / "srun", srun)
+    done = execute(script({**PLAIN, **P2P}, WORK), stubs, tmp_path, SLURM_JOB_PARTITION="p", **variables)
+    assert said in done.stdout + done.stderr, done
+    seen = stubs[1] / "link"
+    assert (seen.read_text() if seen.exists() else None) == (link and f"{link} \n")
+
+
 def test_variables_that_nothing_would_expand_are_refused() -> None:
     for changes in ({"venv": "$HOME/venv"}, {"environment": {"A": "x/${USER}"}}, {"training": {"data": ["$DATA/x"]}}):
         with pytest.raises(UserError, match="is not expanded here, only in set-up lines; write the value in full"):

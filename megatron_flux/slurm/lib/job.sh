@@ -15,6 +15,8 @@
 #   container_runtime   pyxis or apptainer, with container_image and the array container_mounts; none: Python is on the nodes
 #   preflight           array: what nodes must have, options of megatron_flux.slurm.preflight.node; none: no pre-flight
 #   preflight_timeout   seconds
+#   link                p2p: what flux uses within a node, by MEGATRON_FLUX_LINK; the pre-flight may find that host memory is
+#                       faster, or that peers' memory does not work
 #   tune                array: options of `megatron-flux tune`, on the first node before training; none: no tuning
 # and calls `default VARIABLE VALUE` for what ranks find in their environment. The arguments of run_job are those of
 # `megatron-flux`: train or compare with options, without --seed, --out, --save, --load and --overwrite.
@@ -37,7 +39,7 @@ fail() {
     exit 1
 }
 # Whatever is in the environment.
-logs='' name='' processes='' seed=1234 max_requeues=3 max_retries=1 numa_binding='' preflight_timeout=600
+logs='' name='' processes='' link='' seed=1234 max_requeues=3 max_retries=1 numa_binding='' preflight_timeout=600
 container_runtime='' container_image='' container_mounts=() srun_options=() preflight=() tune=() _passed=()
 
 [[ ${version-} == 1 ]] ||
@@ -368,7 +370,7 @@ _preflight_failed() {
 }
 
 _check_nodes() {
-    local expected node cause last
+    local expected node cause='' last why
     say "pre-flight: every node on its own, then all together"
     expected=(
         --folder="$logs/preflight" --processes="$processes" --timeout="$preflight_timeout"
@@ -397,7 +399,13 @@ _check_nodes() {
     if ((status != 0)); then
         ((stopping)) && _requeue
         _preflight_failed
-        _failed preflight-together
+        # There is a link from when all else was well: it holds if measuring another one has ended the ranks.
+        [[ -s $logs/preflight/link ]] || _failed preflight-together
+        read -r _ _ cause < <(_failures)
+    fi
+    if [[ -s $logs/preflight/link ]]; then
+        read -r link why <"$logs/preflight/link"
+        say "pre-flight: flux's link is $link: $why${cause:+ ($cause)}"
     fi
 }
 
@@ -414,6 +422,10 @@ run_job() {
         exit 0
     fi
     if ((${#preflight[@]})) && [[ ${MEGATRON_FLUX_PREFLIGHT:-1} != 0 ]]; then _check_nodes; fi
+    if [[ -n $link ]]; then
+        export MEGATRON_FLUX_LINK=${MEGATRON_FLUX_LINK:-$link}
+        [[ $MEGATRON_FLUX_LINK == p2p ]] || tune=() # groups share host memory: one alone finds it too fast
+    fi
     if ((${#tune[@]})); then
         say "tuning the operators' calls on $first, once for all nodes"
         _on_nodes 1 tune --wait=0 "$python" -m megatron_flux.cli tune "${tune[@]}" ||

@@ -3,10 +3,13 @@
 torch.distributed.run starts it on all nodes. The ranks of each node, of all nodes and of neighbouring nodes reduce over
 the transport that training uses. Rank 0 compares the nodes' reports, and the speeds with the profile's floors. It
 writes speeds to ``FOLDER/together.json``, problems to ``FOLDER/together.problems``; with any, rank 0 fails.
+
+Over the link p2p they then measure what flux shall send through (:func:`_choose_link`).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import time
@@ -16,13 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.errors import FluxError
+from megatron_flux import settings
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.p2p_link import P2PLink
+from megatron_flux.errors import FluxError, UserError, one_line
+from megatron_flux.ops import timing
 from megatron_flux.run.node import node_name
 from megatron_flux.run.rank import serve, set_nccl_link
 from megatron_flux.slurm.preflight import rules
 
 _MIB = {"cuda": 256, "cpu": 1}
 _ROUNDS = 5
+_LINK_S = 60.0
+"""Seconds that a wait may last while a link is measured, and half of what all of it may."""
 _Pair = tuple[str, str]
 
 
@@ -55,11 +64,40 @@ def main() -> None:
         if expected.device == "cuda":
             problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
         problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
+    # One that the user has set stays.
+    if all(_from_all(not problems)) and expected.link == "p2p" and expected.host_tp and settings.link() is None:
+        _choose_link(expected, device)
     dist.barrier()
     dist.destroy_process_group()
     if problems:
         (expected.folder / "together.problems").write_text("".join(f"{problem}\n" for problem in problems))
         raise FluxError(f"pre-flight: {problems[0]}")
+
+
+def _choose_link(expected: rules.Expected, device: torch.device) -> None:
+    """Measure what a rank receives through host memory and through peers' memory while all tensor-parallel groups send.
+
+    Rank 0 writes the faster link, by its slowest rank, and why into ``FOLDER/link``; none where neither can be had.
+    Through peers' memory wrong bytes may arrive, or none, which ends a rank: what is in the file by then holds.
+    """
+    group, _ = dist.new_subgroups(expected.host_tp, timeout=timedelta(seconds=_LINK_S))
+    rates, said = {"none": 0.0}, ""
+    for kind, make in {"host": HostLink, "p2p": P2PLink}.items():
+        _write_link(expected, rates, f"{said}{make.through} failed or took more than {2 * _LINK_S:.0f} s")
+        faulthandler.dump_traceback_later(2 * _LINK_S, exit=True)
+        try:
+            mine = timing.gather_rate(make(group, device), group, _MIB[device.type] << 18), ""
+        except UserError as error:  # on all ranks of the group
+            mine = 0.0, one_line(error)
+        rates[kind], why = min(_from_all(mine))
+        said += f"{make.through} {rates[kind]:.2f} GB/s a rank{why and f' ({why})'}{', ' * (kind == 'host')}"
+    faulthandler.cancel_dump_traceback_later()
+    _write_link(expected, rates, said)
+
+
+def _write_link(expected: rules.Expected, rates: dict[str, float], why: str) -> None:
+    if dist.get_rank() == 0:
+        (expected.folder / "link").write_text(f"{max(rates, key=lambda kind: rates[kind])} {why}\n")
 
 
 def _publish(

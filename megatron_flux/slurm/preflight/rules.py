@@ -35,7 +35,7 @@ class Expected(Checked):
     device: Literal["cuda", "cpu"]
     processes: int  # and with cuda GPUs, of a node
     link: LinkKind  # that the job uses
-    host_tp: int = 0  # ranks of a group that sends through host memory; 0: none does
+    host_tp: int = 0  # ranks of a group that may send through host memory; 0: none does
     gpu_name: str | None = None  # words of the GPUs' name
     gpu_memory_gib: int | None = None
     needs_numactl: bool = False
@@ -46,7 +46,9 @@ class Expected(Checked):
     @property
     def shared_memory(self) -> int:
         """Bytes that a node's groups need in ``/dev/shm`` (:mod:`megatron_flux.comm.shared_memory`)."""
-        return self.processes // self.host_tp * default_layout(self.host_tp).total_bytes if self.host_tp else 0
+        if self.link != "host" or not self.host_tp:  # over p2p a job can do without
+            return 0
+        return self.processes // self.host_tp * default_layout(self.host_tp).total_bytes
 
     @classmethod
     def parse(cls, words: Sequence[str] | None = None) -> Expected:

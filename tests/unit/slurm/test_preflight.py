@@ -106,6 +106,7 @@ def test_other_sources_of_the_same_version_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tp", [0, 2, 8])
 def test_shared_memory_is_counted_for_all_groups_of_a_node(tp: int) -> None:
     expected = EXPECTED.model_copy(update={"link": "host", "host_tp": tp})
+    assert expected.model_copy(update={"link": "p2p"}).shared_memory == 0, "a job can do without"
     need = 8 // tp * default_layout(tp).total_bytes if tp else 0
     assert expected.shared_memory == need
     problems = rules.node_problems(changed(("shared_memory",), (64 << 20, 31 << 20)), expected)

@@ -297,13 +297,15 @@ class TrialPlan(Plan):
         assert entry is not None  # noqa: S101 - the caller has looked
         if not runs(call, entry):
             entry = self._trial.runnable(call)
-        entry = self._decided(call, entry, *(self._trial.entries[i] for i in self._trial.tried))
-        known = next((i for i, one in enumerate(self._trial.entries) if one.label == entry.label), None)
-        plan = self._backends.plan(call, entry) if known is None else self._plan(known, call)
+        plan = self._plan(next(i for i, one in enumerate(self._trial.entries) if one.label == entry.label), call)
         plan.counted, plan.degraded = self.counted, self.degraded
+        later = self._decided(call, entry, *(self._trial.entries[i] for i in self._trial.tried))
         plans = state_of(call.group).plans
         for key in [key for key, known in list(plans.items()) if known is self]:
-            plans[key] = plan
+            if later.label == entry.label:
+                plans[key] = plan
+            else:
+                del plans[key]  # the next call makes a plan of that
         return plan.run(call)
 
 

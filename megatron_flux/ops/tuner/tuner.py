@@ -184,8 +184,9 @@ class Tuner:
     def _note_decided(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
         self._note_at_once(call, entry, *ran)
         self._keep(call, entry)
-        suits = self._looked_up(call)
-        return entry if suits is None or (_alike(call), suits.plan) not in self.decisions(call.group).at_once else suits
+        # Another call may have been decided before that differs in what is returned alone, as log-probabilities and
+        # updates do: both run the same plan.
+        return self._looked_up(call) or entry
 
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials

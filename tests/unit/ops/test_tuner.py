@@ -311,6 +311,30 @@ def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned, monkeyp
     assert timed() == ("fused", FULL[-1]), "of the m that was tried"
 
 
+def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importance ratios punish a difference. A forward without gradients does not ask for the gathered input."""
+    plans = state_of(GROUP).plans
+    forward, training = (
+        OperatorCall("all_gather_gemm", X, W, GROUP, return_gathered=returned) for returned in (False, True)
+    )
+    for key, call in (("forward", forward), ("training", training)):
+        plans[key] = timed.plan(call)
+    trials = dict(zip(("training", "forward"), reversed(timed.trials), strict=True))
+    while trials["training"].decided is None:
+        plans["training"].run(training)
+    plans["training"].run(training)
+    assert timed.log[-1] == ("fused", FULL[-1])
+    clock(monkeypatch, lambda candidate: 1.0 + candidate)
+    while "forward" in plans and not isinstance(plans["forward"], SimpleNamespace):
+        plans["forward"].run(forward)
+    assert trials["forward"].decided.backend == "reference"
+    assert "forward" not in plans, "made anew"
+    for _ in range(20):
+        timed.plan(forward).run(forward)
+    assert timed.log[-1] == ("fused", FULL[-1])
+    del plans["training"]
+
+
 def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
     timed: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:

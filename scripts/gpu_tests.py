@@ -122,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them; default 3600")
-    parser.add_argument("--at-once", type=int, default=14)
+    parser.add_argument("--at-once", type=int, default=14, help="programs; 23 filled the memory of two H100s")
     parser.add_argument("--only", action="append", default=[], help="files whose name contains this")
     given = parser.parse_args()
     logs = given.out / "logs"

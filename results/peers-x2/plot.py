@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 HERE = Path(__file__).parent
@@ -39,7 +38,8 @@ def main() -> None:
                 figure.add_bar(
                     x=[[MODELS[key[2]] for key in found], [f"{key[3] // 1024}k" for key in found]],
                     y=[stock[key] / ms[key] for key in found],
-                    name=arm, marker_color=colour, legendgroup=arm, showlegend=line == column == 1, row=line, col=column,
+                    name=arm, marker_color=colour, legendgroup=arm, showlegend=line == column == 1,
+                    row=line, col=column,
                 )  # fmt: skip
             figure.add_hline(y=1, line_width=1, line_color="#555", row=line, col=column)
     figure.update_yaxes(range=[0, 1.7], gridcolor="#ddd")

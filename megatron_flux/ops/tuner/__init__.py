@@ -7,7 +7,7 @@ A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
        rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`). A bucket is a factor of
        :data:`~megatron_flux.ops.tuner.tuner.BUCKET` wide.
     3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn. Until it is
-       over they run the fastest so far, at first stock.
+       over they run the fastest so far, at first what was chosen in another bucket, or stock.
     4. ``MEGATRON_FLUX_TUNE=off``: the plan that ships for the very call, GPU and NCCL without multicast, where that has
        saved 3 % of reference's time; else stock, counted as degraded.
 

@@ -9,7 +9,7 @@ Contract
     * A round ends with :data:`GAP` calls that are not timed. Behind them the timed ones have ended on the GPU, or
       nearly so, and the exchange finds the GPU busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
-      calls run the fastest so far, at first stock.
+      calls run the fastest so far: at first what was chosen for another m, else stock.
     * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
       some, that is an error on all.
 
@@ -64,9 +64,10 @@ class Turn(NamedTuple):
 class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
-    def __init__(self, entries: Sequence[Entry], about: str, *, known: bool = False) -> None:
-        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled. The group is
-        given with each call: its state holds trials.
+    def __init__(self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0) -> None:
+        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled;
+        ``meanwhile``: what runs until more is known, another than stock if it has run for another m. The group is given
+        with each call: its state holds trials.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self.timed: list[Timed] = []
@@ -75,12 +76,12 @@ class Trial:
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
         """How many are over."""
-        self.begun: dict[int, int] = {0: -1}
+        self.begun: dict[int, int] = {0: -1, meanwhile: -1}
         """By candidate, the rounds that were over when its kernels began to be compiled."""
         self.compiled = [0] * len(entries)
         """By candidate, the last round at whose end all kernels were compiled."""
         self.failed: set[int] = set()
-        self.tried: set[int] = {0}
+        self.tried: set[int] = {0, meanwhile}
         """What a call has run; the first may fail."""
         self.futures: list[list[Future[Any]]] = [[] for _ in entries]
         self.decided: Entry | None = None
@@ -88,12 +89,12 @@ class Trial:
         """Those that may be the fastest of another m, too."""
         self.turns = 0
         """Calls so far."""
-        self.choice = 0
-        """The fastest so far; stock before anything is known."""
+        self.choice = self._meanwhile = meanwhile
+        """The fastest so far."""
         self._final = False
         self._waits = 0
         self._looks = [0] * len(entries)
-        self._round, self._at = [*([] if known else self._look(0)), *[Turn(0, timed=False)] * GAP], 0
+        self._round, self._at = [*([] if known else self._look(0)), *[Turn(meanwhile, timed=False)] * GAP], 0
         self._samples: list[list[Any]] = []
         """Of this round: the candidate, rows, begin and end."""
 
@@ -164,7 +165,8 @@ class Trial:
             if all(state is True for state in found):
                 self.compiled[i] = self.rounds
         known = self._known()
-        self.choice = min(known, key=self._rank_of, default=0)
+        if self._meanwhile in (0, *known, *self.failed):
+            self.choice = min(known, key=self._rank_of, default=0)
         turns = self._next_turns(known, processes)
         if turns is None and self._is_known:
             self.decided = self.entries[0 if 1 in self.failed else 1]

@@ -191,7 +191,7 @@ class Tuner:
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials
         if (trial := trials.get(kind)) is None:
-            entries = candidates_of(call, self.backends, full=full)
+            entries, meanwhile = candidates_of(call, self.backends, full=full), 0
             if not full and (
                 near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
             ):
@@ -201,7 +201,10 @@ class Tuner:
                     widths.setdefault(getattr(one.plan, "bn", None), one)
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
-            trial = trials[kind] = Trial(entries, words_of(call))
+                chosen, at_once = near[-1].decided, self.decisions(call.group).at_once
+                if chosen is not None and (_alike(call), chosen.plan) in at_once:
+                    meanwhile = next((i for i, one in enumerate(entries) if one.label == chosen.label), 0)
+            trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile)
         return trial
 
     def _met(self, call: OperatorCall) -> Entry | None:

@@ -383,6 +383,17 @@ def test_of_further_m_what_was_close_is_tried_unless_all_is_asked_for(timed: Tun
     assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == ["reference", *FULL]
 
 
+def test_of_further_m_what_was_chosen_before_runs_until_more_is_known(timed: Tuned) -> None:
+    timed()
+    call, at = call_of(64), len(timed.log)
+    plan = timed.plan(call)
+    for _ in range(30):
+        plan.run(call)
+    assert timed.log[at : at + 7] == [STOCK] * 3 + [("fused", FULL[-1])] * 4
+    assert timed.log[at + 7 :].count(STOCK) < 8, "when it has a turn"
+    assert timed.log[-1] == ("fused", FULL[-1])
+
+
 def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(
     timed: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:

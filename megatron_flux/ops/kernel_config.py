@@ -130,11 +130,14 @@ def in_fewest_rounds(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -
     """
     if not config.ws or config.bm != 128 or config.dedicated_reducers:
         return config
+    other, blocks = _of_other_width(config), cdiv(mp, 128) * tp
+    now, then = (_time_in_rounds(blocks, n, one.bn, sms) for one in (config, other))
+    return other if then < 0.96 * now else config
 
-    def time(bn: int) -> float:
-        return cdiv(cdiv(mp, 128) * cdiv(n, bn) * tp, sms) * (1.0 if bn == 256 else HALF_TILE)
 
-    return _of_other_width(config) if time(384 - config.bn) < 0.96 * time(config.bn) else config
+def _time_in_rounds(blocks: int, n: int, bn: int, sms: int) -> float:
+    """Return the time of tiles of ``blocks`` of 128 rows and ``bn`` of ``n`` columns, in times of a tile of 256."""
+    return cdiv(blocks * cdiv(n, bn), sms) * (1.0 if bn == 256 else HALF_TILE)
 
 
 @functools.lru_cache(1024)
@@ -184,10 +187,10 @@ def _link_bound(k: int, tp: int) -> bool:
 
 def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
     """Return both tile widths, first the one with less time in rounds."""
-    tiles = cdiv(m, 128) * cdiv(n, 256), cdiv(m, 128) * cdiv(n, 128)
-    times = cdiv(tiles[0], sms), cdiv(tiles[1], sms) * HALF_TILE
     configs = [KernelConfig(ws=True, group=16), KernelConfig(ws=True, group=16, bn=128, stages=6)]
-    return configs if times[0] <= times[1] else configs[::-1]
+    return sorted(
+        configs, key=lambda config: _time_in_rounds(cdiv(m, 128), n, config.bn, sms)
+    )  # the wider one if equal
 
 
 def candidates(
@@ -221,7 +224,7 @@ def candidates(
             for band in (1, wide)
             if _needed(first, mp, n, tp, sms) < sms
         ]
-        plans.append(replace(first, bn=128, stages=5))
+        plans.append(_of_other_width(first))
     else:
         first = by_rule(op, mp, n, k, tp, sms)
         plans = [first] + [replace(first, reducers=r) for r in (4, 12)]

@@ -65,9 +65,9 @@ class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
     def __init__(self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0) -> None:
-        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled;
-        ``meanwhile``: what runs until more is known, another than stock if it has run for another m. The group is given
-        with each call: its state holds trials.
+        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled, and the first
+        until then. ``meanwhile``: number of the candidate that runs until more is known; one that is not the first has
+        run for another m. The group is given with each call: its state holds trials.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self.timed: list[Timed] = []

@@ -1,4 +1,4 @@
-"""Write the tables of README.md, docs/measured.md and results/README.md from ``manifest.yaml`` and the raw data.
+"""Write the tables of README.md, docs/ and results/README.md from ``manifest.yaml`` and the raw data.
 
     python results/tables.py
 

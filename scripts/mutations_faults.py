@@ -233,11 +233,18 @@ FAULTS: tuple[Fault, ...] = (
         (f"{TRIAL}::test_a_call_that_was_broken_off_before_is_no_candidates_fault",),
     ),
     _fault(
-        "a trial keeps a workspace that was replaced",
-        f"{OPS}/tuner/trial.py",
-        "                plan.leave(slab)\n",
-        "                pass\n",
+        "a plan keeps a workspace that was replaced",
+        "megatron_flux/comm/group_state.py",
+        "            plan.leave(slab)\n",
+        "            pass\n",
         (f"{TRIAL}::test_what_a_trial_has_bound_is_freed_with_the_workspace",),
+    ),
+    _fault(
+        "a kernel runs with the rows of the call before",
+        "megatron_flux/kernels/launch.py",
+        "            if rows is not self._rows:\n",
+        "            if self._rows is self.first:\n",
+        ("tests/unit/kernels/test_compiled.py::test_launches_lay_parameters_out_as_the_kernels_want_them",),
     ),
     _fault(
         "a capture takes what the file has",
@@ -325,7 +332,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a kernel starts before its peers have come",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_plan.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
         (
@@ -371,8 +378,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "what a caller owns lies in memory that later calls write to",
         f"{OPS}/fused.py",
-        "                own.copy_(self._gathered[half])\n",
-        "                own = self._gathered[half]\n",
+        "                own.copy_(binding.gathered[half])\n",
+        "                own = binding.gathered[half]\n",
         ("tests/distributed/test_norm_output.py::test_other_backends",),
     ),
     _fault(
@@ -475,8 +482,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
-        "flag = work.flags[peer].data_ptr()",
-        "flag = work.flags[(rank + step) % tp].data_ptr()",
+        "work.flags[peer].data_ptr())",
+        "work.flags[(rank + step) % tp].data_ptr())",
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     _fault(

@@ -26,6 +26,7 @@ results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,7 @@ class Push(NamedTuple):
             ctypes.memmove(flag, self.epoch, 4)
 
 
+@functools.lru_cache(1024)
 def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     """Return the send schedule as ``(step, piece, columns)``. In step ``d`` rank ``r`` sends to ``r - d``."""
     small = edges.columns
@@ -120,20 +122,21 @@ def pushes_of(
     scales, which travel with its first piece.
     """
     rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, edges.flags
-    pitch, steps, pushes = k * size, order(tp, k, edges), []
+    pitch, pushes, epochs = k * size, [], work.epochs.data_ptr()
+    steps = [
+        (peer := (rank - step) % tp, piece, columns.start * size, (columns.stop - columns.start) * size,
+         work.data[peer].data_ptr(), work.flags[peer].data_ptr())
+        for step, piece, columns in order(tp, k, edges)
+    ]  # fmt: skip
     for half in (0, 1):
         places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
-        copies = []
-        for step, piece, columns in steps:
-            peer = (rank - step) % tp
-            word = half * FLAG_WORDS + ENTER_WORDS + rank * flags + piece
-            offset, width = columns.start * size, (columns.stop - columns.start) * size
-            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp * pitch + offset
-            flag = work.flags[peer].data_ptr() + 4 * word
-            scales_to = 0 if places is None or piece else places[peer][rank].data_ptr()
-            copies.append(Copy(target, offset, width, mp, pitch, flag, scales_to))
-        epoch = work.epochs.data_ptr() + 4 * half
-        pushes.append(Push(copies, epoch, 0 if scales is None else 4 * scales.numel()))
+        begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + ENTER_WORDS + rank * flags
+        copies = [
+            Copy(data + begin + offset, offset, width, mp, pitch, flag + 4 * (word + piece),
+                 0 if places is None or piece else places[peer][rank].data_ptr())
+            for peer, piece, offset, width, data, flag in steps
+        ]  # fmt: skip
+        pushes.append(Push(copies, epochs + 4 * half, 0 if scales is None else 4 * scales.numel()))
     return pushes
 
 

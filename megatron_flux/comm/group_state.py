@@ -38,13 +38,13 @@ NOT_READY = -0x8000
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 MOST_ENTRIES = 4096
-"""Of a cache. A plan has about 10 kB; two hundred values of m make two thousand plans."""
+"""Of a cache, unless it says otherwise: two hundred values of m make two thousand call specs."""
 MOST_SIZES = 4
 """Times that a slab grows to just what a call needs, as while a model's calls come for the first time."""
 
 
 class Cache(dict[_Key, _Value]):
-    """Drop the oldest of more than :data:`MOST_ENTRIES` entries, as a training needs whose shapes never come again.
+    """Drop the oldest of more than ``most`` entries, as a training needs whose shapes never come again.
 
     Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
     ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
@@ -52,9 +52,14 @@ class Cache(dict[_Key, _Value]):
     holds it.
     """
 
+    def __init__(self, most: int | None = None) -> None:
+        """``most``: None is :data:`MOST_ENTRIES`."""
+        super().__init__()
+        self._most = most
+
     def __setitem__(self, key: _Key, value: _Value) -> None:
         """Keep ``value`` under ``key``."""
-        while len(self) >= MOST_ENTRIES and key not in self:
+        while len(self) >= (self._most or MOST_ENTRIES) and key not in self:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
                 self.pop(next(iter(self)), None)
         super().__setitem__(key, value)
@@ -113,6 +118,8 @@ class GroupState:
         self.plans: Cache[Hashable, Any] = Cache()
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""
+        self.fused: Cache[Hashable, Any] = Cache()
+        """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused_plan`), by what these have in common."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """A tuner's plans for this group."""
 
@@ -160,7 +167,7 @@ class GroupState:
     def _retire(self, slab: Slab) -> None:
         slab.limit = 0  # for plans that are not among the group's
         # Not at their next call: that may be in a capture, where memory that is freed aborts the process.
-        for plan in list(self.plans.values()):
+        for plan in list(self.fused.values()):
             plan.leave(slab)
         if slab.in_graphs:
             self.graph_slabs.append(slab)
@@ -214,8 +221,13 @@ class GroupState:
         """Compare all calls anew: a call has failed on all ranks, and some of them may have counted it."""
         self.compared.clear()
         self.compared_m.clear()
-        self.plans.clear()
+        self.forget_plans()
         self.table = None
+
+    def forget_plans(self) -> None:
+        """Let the next call of each kind choose its backend and plan anew."""
+        self.plans.clear()
+        self.fused.clear()
 
     def slab_bytes(self) -> int:
         """Return the bytes of symmetric memory that this rank holds for the group."""
@@ -256,4 +268,4 @@ def drop_slabs() -> None:
             slab.alarm.close()
         state.slabs.clear()
         state.graph_slabs.clear()
-        state.plans.clear()
+        state.forget_plans()

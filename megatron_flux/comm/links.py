@@ -104,7 +104,7 @@ def want(what: Wanted) -> None:
         state.transports.clear()
         state.tuned.clear()
         state.chosen.clear()
-        state.plans.clear()
+        state.forget_plans()
 
 
 def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Link:

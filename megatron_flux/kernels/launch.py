@@ -3,10 +3,12 @@
 Triton's own launch of these kernels costs about 50 us of host time: it selects a compiled variant, encodes up to ten
 TMA descriptors and unpacks some eighty parameters. Its first launch also has a C compiler build a launcher. Only the
 operands' addresses change from call to call. :class:`Relaunch` lays all parameters out for a kernel that Triton has
-compiled, here or in another process; calls put the operands' addresses in and launch.
+compiled, here or in another process; calls put the operands' addresses in and launch. What follows from the number of
+rows of the operands is a :class:`Rows`, so that one ``Relaunch`` serves calls of any m.
 
-Contract: a ``Relaunch`` may be called only where everything but the named operands' addresses is the same: shapes,
-strides, dtypes, integers, constants, device. Addresses must be multiples of 16, as the first were.
+Contract: a ``Relaunch`` may be called only where everything is the same but the named operands' addresses and what its
+``Rows`` hold: strides, dtypes, other integers, constants, device. Addresses must be multiples of 16, as the first were.
+Integers among the ``Rows`` must not be specialised by Triton.
 
 Layout (Triton 3.6 to 3.9): parameters in the order of the signature without constants; a TMA descriptor is 128 bytes,
 then its shape (int32) and strides (int64); two pointers to scratch memory end the list. It is compared with the
@@ -128,22 +130,24 @@ class Layout:
         self.kinds: list[Any] = []
         """By argument: what its parameter is, of a descriptor its box and swizzle."""
         self.places: dict[str, int] = {}
-        """Of tensors and descriptors, by name."""
+        """First parameter of each argument, by name."""
+        self.boxes: dict[str, Any] = {}
+        """Box and swizzle of each descriptor, by name."""
         for name, kind in compiled.signature:
             if not isinstance(kind, str):
                 raise UnknownLayoutError("a tuple of arguments")
             if kind == "constexpr":
                 self.kinds.append(_CONSTANT)
                 continue
+            self.places[name] = len(sizes)
             if kind.startswith("tensordesc"):
                 if (about := next(abouts, None)) is None:
                     raise UnknownLayoutError("descriptors without a box")
                 self.kinds.append(about)
-                self.places[name] = len(sizes)
+                self.boxes[name] = about
                 sizes += [driver.MAP_BYTES, *[4] * len(about[0]), *[8] * len(about[0])]
             elif kind.startswith("*"):
                 self.kinds.append(_POINTER)
-                self.places[name] = len(sizes)
                 sizes.append(8)
             elif kind in _INTEGERS:
                 self.kinds.append(_INTEGER)
@@ -163,6 +167,18 @@ class Kernel(NamedTuple):
     compiled: Compiled
     function: int  # its handle
     layout: Layout
+
+
+class Rows:
+    """Parameters of a :class:`Relaunch` that follow from the number of rows of its operands."""
+
+    __slots__ = ("fixed", "numbers", "operands")
+
+    def __init__(self, numbers: Sequence[tuple[int, int]], fixed: Sequence[Any], operands: Sequence[Any]) -> None:
+        """``numbers``: by parameter; ``fixed``: parameters, and entries of :class:`_Map`, of tensors that stay where
+        they are; ``operands``: parameters, and the maps of those that have one, in the order of the calls.
+        """
+        self.numbers, self.fixed, self.operands = numbers, fixed, operands
 
 
 class Relaunch:
@@ -200,17 +216,44 @@ class Relaunch:
         self._held = held
         for at, (address, _) in held:
             self._parameters[at] = address
+        self._layout, self._names = layout, operands
         places = [layout.places[name] for name in operands]
-        self._operands = [(at, maps.get(at)) for at in places]  # the parameter's index, its maps (None for a pointer)
+        self._rows = self.first = Rows((), (), [(at, maps.get(at)) for at in places])
+        """Of the arguments that it was made for, if it is called with no others."""
 
-    def __call__(self, stream: int, *operands: torch.Tensor) -> None:
+    def rows(self, given: Mapping[str, Any]) -> Rows:
+        """Return what follows from another number of rows; ``given``: all such arguments by name."""
+        numbers: list[tuple[int, int]] = []
+        fixed, maps = [], dict(self.first.operands)
+        for name, argument in given.items():
+            at = self._layout.places[name]
+            if type(argument) is int:
+                numbers.append((at, argument))
+                continue
+            shape, strides = tuple(argument.shape), tuple(argument.strides)
+            one = _map(argument.base.dtype, shape, strides, *self._layout.boxes[name])
+            numbers += enumerate((*shape, *strides), at + 1)
+            if at in maps:
+                maps[at] = one
+            else:
+                with _lock:
+                    fixed.append((at, one.at(argument.base.data_ptr())))
+        return Rows(numbers, fixed, list(maps.items()))
+
+    def __call__(self, stream: int, rows: Rows, *operands: torch.Tensor) -> None:
         """Launch on ``stream`` (a handle) with these operands, in the order they were named in. Raises OperatorError:
         CUDA refused it.
         """
         parameters, numbers = self._parameters, self._numbers
         _lock.acquire()  # another thread must not change the parameters before they are copied; `with` takes longer
         try:
-            for number, (at, maps) in enumerate(self._operands):  # zip with strict takes twice as long
+            if rows is not self._rows:
+                for at, number in rows.numbers:
+                    numbers[at] = number
+                for at, (address, _) in rows.fixed:
+                    parameters[at] = address
+                self._rows = rows
+            for number, (at, maps) in enumerate(rows.operands):  # zip with strict takes twice as long
                 address = operands[number].data_ptr()
                 if maps is None:
                     numbers[at] = address
@@ -309,7 +352,7 @@ def launch(
     elif again is None:
         cache[key] = first_launch(kernel, grid, arguments, constants, list(operands), device)
     else:
-        again(torch._C._cuda_getCurrentRawStream(device.index), *operands.values())
+        again(torch._C._cuda_getCurrentRawStream(device.index), again.first, *operands.values())
 
 
 def first_launch(

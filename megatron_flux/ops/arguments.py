@@ -6,8 +6,9 @@ warp-specialised kernels are in :mod:`megatron_flux.ops.hopper_arguments`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,8 +40,10 @@ class Launch(NamedTuple):
     arguments: Sequence[Any]  # in the order of the signature
     constants: dict[str, Any]
     operands: Sequence[str] | None
-    """Arguments whose addresses alone differ between calls of a plan, in the order in which the plan gives them; None:
-    Triton launches every call."""
+    """Arguments whose addresses differ between calls of a plan, in the order in which the plan gives them; None: Triton
+    launches every call."""
+    rows: Mapping[str, Any] = MappingProxyType({})
+    """Arguments that follow from the number of rows, by name."""
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     """Targets and sources that are copied before the kernel."""
 

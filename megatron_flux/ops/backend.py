@@ -17,16 +17,16 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Plan:
-    """Resources and launches for calls of one :class:`~megatron_flux.ops.call.CallSpec` on a group.
+    """Resources and launches for calls of one :class:`~megatron_flux.ops.call.CallSpec` on a group, or of several.
 
-    The first call of a spec makes it (:func:`megatron_flux.ops.backends.registry.plan`), later ones run it. It must not
-    hold the group: a group's state, and with it its plans, goes with the last reference to the group.
+    The first call of a spec asks for it (:func:`megatron_flux.ops.backends.registry.plan`), later ones run it. It must
+    not hold the group: a group's state, and with it its plans, goes with the last reference to the group.
     """
 
     counted = "", ""
     """Operator and backend that calls are counted under."""
     nbytes = 0
-    """Bytes that this rank receives in a call."""
+    """Bytes that this rank receives in the latest call."""
     degraded: tuple[str, ...] = ()
     """Reasons why calls run on a slower backend than the tuned one; counted in every call."""
 
@@ -45,9 +45,6 @@ class Plan:
         written to.
         """
         return ()
-
-    def leave(self, slab: Any) -> None:
-        """Drop everything that keeps the memory of ``slab``, which the group has replaced."""
 
 
 class BackendPlan(Plan):

@@ -146,6 +146,23 @@ class OperatorCall(NamedTuple):
         )  # fmt: skip
 
     @property
+    def captured(self) -> bool:
+        """It runs as inside a CUDA graph."""
+        return cuda_graphs.capturing(self.x)
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What calls have in common that one plan or trial serves, whatever their number of rows."""
+        operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, _, addend, own = self
+        return (
+            operator, x.shape[-1], x.dtype, x.get_device(),
+            None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
+            transposed, bias is None, gathered, async_op, wire,
+            None if fp8 is None else (fp8.kind, fp8.weight.scale_inv.shape), addend is None, own,
+            cuda_graphs.capturing(x),
+        )  # fmt: skip
+
+    @property
     def exchanged(self) -> tuple[object, ...]:
         """The part in which ranks must not differ: the rest changes nothing that they send each other."""
         fp8 = None if self.fp8 is None else self.fp8.kind

@@ -23,26 +23,22 @@ def all_gather_gemm(at: SlabCall) -> Launch:
     """Fill ``out``; x has at least a tile's rows. Without ``return_gathered`` the local shard is not
     copied into ``gathered``: the kernel reads it from x.
     """
-    call, work, config, out, gathered = at.call, at.work, at.config, at.out, at.gathered
+    call, work, config, rows = at.call, at.work, at.config, all_gather_gemm_rows(at)
     x, weight, bias, scales = call.x, call.weight, call.bias, Scales(call)
-    (mp, k), n = x.shape, call.n
+    k, n = call.k, call.n
     edges = config.edges(k)
     by: tuple[Any, ...] = (scales.x, scales.x, scales.weight)
     if at.scales is not None:
-        local, all_ranks = (_scales_of(t, config.bm) for t in (scales.x, at.scales))
-        by = (local, all_ranks, _scales_of_weight(scales.weight, config.bn))
+        by = (rows["xs"], rows["gs"], _scales_of_weight(scales.weight, config.bn))
     chunk_k = edges.columns or cdiv(k, config.bk) * config.bk
     source = x.view(torch.uint8) if call.fp8 else x
     arguments = (
-        _descriptor(gathered, config.bm, config.bk),
-        _descriptor(x, config.bm, config.bk),
-        _descriptor(weight, *at.weight_box()),
-        _descriptor(out, config.bm, PIECE),
+        rows["a"], rows["xd"], _descriptor(weight, *at.weight_box()), rows["c"],
         source, source if at.own is None else at.own, x if bias is None else bias,
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
-        n, k, mp, chunk_k, work.rank,
+        n, k, rows["mp"], chunk_k, work.rank,
     )  # fmt: skip
     constants = at.constants() | {
         "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
@@ -52,26 +48,38 @@ def all_gather_gemm(at: SlabCall) -> Launch:
     }  # fmt: skip
     own = () if at.own is None else ("kept",)
     operands = ("xd", "b", "c", "x", *own, *(() if bias is None else ("bias",)), *_scale_names(call))
-    return Launch(hopper_ag_gemm_kernel, at.sms, arguments, constants, operands)
+    return Launch(hopper_ag_gemm_kernel, at.sms, arguments, constants, operands, rows)
+
+
+def all_gather_gemm_rows(at: SlabCall) -> dict[str, Any]:
+    """Return the arguments of :func:`all_gather_gemm` that follow from m; ``gathered`` and ``out`` have any shape."""
+    call, config, (m, n, k) = at.call, at.config, at.call.sizes
+    bm, mp = config.bm, m // at.work.tp
+    rows = {
+        "a": _tiles(at.gathered, m, k, bm, config.bk), "xd": _tiles(call.x, mp, k, bm, config.bk),
+        "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp,
+    }  # fmt: skip
+    if at.scales is not None:
+        assert call.fp8 is not None  # noqa: S101
+        rows |= {"xs": _scales_of(call.fp8.x.scale_inv, bm), "gs": _scales_of(at.scales, bm)}
+    return rows
 
 
 def gemm_reduce_scatter(at: SlabCall) -> Launch:
     """Fill ``out``, the local rows or, of a gemm_all_reduce, all; any number of rows."""
-    call, work, config, out = at.call, at.work, at.config, at.out
-    x, weight, scales, space = call.x, call.weight, Scales(call), at.workspaces()[work.rank]
-    (mp, n), k = out.shape, x.shape[1]
+    call, work, config, out, rows = at.call, at.work, at.config, at.out, gemm_reduce_scatter_rows(at)
+    weight, scales, space, k, n = call.weight, Scales(call), at.workspaces()[work.rank], call.k, call.n
     by: tuple[Any, ...] = (scales.x, scales.weight)
     if call.fp8 is not None and call.fp8.blocks:
-        by = (_scales_of(scales.x, config.bm), _scales_of_weight(scales.weight, config.bn))
+        by = (rows["xs"], _scales_of_weight(scales.weight, config.bn))
     arguments = (
-        _descriptor(x, config.bm, config.bk),
-        _descriptor(weight, *at.weight_box()),
+        rows["a"], _descriptor(weight, *at.weight_box()),
         *_sinks(at), *by, out if call.addend is None else call.addend,
         work.flag_table, work.flags[work.rank], space, out,
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
-        n, cdiv(k, config.bk), mp, work.rank,
+        n, cdiv(k, config.bk), rows["mp"], work.rank,
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
-        workers(config, mp, n, at.steps, at.sms),
+        rows["workers"],
     )  # fmt: skip
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
@@ -79,7 +87,19 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         "ADDEND": call.addend is not None, "BESIDE": at.beside,
     }  # fmt: skip
     operands = ("a", "b", "out", *_scale_names(call), *(() if call.addend is None else ("addend",)))
-    return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, operands)
+    return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, operands, rows)
+
+
+def gemm_reduce_scatter_rows(at: SlabCall) -> dict[str, Any]:
+    """Return the arguments of :func:`gemm_reduce_scatter` that follow from m."""
+    call, config, (m, n, k) = at.call, at.config, at.call.sizes
+    mp = m // at.steps
+    rows: dict[str, Any] = {
+        "a": _tiles(call.x, m, k, config.bm, config.bk), "mp": mp, "workers": workers(config, mp, n, at.steps, at.sms)
+    }  # fmt: skip
+    if call.fp8 is not None and call.fp8.blocks:
+        rows["xs"] = _scales_of(call.fp8.x.scale_inv, config.bm)
+    return rows
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:
@@ -100,6 +120,11 @@ def _sinks(at: SlabCall) -> list[Any]:
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> Tiles:
     return Tiles(tensor, tensor.shape, tensor.stride(), (rows, cols), _layout(rows, cols, tensor.dtype))
+
+
+def _tiles(base: torch.Tensor, m: int, n: int, rows: int, cols: int) -> Tiles:
+    """Describe ``base``, contiguous and of any shape, as ``[m, n]``."""
+    return Tiles(base, (m, n), (n, 1), (rows, cols), _layout(rows, cols, base.dtype))
 
 
 def _scales_of(scales: torch.Tensor, rows: int) -> Tiles:

@@ -29,7 +29,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused import FusedPlan
+from megatron_flux.ops.fused_plan import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import Backends
@@ -386,9 +386,9 @@ def test_what_a_trial_has_bound_is_freed_with_the_workspace(tmp_path: Path) -> N
         state = state_of(dist.group.WORLD)
         (plan,) = state.plans.values()
         bound = [one for one in plan._plans if isinstance(one, FusedPlan)]
-        assert all(one._slab is not None for one in bound)
+        assert all(one._bindings for one in bound)
         state.slab("gemm", 64 << 20, torch.device("cpu"), False)  # a larger call's
-        assert [one._slab for one in bound] == [None, None]
+        assert [(one._kernels, len(one._bindings)) for one in bound] == [(None, 0)] * 2
         train(by)
         assert step(by) == FAST
 

@@ -26,7 +26,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fused import FusedPlan
+from megatron_flux.ops.fused_plan import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.candidates import Backends
 from tests.gpu.emulated_group import EmulatedGroup
@@ -61,7 +61,7 @@ class EmulatedFused(FusedBackend):
             plan.slab_of = functools.partial(self._slab, plan)  # type: ignore[method-assign]
         return plan
 
-    def _slab(self, plan: FusedPlan, call: OperatorCall) -> slab.Slab:
+    def _slab(self, plan: FusedPlan, call: OperatorCall, nbytes: int) -> slab.Slab:
         """The slab of calls in which sources are as many bytes and flags apart as in this one."""
         if capturing(call.x):
             raise UserError("an emulated group runs no CUDA graphs")
@@ -72,7 +72,7 @@ class EmulatedFused(FusedBackend):
             raise UserError(
                 "an emulated group gathers no scales of blocks: theirs and the numbers' lie in two distances"
             )
-        words, nbytes = 1, plan.nbytes_of_half // group.size()
+        words, nbytes = 1, nbytes // group.size()
         if call.operator == "all_gather_gemm":
             words = _gather_flags(plan.config, call.k)
         key = (group, call.operator == "all_gather", nbytes, words)  # not its name, which a later group may have again

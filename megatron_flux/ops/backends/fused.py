@@ -21,6 +21,7 @@ a wait has no end. Elsewhere than on NVLink ``auto`` therefore leaves the backen
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class FusedBackend(Backend):
     def config(self, config: KernelConfig | None) -> None:
         self._config = config
         for state in all_states():
-            state.plans.clear()
+            state.forget_plans()
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return the first limit that these operands meet, or None; collective on a group's first call."""
@@ -91,13 +92,15 @@ class FusedBackend(Backend):
     def plan(self, call: OperatorCall, config: KernelConfig | AllReduceConfig | None = None) -> Plan:
         """See the base class; ``config``: how, not what is chosen here."""
         if call.operator == "all_gather":
-            return AllGatherPlan(call)
+            return self._shared(AllGatherPlan, call, None)
         if call.operator == "gemm_all_reduce":
             assert not isinstance(config, KernelConfig), "that of another operator"  # noqa: S101
             how = config or all_reduce_candidates(call)[0]
             if (tiles := how.tiles) is None:
-                return GemmAllReducePlan(call, how)
-            return GemmReduceScatterPlan(call, replace(tiles, ws=tiles.ws and hopper_kernels(call, tiles.bm)))
+                return self._shared(GemmAllReducePlan, call, how)
+            if tiles.ws and not hopper_kernels(call, tiles.bm):
+                tiles = replace(tiles, ws=False)
+            return self._shared(GemmReduceScatterPlan, call, tiles)
         assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
         config, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
         if config is None:
@@ -107,8 +110,17 @@ class FusedBackend(Backend):
             config = replace(config, ws=False)
         if promoted is not None:
             config = for_fp8(config, promoted=promoted)
-        kind = AllGatherGemmPlan if call.operator == "all_gather_gemm" else GemmReduceScatterPlan
-        return kind(call, config)
+        return self._shared(
+            AllGatherGemmPlan if call.operator == "all_gather_gemm" else GemmReduceScatterPlan, call, config
+        )
+
+    def _shared(self, kind: type[Any], call: OperatorCall, config: Any) -> Plan:
+        """Return the plan that calls like ``call`` share."""
+        plans, key = state_of(call.group).fused, (self, call.alike if kind.any_rows else call.key, config)
+        plan: Plan | None = plans.get(key)
+        if plan is None:
+            plan = plans[key] = kind(call, config)
+        return plan
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Make new workspaces for ``group``, after the same call has raised on all its ranks; see

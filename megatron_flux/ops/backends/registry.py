@@ -35,7 +35,7 @@ def register_backend(backend: Backend) -> None:
     _backends[backend.name] = backend
     for state in all_states():
         state.chosen.clear()
-        state.plans.clear()
+        state.forget_plans()
 
 
 def backend_names() -> list[str]:
@@ -62,14 +62,17 @@ def plan(call: OperatorCall, name: str) -> Plan:
     if not call.x.numel():
         compare_calls(call)  # that no rank has rows
         return LocalPlan(call)
-    with torch.inference_mode(False), torch.no_grad():  # what is made may outlive inference mode
-        backend, reason = select(name, call.x, call.weight, call.group)
-        reasons = [] if reason is None else [reason]
-        if call.operator not in backend.operators:
-            reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
-            backend = _reference
-        made = backend.plan(call)
-    made.counted, made.degraded = (call.operator, backend.name), (*reasons, *made.degraded)
+    if torch.is_inference_mode_enabled():  # what is made may outlive it
+        with torch.inference_mode(False), torch.no_grad():
+            return plan(call, name)
+    backend, reason = select(name, call.x, call.weight, call.group)
+    reasons = [] if reason is None else [reason]
+    if call.operator not in backend.operators:
+        reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
+        backend = _reference
+    made = backend.plan(call)
+    if not made.counted[0]:  # else other calls share it
+        made.counted, made.degraded = (call.operator, backend.name), (*reasons, *made.degraded)
     return made
 
 
@@ -115,6 +118,7 @@ def resolve(
 
 _reference, _fused = ReferenceBackend(), FusedBackend()
 _chunked = {wire: ChunkedBackend("chunked" if wire == "exact" else f"chunked_{wire}", wire) for wire in WIRES}
-_tuned = TunedBackend(Backends(_reference, _fused, {backend.name: backend for backend in _chunked.values()}))
+# The tuner's calls are counted as its own, so it has plans of its own.
+_tuned = TunedBackend(Backends(_reference, FusedBackend(), {backend.name: backend for backend in _chunked.values()}))
 for _backend in (_reference, *_chunked.values(), _fused, _tuned):
     register_backend(_backend)

@@ -256,12 +256,6 @@ class TrialPlan(Plan):
         end()
         return result
 
-    def leave(self, slab: Any) -> None:
-        """See the base class."""
-        for plan in self._plans:
-            if plan is not None:
-                plan.leave(slab)
-
     def _try(self, candidate: int, call: OperatorCall) -> Any:
         """Make the first call of a candidate; that of the next one where it fails."""
         trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)

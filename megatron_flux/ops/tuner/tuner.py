@@ -43,10 +43,13 @@ class Kind:
 
     def near(self, call: OperatorCall, m: int) -> Entry | None:
         """Return what is known of the nearest m in the bucket that ``call`` can run."""
-        bucket = _bucket(m)
-        there = [other for other in self.known if _bucket(other) == bucket]
-        there.sort(key=lambda other: abs(math.log(other / m)))
+        there = sorted(self.known_like(m), key=lambda other: abs(math.log(other / m)))
         return next((self.known[other] for other in there if runs(call, self.known[other])), None)
+
+    def known_like(self, m: int) -> list[int]:
+        """Return the values of m in the bucket of ``m`` that something is known of."""
+        bucket = _bucket(m)
+        return [other for other in self.known if _bucket(other) == bucket]
 
     def key(self, m: int) -> str:
         """Return the key of the call with ``m``."""
@@ -63,6 +66,9 @@ class Decisions:
     """By the kind of call, and the bucket of m."""
     at_once: Cache[tuple[object, ...], None] = field(default_factory=Cache)
     """Kinds of calls with plans that run at once: their kernels are compiled, or they were asked for ahead."""
+    further: Cache[tuple[object, ...], tuple[Kind, Entry]] = field(default_factory=Cache)
+    """What a further m follows from, of calls and buckets with one known entry, which runs at once. Found here, a plan
+    costs a tenth of a step's host time less; nothing is found elsewhere that would be another one."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
 
@@ -101,6 +107,8 @@ class Tuner:
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
+        if not call.captured and (entry := self._followed(call)) is not None:
+            return self._planned(call, entry)
         in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
         # What was not run before has no workspace yet, and none can be made in a capture.
         entry = self._met(call) if in_capture else self._looked_up(call)
@@ -116,12 +124,24 @@ class Tuner:
             return self._planned(call, UNMEASURED)
         if not self._tries(call.group):
             return self._planned(call, self._untried(call))
-        if call.spec.captured:  # the plan of now is the graph's for good
+        if call.captured:  # the plan of now is the graph's for good
             return self._planned(call, self.decide(call))
-        trial = self._trial(call, (*_alike(call), _bucket(call.m)), full=False)
+        trial = self._trial(call, (*call.alike, _bucket(call.m)), full=False)
         if trial.decided is not None:
             return self._planned(call, self._keep(call, trial.runnable(call)))
         return TrialPlan(call, trial, self.backends, self._note_decided)
+
+    def _followed(self, call: OperatorCall) -> Entry | None:
+        """Return the entry of ``call`` if it follows from the only one that is known in its bucket."""
+        decisions, alike, m = self.decisions(call.group), call.alike, call.m
+        kind, near = decisions.further.get((alike, _bucket(m)), (None, UNMEASURED))
+        if kind is None:
+            return None
+        entry = kind.entries.get(m) or in_fewest_rounds(call, near)
+        if (entry.plan is not None and (alike, entry.plan) not in decisions.at_once) or not runs(call, entry):
+            return None
+        kind.entries[m] = entry
+        return entry
 
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
         """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
@@ -130,15 +150,13 @@ class Tuner:
         """
         if not full and not self._tries(call.group):
             return self._looked_up(call) or self._untried(call)
-        kind, m = self._kind(call, call.spec.captured, anew=True), call.m
+        kind, m = self._kind(call, call.captured, anew=True), call.m
         entry = kind.known.get(m)
         if entry is None or not entry.ms or not runs(call, entry):
-            if call.spec.captured and call.x.is_cuda and call.operator == "gemm_all_reduce" and call.m <= LONG_M:
+            if call.captured and call.x.is_cuda and call.operator == "gemm_all_reduce" and call.m <= LONG_M:
                 entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
             else:
-                entry = alone.decide(
-                    call, self._trial(call, (*_alike(call), "alone", call.m), full=full), self.backends
-                )
+                entry = alone.decide(call, self._trial(call, (*call.alike, "alone", call.m), full=full), self.backends)
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
             agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         kind.entries[m] = entry
@@ -162,23 +180,26 @@ class Tuner:
         """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run the one of the
         bucket that it follows from, or stock.
         """
-        if entry.plan is None or call.spec.captured or not self._tries(call.group):
+        if entry.plan is None or call.captured or not self._tries(call.group):
             return self._planned(call, entry)
-        decisions, alike = self.decisions(call.group), _alike(call)
+        decisions, alike = self.decisions(call.group), call.alike
         if (alike, entry.plan) in decisions.at_once:
+            kind = self._kind(call, captured=False)
+            if len(like := kind.known_like(call.m)) == 1:
+                decisions.further[alike, _bucket(call.m)] = kind, kind.known[like[0]]
             return self._planned(call, entry)
-        kind = ("known", alike, entry.plan)
-        if (trial := decisions.trials.get(kind)) is None:
+        key = ("known", alike, entry.plan)
+        if (trial := decisions.trials.get(key)) is None:
             near = self._kind(call, captured=False).near(call, call.m)
             first = near if near is not None and (alike, near.plan) in decisions.at_once else UNMEASURED
-            trial = decisions.trials[kind] = Trial([first, entry], words_of(call), known=True)
+            trial = decisions.trials[key] = Trial([first, entry], words_of(call), known=True)
         if trial.decided is not None:
             return self._planned(call, trial.decided)
         return TrialPlan(call, trial, self.backends, self._note_at_once)
 
     def _note_at_once(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
         for one in (entry, *ran):
-            self.decisions(call.group).at_once[_alike(call), one.plan] = None
+            self.decisions(call.group).at_once[call.alike, one.plan] = None
         return entry
 
     def _note_decided(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
@@ -202,7 +223,7 @@ class Tuner:
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
                 chosen, at_once = near[-1].decided, self.decisions(call.group).at_once
-                if chosen is not None and (_alike(call), chosen.plan) in at_once:
+                if chosen is not None and (call.alike, chosen.plan) in at_once:
                     meanwhile = next((i for i, one in enumerate(entries) if one.label == chosen.label), 0)
             trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile)
         return trial
@@ -221,9 +242,13 @@ class Tuner:
         for mode in _modes(call):
             kind = self._kind(call, mode)
             entry = kind.entries.get(m) or kind.known.get(m)
+            if entry is not None and not runs(call, entry):
+                continue
             if entry is None and (near := kind.near(call, m)) is not None:
                 entry = in_fewest_rounds(call, near)
-            if entry is not None and runs(call, entry):
+                if entry is not near and not runs(call, entry):
+                    entry = near
+            if entry is not None:
                 kind.entries[m] = entry
                 return entry
         return None
@@ -238,10 +263,11 @@ class Tuner:
 
     def _keep(self, call: OperatorCall, entry: Entry, *, later: bool = True) -> Entry:
         """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
-        kind, m = self._kind(call, call.spec.captured), call.m
+        kind, m = self._kind(call, call.captured), call.m
         new = kind.near(call, m) is None
         if new or not later:
             kind.known[m] = kind.entries[m] = entry
+            self.decisions(call.group).further.clear()
         if new and later and entry.ms and call.group.rank() == 0:
             _writer().submit(cache.keep, kind.key(m), entry)
         return entry
@@ -259,6 +285,7 @@ class Tuner:
                 kind = kinds[of] = Kind(key, m)
             for other, entry in found.items():
                 kind.known[other] = entry
+            self.decisions(call.group).further.clear()
         return kind
 
 
@@ -267,17 +294,9 @@ def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:
     return (operator_of(call), call.n, call.k, call.kind, call.transposed, call.wire, call.x.device, captured)
 
 
-def _alike(call: OperatorCall) -> tuple[object, ...]:
-    """Return what calls have in common that one trial serves: all but m that their kernels differ in."""
-    (operator, shape, dtype, device, weight, transposed, _, inside, gathered, async_op, wire, fp8, _, addend, own,
-     captured) = call.key  # fmt: skip
-    return (operator, shape[-1], dtype, device, weight, transposed, inside, gathered, async_op, wire, fp8,
-            addend is None, own, captured)  # fmt: skip
-
-
 def _modes(call: OperatorCall) -> tuple[bool, ...]:
     """Return of which calls an entry serves ``call``: those that are captured, or eager ones."""
-    captured = call.spec.captured
+    captured = call.captured
     # Of an all-reduce of few rows eager calls are bound by the host: their entry says nothing of graphs.
     return (captured,) if call.operator == "gemm_all_reduce" else (True, False) if captured else (False,)
 

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,9 @@ def plain(capability: int, op: str, tma: bool, scales: str | None = None) -> Any
     return compiled(ASTSource, kernel, types, constants, capability, num_warps=4, num_stages=2)
 
 
+KERNELS = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}
+
+
 def hopper(op: str, given: dict[str, int]) -> Any:
     """A warp-specialised kernel."""
 
@@ -162,8 +166,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         switches = {name: bool(given.get(name, name == "KEEP")) for name in ("EARLY", "LATE", "KEEP", "OWN", "BIAS")}
         constants |= {"GROUP": 8, "KCH": given.get("KCH", 1), "WIDTH": 1024, **switches,
                       "SPAN": given.get("SPAN", 1), "STAGES": given.get("STAGES", 4), "RING": 2}  # fmt: skip
-    kernel = {"gemm_rs": hopper_gemm_rs_kernel, "ag_gemm": hopper_ag_gemm_kernel}[op]
-    return compiled(GluonASTSource, kernel, types, constants, 90, num_warps=8 // teams)
+    return compiled(GluonASTSource, KERNELS[op], types, constants, 90, num_warps=8 // teams)
 
 
 class Recorded:
@@ -174,6 +177,8 @@ class Recorded:
     def __init__(self) -> None:
         self.maps: dict[int, ctypes.Array] = {}
         self.launched: list[list[int]] = []
+        self.rows: list[list[int]] = []
+        """By launch: rows of each map."""
         self.sizes: list[int] = []
 
     def tensor_maps(self, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
@@ -184,7 +189,7 @@ class Recorded:
 
         def make(address: int) -> Any:
             made = (ctypes.c_char * self.MAP_BYTES)()
-            struct.pack_into("Q", made, 0, address)
+            struct.pack_into("QQ", made, 0, address, next(iter(shape)))
             self.maps[address] = made
             return made
 
@@ -192,6 +197,8 @@ class Recorded:
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
         assert (function, grid, stream) == (7, 132, 99)
+        both = zip(parameters, self.sizes, strict=True)
+        self.rows.append([struct.unpack_from("QQ", ctypes.string_at(at, 16))[1] for at, size in both if size > 8])
         self.launched.append(
             [
                 int.from_bytes((ctypes.c_char * min(size, 8)).from_address(where).raw, sys.byteorder)
@@ -207,8 +214,15 @@ def operands_of(op: str, given: dict[str, int]) -> list[str]:
     return found + [name for switch, names in more.items() if switch in given for name in names]
 
 
-def relaunched(compiled: Any, operands: list[str]) -> int:
-    """Return the number of parameters: they come where the compiled kernel has them, and only operands change."""
+ROWS = {"gemm_rs": ("a", "mp", "workers"), "ag_gemm": ("a", "xd", "c", "mp")}
+SCALES = {"gemm_rs": ("xs",), "ag_gemm": ("xs", "gs")}
+"""Arguments that follow from m, as of :mod:`megatron_flux.ops.hopper_arguments`; those of blocks."""
+
+
+def relaunched(compiled: Any, operands: list[str], of_rows: Sequence[str] = ()) -> int:
+    """Return the number of parameters: they come where the compiled kernel has them, and only operands change. With
+    ``of_rows`` of another m they are those of a launch that was laid out for it.
+    """
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
@@ -231,14 +245,34 @@ def relaunched(compiled: Any, operands: list[str]) -> int:
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     for tensors in (first, second, first):
-        again(99, *tensors)
+        again(99, again.first, *tensors)
     one, other, repeated = recorded.launched
     assert one == repeated
     changed = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
     assert sorted(changed) == sorted((a.data_ptr(), b.data_ptr()) for a, b in zip(first, second, strict=True))
     numbers = [a for a in arguments if isinstance(a, int)]
     assert [value for value in one if value in numbers] == numbers
+    if of_rows:
+        names = list(compiled.src.signature)
+        further = {name: of_another_m(arguments[names.index(name)]) for name in of_rows}
+        anew = [further.get(name, argument) for name, argument in zip(names, arguments, strict=True)]
+        recorded.launched.clear()
+        recorded.rows.clear()
+        rows, back = again.rows(further), again.rows({name: arguments[names.index(name)] for name in of_rows})
+        for given in (rows, back, rows):
+            again(99, given, *first)
+        fresh = relaunch.Relaunch(relaunch.Kernel(about, 7, relaunch.Layout(about)), 132, anew, operands)
+        fresh(99, fresh.first, *first)
+        assert recorded.launched[0] == recorded.launched[2] == recorded.launched[3] != one
+        assert recorded.rows[0] == recorded.rows[2] == recorded.rows[3] != recorded.rows[1]
+        assert recorded.launched[1] == one
     return len(one)
+
+
+def of_another_m(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return argument + 7
+    return SimpleNamespace(base=torch.empty_like(argument.base), shape=[96, 256], strides=[256, 1])
 
 
 def assembled(ptx: str, gpu: str = "sm_90a") -> tuple[int, bool]:
@@ -290,6 +324,9 @@ def main() -> dict[str, dict[str, Any]]:
             **arithmetic(ptx),
             "wgmma": ptx.count("wgmma.mma_async"),
             "barriers_before_products": barriers_before_products(ptx),
-            "relaunched": relaunched(kernel, operands_of(op, given)),
+            "relaunched": relaunched(
+                kernel, operands_of(op, given), (*ROWS[op], *(SCALES[op] if given.get("FP8") == 2 else ()))
+            ),
+            "specialised": sorted(one.name for one in KERNELS[op].params if not one.do_not_specialize),
         }
     return found

@@ -102,6 +102,8 @@ def test_a_bias_of_fp8_is_added_behind_the_rounded_product(kernels: dict[str, An
 def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str, Any]) -> None:
     """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)
+    for name in kernels.keys() - PLAIN:  # what follows from m must not be part of what is compiled
+        assert not {"mp", "workers"} & set(kernels[name]["specialised"])
 
 
 def test_sums_for_all_ranks_are_launched_without_triton(printed: list[dict[str, Any]]) -> None:

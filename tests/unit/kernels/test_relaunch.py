@@ -62,7 +62,7 @@ def test_the_driver_reads_every_parameter(launched: list[Any]) -> None:
     kernel = Kernel(compiled(), 7, Layout(compiled()))
     again = Relaunch(kernel, 132, (x, tiles(x), 128, -3, -(1 << 40), None, y), ("tiles", "y"))
     again.launch(5)
-    again(6, other, x)
+    again(6, again.first, other, x)
     again.launch(5)
     of_x = (x.data_ptr(), (8, 16), (16, 1), (64, 32), 3)
     rest = [8, 16, 16, 1, -3, -(1 << 40)]

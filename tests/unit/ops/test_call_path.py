@@ -18,17 +18,18 @@ from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream
-from megatron_flux.ops import fused
+from megatron_flux.ops import fused_plan
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan
+from megatron_flux.ops.fused_plan import Binding, Kernels
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of, slab_on_gpu
 from tests.unit.ops.fakes import on_gpu
 
 pytest.importorskip("triton")
 
-from megatron_flux.kernels.launch import Relaunch
+from megatron_flux.kernels.launch import Relaunch, Rows
 
 PACKAGE = str(Path(megatron_flux.__file__).parent) + os.sep
 
@@ -66,7 +67,7 @@ def relaunch(operands: int = 4) -> Relaunch:
     """A kernel of so many operands, whose parameters are laid out."""
     made = object.__new__(Relaunch)
     made._numbers = (ctypes.c_uint64 * 5)()
-    made._operands = [(at, None) for at in range(operands)]
+    made._rows = made.first = Rows((), (), [(at, None) for at in range(operands)])
     made._parameters = (ctypes.c_void_p * 5)()
     made._function, made._grid, made._threads, made._shared = 1, 132, 384, 0
     return made
@@ -82,9 +83,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def made(plan: Any, launches: list[Any]) -> Any:
+def made(plan: Any, call: OperatorCall, launches: list[Relaunch]) -> Any:
     """``plan`` as it is after its first two calls."""
-    plan._slab, plan._launches, plan.counted, plan.nbytes = slab_on_gpu(), launches, ("gemm", "tuned"), 99
+    kernels = Kernels(slab_on_gpu(), together=False)
+    kernels.launches, plan.counted = list(launches), ("gemm", "tuned")
+    binding = plan._bindings[call.x.shape] = Binding(call, kernels, 0)
+    binding.rows = [one.first for one in launches]
     return plan
 
 
@@ -100,11 +104,12 @@ def require_short(call: OperatorCall, plan: Any, run: Callable[[], Any]) -> set[
 
 
 def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
+    monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
     call = OperatorCall("all_gather_gemm", on_gpu(4, 4), on_gpu(6, 4), group_of(2), return_gathered=False)
-    plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), [relaunch()] * 2)
-    plan._pushes = [Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000)] * 2
-    plan._side, plan._gathered = Side(20, 1, 2, CopyStream(None, None, None)), [torch.empty(0)] * 2  # type: ignore[arg-type]
+    plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), call, [relaunch()] * 2)
+    binding = plan._bindings[call.x.shape]
+    binding.pushes, binding.gathered = [Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000)] * 2, [torch.empty(0)] * 2
+    plan._side = Side(20, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
     require_short(call, plan, lambda: ops.all_gather_gemm(call.x, call.weight, call.group))
     assert driver.asked[: len(driver.asked) // 2] == [
         "cuEventRecord",
@@ -121,10 +126,10 @@ def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: 
 def test_a_warm_gemm_all_reduce_is_one_launch_from_eight_files(
     driver: Driver, own_gemm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
+    monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
     call = OperatorCall("gemm_all_reduce", on_gpu(1, 2, 4), on_gpu(6, 4), group_of(2))
     config = AllReduceConfig(own_gemm=own_gemm)
-    plan = made(GemmAllReducePlan(call, config), [relaunch(3 if own_gemm else 2)] * 2)
+    plan = made(GemmAllReducePlan(call, config), call, [relaunch(3 if own_gemm else 2)] * 2)
     files = require_short(call, plan, lambda: ops.gemm_all_reduce(call.x, call.weight, call.group))
     assert driver.asked == ["cuLaunchKernel"] * 2  # beside that of torch's GEMM
     assert ("ops/gemm.py" in files) is not own_gemm

@@ -17,8 +17,9 @@ from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops import call_events, fused
+from megatron_flux.ops import call_events, fused, fused_plan
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -156,6 +157,39 @@ def test_gemm_all_reduce_is_one_launch(gpu: Gpu, config: AllReduceConfig, transp
         assert torch.equal(operands[0], x @ (weight if transposed else weight.t()))
     ops.gemm_all_reduce(x, weight, gpu.group, transposed=transposed, async_op=True, backend="one way")
     assert backend.plans == 2, "beside wgrad the tuner may choose otherwise"
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather"])
+def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no plan of its own; what follows from m is laid out once for each half."""
+    backend = FusedBackend("any m")
+    backend.config = HOPPER
+    monkeypatch.setitem(registry._backends, "any m", backend)
+    monkeypatch.setattr(FusedBackend, "why_not", lambda *_: None)
+    monkeypatch.setattr(FusedBackend, "untested", lambda *_: None)
+
+    def call(rows: int) -> None:
+        x, weight, backend = on_gpu(rows, 64), on_gpu(32, 64), "any m"
+        if operator == "all_gather":
+            ops.all_gather(x, gpu.group, backend=backend).wait()
+        else:
+            getattr(ops, operator)(x, weight, gpu.group, backend=backend)
+
+    for rows in (256, 256, 512, 512, 256, 512, 1024):
+        call(rows)
+    kinds = [one[0] for one in gpu.done if one[0] not in ("record", "wait", "copy")]
+    assert kinds[:2] == ["triton"] * 2
+    assert {kind.rpartition(" ")[2] for kind in kinds[2:]} == {"again"}
+    (plan,) = state_of(gpu.group).fused.values()
+    assert set(state_of(gpu.group).plans.values()) == {plan}
+    laid_out = [[rows and rows["mp"] for rows in binding.rows] for binding in plan._bindings.values()]
+    if operator == "all_gather":  # its kernel waits for peers, whatever they send
+        assert laid_out == [[None, None]] * 3
+    else:
+        times = 2 if operator == "all_gather_gemm" else 1
+        assert laid_out == [[128 * times] * 2, [256 * times] * 2, [512 * times, None]]
+    state_of(gpu.group)._retire(gpu.work)  # type: ignore[arg-type]
+    assert not plan._bindings
 
 
 def test_plain_kernels_are_launched_by_triton(gpu: Gpu) -> None:
@@ -401,13 +435,13 @@ def test_an_all_reduce_of_many_rows_goes_by_tiles_for_all_ranks(ws: bool, monkey
     plan = FusedBackend(twin=True).plan(call)
     assert isinstance(plan, fused.GemmReduceScatterPlan)
     assert (plan.config.ws, plan.purpose) == (ws, "gemm")
-    assert plan.nbytes_of_half == 2 * 1024 * 32768 * 4
+    assert plan.bytes_of_half(call) == 2 * 1024 * 32768 * 4
 
 
 def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags of a half are followed by the other half's data."""
-    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
+    monkeypatch.setattr(fused_plan, "sm_count", lambda _: 132)
     x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
     call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
     with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):
-        fused.GemmReduceScatterPlan(call, KernelConfig(ws=True))
+        fused.GemmReduceScatterPlan(call, KernelConfig(ws=True)).bytes_of_half(call)

@@ -1,0 +1,89 @@
+"""What follows from m is all that differs between the launches of two m."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
+from megatron_flux.ops.kernel_config import KernelConfig, for_fp8
+from tests.unit.groups import group_of
+
+pytest.importorskip("triton", minversion="3.6")
+
+N, K = 512, 256
+WORDS, FLAGS = torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+WORK: Any = SimpleNamespace(
+    tp=2, rank=1, half_bytes=2 << 20, data=[torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)],
+    data_table=FLAGS, flag_table=FLAGS, flags=[WORDS] * 2,
+    arguments=lambda half: (WORDS, WORDS, WORDS, 10**9, half, 1 - half, 64 * half),
+)  # fmt: skip
+WEIGHT = torch.randn(N, K).bfloat16()
+
+
+def slab_call(operator: str, m: int, scaling: str, fixed: dict[str, Any]) -> Any:
+    """A call as on an H100, on CPU tensors."""
+    from megatron_flux.ops.arguments import SlabCall
+
+    rows = m // 2 if operator == "all_gather_gemm" else m
+    x, weight, fp8 = torch.randn(rows, K).bfloat16(), WEIGHT, None
+    config = KernelConfig(ws=True, dedicated_reducers=True)  # as many SMs multiply as m asks for
+    if scaling != "none":
+        of_weight: Any = "128x128" if scaling == "1x128" else "tensor"
+        fp8 = Fp8Pair(quantized(x.float(), scaling), fixed.setdefault("w", quantized(WEIGHT.float(), of_weight)))  # type: ignore[arg-type]
+        x, weight, config = fp8.x.numbers, fp8.weight.numbers, for_fp8(config, promoted=fp8.promoted)
+    call: Any = OperatorCall(operator, x, weight, group_of(2), fp8=fp8)
+    out = torch.empty(m if operator != "gemm_reduce_scatter" else m // 2, N, dtype=torch.bfloat16)
+    gathered = scales = None
+    if operator == "all_gather_gemm":
+        gathered = WORK.data[1][: m * K * x.element_size()].view(x.dtype).view(m, K)
+        if scaling == "1x128":
+            scales = torch.zeros(2, *fp8.x.scale_inv.shape)  # type: ignore[union-attr]
+    return SlabCall(call, out, WORK, 0, config, 132, fixed, gathered=gathered, scales=scales)
+
+
+def seen(argument: Any) -> Any:
+    """Return what a kernel is given, but for addresses."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype
+    return argument if isinstance(argument, int | None) else (argument.base.dtype, *map(tuple, argument[1:4]))
+
+
+@pytest.mark.parametrize("scaling", ["none", "tensor", "1x128"])
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
+    from megatron_flux.ops import hopper_arguments
+
+    build = hopper_arguments.all_gather_gemm if operator == "all_gather_gemm" else hopper_arguments.gemm_reduce_scatter
+    fixed: dict[str, Any] = {}
+    one, other = (build(slab_call(operator, m, scaling, fixed)) for m in (512, 1064))
+    assert (one.kernel, one.grid, one.constants, one.operands) == (
+        other.kernel, other.grid, other.constants, other.operands
+    )  # fmt: skip
+    names = one.kernel.arg_names
+    differs = {
+        name
+        for name, a, b in zip(names, one.arguments, other.arguments, strict=False)
+        if seen(a) != seen(b)
+    }  # fmt: skip
+    expected = {"a", "mp"} if operator == "all_gather_gemm" else {"a", "mp", "workers"}
+    assert expected <= differs <= set(one.rows)
+    assert one.rows.keys() == other.rows.keys()
+    for name, argument in other.rows.items():
+        assert seen(argument) == seen(other.arguments[names.index(name)])
+
+
+def test_operands_of_another_shape_are_views_of_the_same_memory() -> None:
+    """Rows are laid out for x with its leading dimensions, a launch for a matrix."""
+    from megatron_flux.ops import hopper_arguments
+
+    at = slab_call("gemm_reduce_scatter", 512, "none", {})
+    matrix = hopper_arguments.gemm_reduce_scatter_rows(at)
+    at.call = at.call._replace(x=at.call.x.view(256, 2, K))
+    of_leading = hopper_arguments.gemm_reduce_scatter_rows(at)
+    assert seen(of_leading["a"]) == seen(matrix["a"])
+    assert of_leading["a"].base.data_ptr() == matrix["a"].base.data_ptr()

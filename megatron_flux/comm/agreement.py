@@ -4,6 +4,7 @@ Use it for what a call does once (compare shapes, probe the link, make workspace
 its peers wait:
 
 * :func:`of_all_ranks`: all-gather one small Python object per rank.
+* :func:`begin`: the same in two halves. What a rank does between them, its peers need not wait for, nor it for them.
 * :func:`together`: run a function on every rank; it succeeds on all of them or raises on all of them.
 * :func:`first_rank`: run a function on the first rank only (files) and broadcast its result *or its error*.
 * :func:`failures`: on which ranks something that all have just tried has failed.
@@ -12,10 +13,12 @@ It uses the store and not the group's backend, because where one rank fails befo
 already wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
-    * Agreements of a group are numbered on each rank, and each says what it is about. Ranks that meet in agreements
-      about different things all raise OperatorError with every rank's topic. That happens where one rank alone has
-      caught an exception in the middle of a first call and made that call again, or another one. Nobody hangs, and the
-      next agreement is in step again: the same call, made again on all ranks, may succeed.
+    * Agreements of a group are numbered on each rank as they begin, and each says what it is about. Ranks that meet in
+      agreements about different things all raise OutOfStepError with every rank's topic. That happens where one rank
+      alone has caught an exception in the middle of a first call and made that call again, or another one. Nobody
+      hangs, and the next agreement is in step again: the same call, made again on all ranks, may succeed.
+    * Any number may have begun and not ended. A rank waits in one's end for peers to begin the same one, and for
+      nothing else: whoever has the lowest number finds that its peers have begun it, in whatever order they end.
     * A peer that does not come within the group's own time-out, or whose process has exited, is an OperatorError that
       names it. A process that exits on the same host is noticed within a second, once it has taken part in an
       agreement. Then no agreement of the group is possible any more, and each says so at once, on all ranks.
@@ -24,11 +27,12 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +46,9 @@ _Result = TypeVar("_Result")
 
 _LOOK_S = 0.5
 """Seconds between two looks at the peers' processes."""
-_MAX_PAUSE_S = 0.02
+_PAUSE_S, _MAX_PAUSE_S = 0.0001, 0.02
+_OVERSHOOT = 0.25
+"""Of the time that a peer is late: how much longer its message may lie there before it is noticed."""
 
 
 def machine() -> tuple[str, ...]:
@@ -66,6 +72,7 @@ class _Message(NamedTuple):
     about: str
     process: tuple[tuple[str, ...], int]  # its machine and id
     value: Any
+    unread: frozenset[int]  # numbers of agreements that the sender has begun and not ended, this one among them
 
     def __str__(self) -> str:
         return f"{self.about} ({self.value})" if isinstance(self.value, str) else self.about
@@ -86,21 +93,31 @@ class Agreements:
         self._name = f"{name}/{-(-self._store.add(f'{name}/made', 1) // len(self._ranks))}"
         self._ended = f"{self._name}/ended"
         self._number = 0
+        self._open: set[int] = set()
+        """Numbers of what has begun and not ended."""
+        self._left: list[int] = []
+        """Numbers of what has ended, where peers may have to read this rank's message yet."""
         self._process = machine(), os.getpid()
         self._peers: dict[int, psutil.Process | None] = {}
         """Peers' processes on this host; None: it has exited."""
 
-    def of_all_ranks(self, value: Any, about: str) -> list[Any]:
-        """See :func:`of_all_ranks`."""
+    def begin(self, value: Any, about: str) -> Callable[[], list[Any]]:
+        """See :func:`begin`."""
         self._number += 1
-        prefix, last = f"{self._name}/{self._number}/", f"{self._name}/{self._number - 1}/{self._rank}"
-        keys = [f"{prefix}{rank}" for rank in self._ranks]
+        self._open.add(self._number)
+        with self._failing(about):
+            message = pickle.dumps(_Message(about, self._process, value, frozenset(self._open)))
+            self._store.set(self._key(self._number, self._rank), message)
+        return functools.partial(self._end, self._number, about)
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._name}/{number}/{rank}"
+
+    @contextlib.contextmanager
+    def _failing(self, about: str) -> Iterator[None]:
+        """Tell peers of an exception in the block, after which the group agrees on nothing any more."""
         try:
-            self._store.set(f"{prefix}{self._rank}", pickle.dumps(_Message(about, self._process, value)))
-            self._wait(keys, about)
-            # One request for all: the ranks of a large job would wait for each other's at the one server.
-            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            messages: list[_Message] = list(map(pickle.loads, pickled))
+            yield
         except BaseException as error:
             failed = isinstance(error, (RuntimeError, ValueError))
             with contextlib.suppress(RuntimeError, ValueError):
@@ -109,8 +126,21 @@ class Agreements:
             if failed:  # the store goes with the process that has it
                 raise OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}") from error
             raise
-        if self._number > 1:  # everybody has read the last one: all are in this one
-            self._store.delete_key(last)
+
+    def _end(self, number: int, about: str) -> list[Any]:
+        keys = [self._key(number, rank) for rank in self._ranks]
+        with self._failing(about):
+            self._wait(keys, about)
+            # One request for all: the ranks of a large job would wait for each other's at the one server.
+            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            messages: list[_Message] = list(map(pickle.loads, pickled))
+        self._open.discard(number)
+        # Whoever has begun this one has begun all before it, and has read those that it has not said to be open.
+        unread = frozenset[int]().union(*(message.unread for message in messages))
+        for read in [one for one in self._left if one < number and one not in unread]:
+            self._left.remove(read)
+            self._store.delete_key(self._key(read, self._rank))
+        self._left.append(number)
         together, values = True, []
         for rank, message in zip(self._ranks, messages, strict=True):
             together &= message.about == about
@@ -122,7 +152,7 @@ class Agreements:
                     self._peers[rank] = None
         if not together:
             places = "; ".join(f"rank {rank}: {message}" for rank, message in zip(self._ranks, messages, strict=True))
-            raise OperatorError(
+            raise OutOfStepError(
                 f"{self._who}: the ranks of this group are at different points of their first calls, as after an error "
                 f"that one of them alone has caught ({places}); make the same calls on all ranks"
             )
@@ -131,9 +161,9 @@ class Agreements:
     def _wait(self, keys: list[str], about: str) -> None:
         """Wait for all messages, without holding the store's lock: other threads use it too."""
         began = looked = time.monotonic()
-        pause = 0.0001
         while not self._store.check(keys):
-            if (now := time.monotonic()) - looked > _LOOK_S:
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
                 looked = now
                 if self._store.check([self._ended]):
                     raise OperatorError(
@@ -149,8 +179,11 @@ class Agreements:
                         f"{self._who}: {about}: no word from peer rank(s) {missing} for {self._timeout_s:g} s, the "
                         "process group's time-out"
                     )
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_S)
+            time.sleep(min(max(_PAUSE_S, _OVERSHOOT * (now - began)), _MAX_PAUSE_S))
+
+
+class OutOfStepError(OperatorError):
+    """Ranks have met in agreements about different things. All of them raise it."""
 
 
 class TogetherError(OperatorError):
@@ -160,14 +193,21 @@ class TogetherError(OperatorError):
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.WeakKeyDictionary()
 
 
-def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
-    """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
-    operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
+def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], list[_Result]]:
+    """Begin :func:`of_all_ranks` and return what ends it, with its result; it waits for nobody. Collective, as the end
+    is, which is called once.
     """
     agreements = _agreements.get(group)
     if agreements is None:
         agreements = _agreements[group] = Agreements(group)
-    return agreements.of_all_ranks(value, about)
+    return agreements.begin(value, about)
+
+
+def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
+    """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
+    operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
+    """
+    return begin(value, group, about)()
 
 
 def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> list[_Result]:

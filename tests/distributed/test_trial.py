@@ -6,6 +6,8 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,10 +34,10 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused_plan import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
-from megatron_flux.ops.tuner.candidates import Backends
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import TrialPlan
-from tests.distributed.data import summed
-from tests.distributed.pool import on_ranks
+from tests.distributed.data import attempt, summed
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, integers
 
 pytestmark = NEEDS_TRITON
@@ -144,11 +146,17 @@ def train(by: TunedBackend, *rows: int) -> int:
 
 @contextlib.contextmanager
 def asked() -> Iterator[list[str]]:
-    """What ranks agree on."""
+    """What tuners agree on."""
     about: list[str] = []
-    of_all_ranks = agreement.of_all_ranks
+    begin = agreement.begin
+
+    def noted(*args: Any) -> Any:
+        if args[-1] != "comparing calls":  # of whatever backend
+            about.append(args[-1])
+        return begin(*args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "of_all_ranks", lambda *a: about.append(a[-1]) or of_all_ranks(*a))
+        patch.setattr(agreement, "begin", noted)
         yield about
 
 
@@ -404,6 +412,69 @@ def test_a_call_that_was_broken_off_before_is_no_candidates_fault(tmp_path: Path
         with pytest.raises(OperatorError, match="all_gather_gemm"):
             train(by)
         assert trials(by)[0].failed == set()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@on_ranks("world2")
+def test_a_call_that_was_broken_off_on_one_rank_is_an_error_on_all(tmp_path: Path, asks: bool) -> None:
+    """Which the other one learns where its own first turn ends, or asks its peers, and not from a kernel that waits."""
+
+    def enqueued(plan: FusedPlan, *operands: Any, **how: Any) -> None:
+        """As on a GPU, where nobody waits for the kernel here."""
+        if asks:
+            agreement.of_all_ranks(None, dist.group.WORLD, "a new workspace")
+
+    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedPlan, "_first", enqueued)
+        if dist.get_rank() == 1:
+            patch.setattr(trial, "_check", broken_off)
+        with pytest.raises(OperatorError, match=r"a peer did not come"):
+            train(by)
+        assert trials(by)[0].failed == set()
+
+
+def broken_off(group: dist.ProcessGroup) -> None:
+    raise OperatorError("all_gather_gemm was broken off: a peer did not come")
+
+
+@on_ranks("world2")
+def test_nobody_waits_for_a_rank_that_is_some_calls_late() -> None:
+    """It has sent its times by then; where it has not, the other one waits where it reads them."""
+    late = 0.6
+    for before_end in (0, trial.AHEAD):
+        one, call, waited = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8), []
+        length = len(one._round)
+        for number in range(length + 1):
+            if number == length - before_end and dist.get_rank() == 1:
+                time.sleep(late)
+            began = time.monotonic()
+            one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
+            waited.append(time.monotonic() - began)
+        assert one.decided is not None
+        assert max(waited[:-1]) < late / 2
+        assert (waited[-1] > late / 2) == (dist.get_rank() == 0 and before_end > 0)
+        dist.barrier()
+
+
+def ends_before_it_sends() -> tuple[str, str, float]:
+    agreement.of_all_ranks(None, dist.group.WORLD)  # which tells each the other's process
+    one, call = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8)
+    for _ in range(len(one._round) - trial.AHEAD):
+        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(trial.AHEAD):
+        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
+    return attempt(lambda: one.turn(call, dist.group.WORLD))  # type: ignore[arg-type]
+
+
+def test_a_peer_that_has_ended_is_named_where_its_times_are_read() -> None:
+    with WorkerPool(2) as pool:
+        outcomes = pool.outcomes(ends_before_it_sends)
+    kind, said, seconds = outcomes[0].value
+    assert (kind, outcomes[1].error) == ("OperatorError", "the process ended with exit code -9")
+    assert said.endswith("trying candidates of a call: the processes of peer rank(s) [1] have ended")
+    assert seconds < 10
 
 
 @on_ranks("world2")

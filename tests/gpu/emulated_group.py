@@ -12,6 +12,7 @@ host that throttles together, NCCL's rings are all missing).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,10 +158,15 @@ class EmulatedAgreements(agreement.Agreements):
         super().__init__(group.pair, group.group_name)
         self._size = group.size()
 
-    def of_all_ranks(self, mine: Any, about: str) -> list[Any]:
-        """Return the values by rank, this process first."""
-        both = super().of_all_ranks(mine, about)
-        return [both[dist.get_rank()]] + [both[1 - dist.get_rank()]] * (self._size - 1)
+    def begin(self, mine: Any, about: str) -> Callable[[], list[Any]]:
+        """Return what returns the values by rank, this process first."""
+        end = super().begin(mine, about)
+
+        def by_rank() -> list[Any]:
+            both = end()
+            return [both[dist.get_rank()]] + [both[1 - dist.get_rank()]] * (self._size - 1)
+
+        return by_rank
 
 
 def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> EmulatedGroup:

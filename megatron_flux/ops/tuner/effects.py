@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 ROUNDS, FITS = 10, 4
+SETTLED = 1e-6
+"""Change of all effects behind which further rounds tell nothing."""
 NEAR = 0.01
 """Turns that are farther off weigh less, and less still where half of the turns are nearer."""
 
@@ -42,7 +44,10 @@ def effects_of(turns: Sequence[Timed]) -> dict[int, list[float]]:
         effects, known = dict.fromkeys(candidates, 0.0), [*zip(shared, weights, logs, strict=True)]
         for _ in range(ROUNDS):
             by_rows = _means((turn.rows, weight, log - effects[turn.candidate]) for turn, weight, log in known)
+            last = effects
             effects = _means((turn.candidate, weight, log - by_rows[turn.rows]) for turn, weight, log in known)
+            if all(abs(effect - last[candidate]) < SETTLED for candidate, effect in effects.items()):
+                break
         off = [abs(log - effects[turn.candidate] - by_rows[turn.rows]) for turn, _, log in known]
         near = max(NEAR, statistics.median(off))
         weights = [min(1.0, near / max(far, NEAR)) for far in off]

@@ -2,16 +2,18 @@
 
 Contract
     * All candidates give right results, so a turn costs no step more than a slower candidate differs.
-    * Which candidate a call runs follows from the number of such calls alone. At the end of a round all ranks exchange
-      their times and what is compiled, over the job's store.
+    * Which candidate a call runs follows from the number of such calls alone. Once a round all ranks exchange their
+      times and what is compiled, over the job's store: sent :data:`AHEAD` calls before the round ends, read at its end.
+      So a rank waits only for peers that are later than these calls take.
     * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
       its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
-    * A round ends with :data:`GAP` calls that are not timed. Behind them the timed ones have ended on the GPU, or
-      nearly so, and the exchange finds the GPU busy with the others.
+    * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
+      GPU, or nearly so; and the GPU is busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
       calls run the fastest so far: at first what was chosen for another m, else stock.
     * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
-      some, that is an error on all.
+      some, that is an error on all. So they wait for each other there: a call that went on before would leave its
+      kernel waiting for a peer that has failed, and find out after a time-out.
 
 Rounds
     1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
@@ -51,6 +53,7 @@ LOSES = 1.10  # times of the fastest, above which a candidate gets no second loo
 SAMPLES = 5  # timed turns of those that are left
 LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
+AHEAD = 2  # of them, between sending a round's times and reading the others'
 MOST_GAPS = 4  # of a round in which kernels are still compiled
 
 
@@ -75,11 +78,11 @@ class Trial:
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
-        """How many are over."""
+        """Of how many what is known has been sent."""
         self.begun: dict[int, int] = {0: -1, meanwhile: -1}
-        """By candidate, the rounds that were over when its kernels began to be compiled."""
+        """By candidate, these rounds when its kernels began to be compiled."""
         self.compiled = [0] * len(entries)
-        """By candidate, the last round at whose end all kernels were compiled."""
+        """By candidate, the last round in which all ranks said that all kernels were compiled."""
         self.failed: set[int] = set()
         self.tried: set[int] = {0, meanwhile}
         """What a call has run; the first may fail."""
@@ -97,11 +100,17 @@ class Trial:
         self._round, self._at = [*([] if known else self._look(0)), *[Turn(meanwhile, timed=False)] * GAP], 0
         self._samples: list[list[Any]] = []
         """Of this round: the candidate, rows, begin and end."""
+        self._answers: Callable[[], list[Any]] | None = None
+        """What all ranks have sent of this round, once this one has."""
 
     def turn(self, call: OperatorCall, processes: dist.ProcessGroup) -> Turn | None:
-        """Return the turn of the next call, None once all is decided. Collective at the end of a round."""
-        while self.decided is None and self._at == len(self._round):
-            self._end_round(call, processes)
+        """Return the turn of the next call, None once all is decided. Collective towards the end of a round."""
+        if self.decided is None:
+            left = len(self._round) - self._at
+            if left <= AHEAD and self._answers is None:
+                self._send(call, processes)
+            if left == 0:
+                self._end_round(call, processes)
         if self.decided is not None:
             return None
         self._at += 1
@@ -144,19 +153,23 @@ class Trial:
     def _look(self, candidate: int) -> list[Turn]:
         return [Turn(candidate, timed=timed) for timed in (False, True, True)]
 
-    def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+    def _send(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
         mine = [None if ended is None else _between(begun, ended) for *_, begun, ended in self._samples]
         states = [_state(futures, call) for futures in self.futures]
-        about = f"trying candidates of {self.about}"
-        answers = agreement.of_all_ranks((mine, states), processes, about)
-        samples, self._samples = self._samples, []
+        self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
         self.rounds += 1
+
+    def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+        assert self._answers is not None  # noqa: S101 - the caller has sent its own
+        end, self._answers = self._answers, None  # a call that is made again after an error asks again
+        answers, samples, self._samples = end(), self._samples, []
         by_sample = zip(*(times for times, _ in answers), strict=True)
         for (candidate, rows, *_), by_rank in zip(samples, by_sample, strict=True):
             if None not in by_rank:
                 self.timed.append(Timed(candidate, rows, max(statistics.fmean(by_rank), 1e-6)))
-        self.effects = effects_of(self.timed)
+        if samples:
+            self.effects = effects_of(self.timed)
         for i in range(len(self.entries)):
             found = [states[i] for _, states in answers]
             why = next((state for state in found if isinstance(state, str)), None)
@@ -260,10 +273,15 @@ class TrialPlan(Plan):
         """Make the first call of a candidate; that of the next one where it fails."""
         trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)
         about, result, error = f"{trial.about} with {entry.label}", None, None
-        # An earlier call that was broken off is not this candidate's fault.
-        agreement.together(processes, f"calls before {about}", lambda: _check(call.group))
+        try:
+            _check(call.group)
+        except OperatorError as broken:  # not this candidate's fault: peers that have got as far hear so and raise, too
+            agreement.of_all_ranks(one_line(broken), processes, f"calls before {about}")
+            raise
         try:
             result = self._plan(candidate, call).run(call)
+        except agreement.OutOfStepError:  # which peers have raised as well: they ask nothing more about this call
+            raise
         except Exception as raised:
             error = raised
         if (why := failed_alike(processes, about, error)) is None:

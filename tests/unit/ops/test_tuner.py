@@ -6,6 +6,7 @@ On real ranks: tests/distributed/test_trial.py and test_tuner.py; on GPUs: tests
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuned]:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(tmp_path / "tuned.json"))
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "off")
     monkeypatch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
-    monkeypatch.setattr(module.agreement, "of_all_ranks", lambda mine, group, about: [mine])
+    monkeypatch.setattr(module.agreement, "begin", lambda mine, group, about: lambda: [mine])
     monkeypatch.setattr(
         module.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine, 1: mine}
     )
@@ -125,6 +126,17 @@ def kept() -> Entry:
     module._writer().submit(lambda: None).result()
     ((key, data),) = cache.load(cache.cache_path()).items()
     return cache.parse(key, data)
+
+
+def test_kernels_asked_for_while_ranks_exchange_are_not_taken_for_compiled(tuner: Tuned) -> None:
+    one = trial.Trial([Entry(backend="reference"), Entry(backend="fused", plan=KernelConfig())], "a call")
+    while one._answers is None:
+        one.turn(call_of(), GROUP)
+    one.begun[1] = one.rounds  # as another m does that can run it
+    one.futures[1].append(Future())
+    while one._answers is not None:
+        one.turn(call_of(), GROUP)
+    assert not one.is_compiled(1)
 
 
 # Looking up
@@ -212,7 +224,7 @@ def test_a_plan_of_another_m_runs_where_it_is_near_and_legal(tuner: Tuned, monke
 def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever other m cost neither a file's reading nor a word between ranks, and memory stays bounded."""
     asked: list[str] = []
-    monkeypatch.setattr(module.agreement, "of_all_ranks", lambda mine, group, about: asked.append(about) or [mine])
+    monkeypatch.setattr(module.agreement, "begin", lambda mine, group, about: asked.append(about) or (lambda: [mine]))
     monkeypatch.setattr(group_state, "MOST_ENTRIES", 64)
     plan = KernelConfig(reducers=7)
     for m in [1 << e for e in range(1, 12)]:

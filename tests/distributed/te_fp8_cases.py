@@ -384,13 +384,16 @@ class Made(TorchDispatchMode):
 
 
 def rank_fp8_peaks(kind: str, recipe: str) -> tuple[int, int]:
-    """Of the second micro-batch, by stock and by ours."""
+    """Of later micro-batches, by stock and by ours: the least, for gloo may hold tensors a little longer."""
 
     def peak(step: Callable[[], None]) -> int:
         step()
-        with Made() as made:
-            step()
-        return made.peak
+        found = []
+        for _ in range(6):
+            with Made() as made:
+                step()
+            found.append(made.peak)
+        return min(found)
 
     return peaks(fp8_case(kind, bias=False), recipe, peak)
 

@@ -280,6 +280,24 @@ def random_shapes(group, rounds=200):
     return f"{rounds} rounds"
 
 
+ROWS = (128, 1000, 256, 388, 136, 640, 132, 2048, 900, 160)
+
+
+def any_rows(group):
+    """Ever other numbers of rows, in both halves, through the kernels of the first."""
+    chosen = [None, KernelConfig()]
+    if hopper():
+        chosen += [KernelConfig(ws=True, early=True, late=True, stages=3), KernelConfig(ws=True, bn=128, ring=4)]
+        chosen += [KernelConfig(ws=True, stages=3, dedicated_reducers=True, band=2, spread=40)]
+    for plan in planned(chosen):
+        for turn in range(3):
+            for mp in random.Random(turn).sample(ROWS, len(ROWS)):
+                compare(group, mp, 1280, 512, transposed=turn == 2, integer=True)
+        shared = len(group_state.state_of(group).fused)
+        assert plan is None or shared == 4, f"{shared} plans where two operators were called in two ways"
+    return f"{len(chosen)} plans, {len(ROWS)} m"
+
+
 def poisoned_shard(group):
     """NaN in one rank's row reaches exactly the rows it should."""
     xs, xl, w = operands(group, 256, 512, 512, torch.bfloat16, False)
@@ -911,6 +929,7 @@ CHECKS: dict[str, Check] = {
     "bias": bias,
     "addend": addend,
     "own_gathered": own_gathered,
+    "any_rows": any_rows,
     "elsewhere": elsewhere,
     "repeated": repeated,
     "poisoned_shard": poisoned_shard,

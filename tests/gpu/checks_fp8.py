@@ -25,7 +25,7 @@ from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
-from tests.gpu.checks import NAME, hopper, planned, poison
+from tests.gpu.checks import NAME, ROWS, hopper, planned, poison
 from tests.gpu.common import error, gather, parser, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup
 
@@ -319,6 +319,17 @@ def graphs(group):
     return "6 x 3 replays"
 
 
+def any_rows(group):
+    """Ever other numbers of rows, in both halves, through the kernels of the first."""
+    chosen = [None, KernelConfig(ws=True, bk=128, stages=3, teams=2, dedicated_reducers=True)] if hopper() else [None]
+    for _ in planned(chosen):
+        for way in WAYS:
+            for turn in range(3):
+                for mp in random.Random(turn).sample(ROWS, len(ROWS)):
+                    compare_exactly(group, mp, 1280, 512, way)
+    return f"{len(chosen)} plans, {len(ROWS)} m"
+
+
 def random_shapes(group, rounds=40):
     seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
     dist.broadcast(seed, group=group, group_src=0)
@@ -390,7 +401,7 @@ CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
         exact, local_shard, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams, graphs,
-        tuned, chunked, random_shapes,
+        tuned, chunked, any_rows, random_shapes,
     )
 }  # fmt: skip
 

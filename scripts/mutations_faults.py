@@ -275,6 +275,13 @@ FAULTS: tuple[Fault, ...] = (
         (f"{TRIAL}::test_what_a_trial_has_bound_is_freed_with_the_workspace",),
     ),
     _fault(
+        "times count in which the GPU waited for the host",
+        f"{OPS}/tuner/trial.py",
+        "effects_of(self._telling())",
+        "effects_of(self.timed)",
+        ("tests/unit/ops/test_busy_turns.py::test_turns_in_which_the_gpu_was_busy_count_alone",),
+    ),
+    _fault(
         "a kernel runs with the rows of the call before",
         "megatron_flux/kernels/launch.py",
         "            if rows is not self._rows:\n",

@@ -60,7 +60,7 @@ class Clock:
             end = begin(one, candidate, rows, cuda)
             plan = one.entries[candidate].plan
             noise = 1 + 0.02 * ((len(self.turns) + dist.get_rank()) % 3)
-            one._samples[-1][2] = (STOCK_MS if plan is None else MS[plan]) * noise * rows / 32
+            one._samples[-1].begun = (STOCK_MS if plan is None else MS[plan]) * noise * rows / 32
             return end
 
         patch.setattr(trial.Trial, "begin", noted)
@@ -300,11 +300,11 @@ def test_what_stands_between_a_calls_begin_and_its_wait_counts(tmp_path: Path) -
                 plans[call.key] = by.plan(call)
             turns = len(clock.turns)
             pending = plans[call.key].run(call)
-            going_on = [sample for sample in trials(by)[0]._samples if sample[3] is None]
+            going_on = [sample for sample in trials(by)[0]._samples if sample.ended is None]
             assert len(going_on) == len(clock.turns) - turns
             if isinstance(pending, Pending):
                 pending.wait()
-            assert all(sample[3] is not None for sample in going_on)
+            assert all(sample.ended is not None for sample in going_on)
         assert {0, 1, 2} == set(clock.turns), "of fused calls too, which are finished when they return"
 
 

@@ -36,7 +36,7 @@ ROUNDS, BURST = 7, 4
 
 def decide(call: OperatorCall, trial: Trial, backends: Backends) -> Entry:
     """Make ``call`` until its trial is decided. Collective."""
-    plan = TrialPlan(call, trial, backends, lambda call, entry, *_: entry)
+    plan = TrialPlan(call, trial, backends, lambda call, entry, *_: entry, alone=True)
     beside = wgrad_of(call) if call.operator == "gemm_all_reduce" and call.async_op else lambda: None
     while trial.decided is None:
         pending = plan.run(call)

@@ -21,6 +21,8 @@ class Timed(NamedTuple):
     candidate: int
     rows: int
     ms: float
+    busy: bool = True
+    """The GPU was behind the host on all ranks, so the host's time is no part of it."""
 
 
 def effects_of(turns: Sequence[Timed]) -> dict[int, list[float]]:

@@ -7,6 +7,9 @@ Contract
       So a rank waits only for peers that are later than these calls take.
     * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
       its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
+    * A turn counts where the GPU was behind the host, on all ranks. Elsewhere the time is the host's, and says nothing
+      of the candidate, nor of calls of more rows. Where all turns are such, the likeliest candidate wins: by rule, or
+      what was chosen for another m. It is not written to the file.
     * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
       GPU, or nearly so; and the GPU is busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
@@ -17,7 +20,8 @@ Contract
 
 Rounds
     1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
-    2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each.
+    2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each; once more
+       while the host is the bound, :data:`FINALS` times at most.
     3. The one with the least median wins, beside calls of as many rows (:mod:`~megatron_flux.ops.tuner.effects`); stock
        has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
 """
@@ -31,6 +35,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +56,7 @@ logger = logging.getLogger("megatron_flux")
 
 LOSES = 1.10  # times of the fastest, above which a candidate gets no second look
 SAMPLES = 5  # timed turns of those that are left
+FINALS = 3  # rounds of these, where the host is the bound
 LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
 AHEAD = 2  # of them, between sending a round's times and reading the others'
@@ -64,15 +70,31 @@ class Turn(NamedTuple):
     timed: bool
 
 
+@dataclass(slots=True)
+class Sample:
+    """A timed turn on this rank."""
+
+    candidate: int
+    rows: int
+    begun: Any  # an event, or the clock
+    ended: Any = None
+    busy: bool = True
+    """The GPU was behind the host."""
+
+
 class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
-    def __init__(self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0, likely: int = 1
+    ) -> None:
         """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled, and the first
         until then. ``meanwhile``: number of the candidate that runs until more is known; one that is not the first has
-        run for another m. The group is given with each call: its state holds trials.
+        run for another m. ``likely``: number of the one to take where the host is the bound, and times tell nothing.
+        The group is given with each call: its state holds trials.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
+        self._likely = min(likely, len(self.entries) - 1)
         self.timed: list[Timed] = []
         """Turns, by the mean of all ranks."""
         self.effects: dict[int, list[float]] = {}
@@ -94,12 +116,12 @@ class Trial:
         """Calls so far."""
         self.choice = self._meanwhile = meanwhile
         """The fastest so far."""
-        self._final = False
+        self._finals = 0
         self._waits = 0
         self._looks = [0] * len(entries)
         self._round, self._at = [*([] if known else self._look(0)), *[Turn(meanwhile, timed=False)] * GAP], 0
-        self._samples: list[list[Any]] = []
-        """Of this round: the candidate, rows, begin and end."""
+        self._samples: list[Sample] = []
+        """Of this round."""
         self._answers: Callable[[], list[Any]] | None = None
         """What all ranks have sent of this round, once this one has."""
 
@@ -123,13 +145,20 @@ class Trial:
 
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
         """Begin a timed turn on the current stream; return what ends it."""
-        sample = [candidate, rows, _now(cuda), None]
+        sample = Sample(candidate, rows, _now(cuda))
         self._samples.append(sample)
 
         def end() -> None:
-            sample[3] = _now(cuda)
+            sample.ended = _now(cuda)
 
         return end
+
+    def enqueued(self, cuda: bool) -> None:
+        """Note that the latest timed turn has been enqueued. If the GPU has come to its begin by now, it waits for the
+        host there, and what is timed is the host.
+        """
+        sample = self._samples[-1]
+        sample.busy = not (cuda and sample.begun.query())
 
     def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
         """Run a candidate no more; alike on all ranks."""
@@ -142,10 +171,17 @@ class Trial:
     def runnable(self, call: OperatorCall) -> Entry:
         """Return the fastest candidate that ``call`` can run, of those that were timed; stock if there is none."""
         order = sorted(self._known(), key=self._rank_of)
+        if not self._sure(order) and self._likely in order:
+            order = [self._likely, *order]
         return next((self.entries[i] for i in order if runs(call, self.entries[i])), self.entries[0])
 
     def _known(self) -> list[int]:
         return [i for i in sorted(self.effects) if i not in self.failed]
+
+    def _sure(self, candidates: Sequence[int], turns: int = 1) -> bool:
+        """Return True if as many turns of each of these found the GPU busy."""
+        busy = [turn.candidate for turn in self.timed if turn.busy]
+        return all(busy.count(candidate) >= turns for candidate in candidates)
 
     def _rank_of(self, candidate: int) -> float:
         return statistics.median(self.effects[candidate]) + (0.0 if candidate else math.log(MARGIN))
@@ -155,7 +191,7 @@ class Trial:
 
     def _send(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
-        mine = [None if ended is None else _between(begun, ended) for *_, begun, ended in self._samples]
+        mine = [None if one.ended is None else (_between(one.begun, one.ended), one.busy) for one in self._samples]
         states = [_state(futures, call) for futures in self.futures]
         self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
         self.rounds += 1
@@ -165,11 +201,13 @@ class Trial:
         end, self._answers = self._answers, None  # a call that is made again after an error asks again
         answers, samples, self._samples = end(), self._samples, []
         by_sample = zip(*(times for times, _ in answers), strict=True)
-        for (candidate, rows, *_), by_rank in zip(samples, by_sample, strict=True):
+        for sample, by_rank in zip(samples, by_sample, strict=True):
             if None not in by_rank:
-                self.timed.append(Timed(candidate, rows, max(statistics.fmean(by_rank), 1e-6)))
+                times, busy = zip(*by_rank, strict=True)
+                ms = max(statistics.fmean(times), 1e-6)
+                self.timed.append(Timed(sample.candidate, sample.rows, ms, all(busy)))
         if samples:
-            self.effects = effects_of(self.timed)
+            self.effects = effects_of(self._telling())
         for i in range(len(self.entries)):
             found = [states[i] for _, states in answers]
             why = next((state for state in found if isinstance(state, str)), None)
@@ -180,28 +218,40 @@ class Trial:
         known = self._known()
         if self._meanwhile in (0, *known, *self.failed):
             self.choice = min(known, key=self._rank_of, default=0)
+            if not self._sure(known) and self._likely in known:
+                self.choice = self._likely
         turns = self._next_turns(known, processes)
         if turns is None and self._is_known:
             self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
-            self.decided = self.entries[self.choice].model_copy(update={"ms": self._ms_of(call.m)})
+            # Without times it is not written to the file: another training may tell.
+            by_label = self._ms_of(call.m) if self._sure(known) else {}
+            self.decided = self.entries[self.choice].model_copy(update={"ms": by_label})
         else:
             self._waits = 0 if turns else self._waits + 1
             gap = GAP * min(1 << self._waits, MOST_GAPS)  # in a large job all ranks ask one store
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
+
+    def _telling(self) -> list[Timed]:
+        """Return the turns that found the GPU busy, or all where some candidate has none."""
+        busy = [turn for turn in self.timed if turn.busy]
+        return busy if {turn.candidate for turn in busy} == {turn.candidate for turn in self.timed} else self.timed
 
     def _ms_of(self, m: int) -> dict[str, float]:
         """Return about what calls of ``m`` rows take, by candidate."""
         medians = {i: statistics.median(effects) for i, effects in self.effects.items()}
         if not medians:
             return {}
-        a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self.timed)
+        a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self._telling())
         return {self.entries[i].label: round(m * a_row * math.exp(effect), 4) for i, effect in medians.items()}
 
     def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
-        if self._final or len(self.entries) == 1:
+        if len(self.entries) == 1:
             return None
+        if self._finals:
+            close = [i for i, entry in enumerate(self.entries) if entry in self.close and i not in self.failed]
+            return None if self._finals == FINALS or self._sure(close, SAMPLES // 2) else self._final_turns(close)
         if self._is_known:
             return None if 1 in self.failed or self.compiled[1] == self.rounds else []
         if self._looks[0] == LOOKS and 0 not in known:
@@ -218,12 +268,17 @@ class Trial:
         if len(ready) < len(left):
             return []
         fastest = min(statistics.median(self.effects[i]) for i in left)
-        close = [i for i in left if min(self.effects[i]) <= math.log(LOSES) + fastest]
+        close = left
+        if self._sure(left):
+            close = [i for i in left if min(self.effects[i]) <= math.log(LOSES) + fastest]
         self.close = [self.entries[i] for i in close]
         if len(close) == 1:
             return None
-        self._final = True
         self.timed = [turn for turn in self.timed if turn.candidate not in close]  # those were beside first calls
+        return self._final_turns(close)
+
+    def _final_turns(self, close: list[int]) -> list[Turn]:
+        self._finals += 1
         order = random.Random(len(close))  # noqa: S311 - the same on all ranks
         # One of each candidate at a time: the layers of a step have the same rows.
         return [Turn(i, timed=True) for _ in range(SAMPLES) for i in order.sample(close, len(close))]
@@ -232,10 +287,19 @@ class Trial:
 class TrialPlan(Plan):
     """A call whose candidates are tried; other values of m have plans of their own over the same trial."""
 
-    def __init__(self, call: OperatorCall, trial: Trial, backends: Backends, decided: Callable[..., Entry]) -> None:
+    def __init__(
+        self,
+        call: OperatorCall,
+        trial: Trial,
+        backends: Backends,
+        decided: Callable[..., Entry],
+        *,
+        alone: bool = False,
+    ) -> None:
         """``decided`` is called with the call, the entry once there is one, and all entries that have run; it returns
-        what such calls run from then on.
+        what such calls run from then on. ``alone``: nothing else runs, so that the host's time is that of the call.
         """
+        self._alone = alone
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
@@ -264,6 +328,8 @@ class TrialPlan(Plan):
             return plan.run(call)
         end = trial.begin(candidate, call.m, self._cuda)
         result = plan.run(call)
+        if not self._alone:
+            trial.enqueued(self._cuda)
         if isinstance(result, Pending) or call.async_op:  # what stands between its begin and its wait counts
             return (result if isinstance(result, Pending) else Pending(result)).then(end)
         end()

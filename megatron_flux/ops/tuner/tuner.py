@@ -212,7 +212,7 @@ class Tuner:
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials
         if (trial := trials.get(kind)) is None:
-            entries, meanwhile = candidates_of(call, self.backends, full=full), 0
+            entries, meanwhile, likely = candidates_of(call, self.backends, full=full), 0, 1
             if not full and (
                 near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
             ):
@@ -223,9 +223,10 @@ class Tuner:
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
                 chosen, at_once = near[-1].decided, self.decisions(call.group).at_once
-                if chosen is not None and (call.alike, chosen.plan) in at_once:
-                    meanwhile = next((i for i, one in enumerate(entries) if one.label == chosen.label), 0)
-            trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile)
+                if chosen is not None:
+                    likely = next((i for i, one in enumerate(entries) if one.label == chosen.label), 1)
+                    meanwhile = likely if (call.alike, chosen.plan) in at_once else 0
+            trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile, likely=likely)
         return trial
 
     def _met(self, call: OperatorCall) -> Entry | None:

@@ -279,7 +279,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> None:
 
     def begun(one: trial.Trial, candidate: int, rows: int, cuda: bool) -> Any:
         end = begin(one, candidate, rows, cuda)
-        one._samples[-1][2] = ms(candidate) * rows / 8
+        one._samples[-1].begun = ms(candidate) * rows / 8
         return end
 
     monkeypatch.setattr(trial.Trial, "begin", begun)

@@ -1,0 +1,74 @@
+"""A trial where the GPU waits for the host: times are the host's, and say nothing of the candidates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner import trial
+from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner.candidates import UNMEASURED
+
+ENTRIES = [UNMEASURED, *(Entry(backend="fused", plan=KernelConfig(bn=bn)) for bn in (256, 128))]
+PROCESSES: Any = SimpleNamespace(rank=lambda: 0)
+
+
+class Turns:
+    """A trial in which turns take times of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **how: int) -> None:
+        monkeypatch.setattr(trial.agreement, "begin", lambda mine, group, about: lambda: [mine, mine])
+        monkeypatch.setattr(trial, "_state", lambda *_: True)
+        monkeypatch.setattr(trial, "_now", lambda cuda: SimpleNamespace(query=lambda: self.idle, ms=self.ms))
+        monkeypatch.setattr(trial, "_between", lambda begin, end: end.ms)
+        self.trial, self.idle, self.ms, self.calls = trial.Trial(ENTRIES, "a call", **how), False, 0.0, 0
+        self.trial.begun |= {1: -1, 2: -1}
+
+    def call(self, *, idle: bool, ms: dict[int, float], m: int = 4096) -> bool:
+        """Make one call; return whether the trial goes on."""
+        turn = self.trial.turn(SimpleNamespace(m=m), PROCESSES)  # type: ignore[arg-type]
+        self.calls += 1
+        if turn is None:
+            return False
+        self.idle, self.ms = idle, ms[turn.candidate]
+        if turn.timed:
+            end = self.trial.begin(turn.candidate, m, True)
+            self.trial.enqueued(True)
+            end()
+        return True
+
+
+def decided(turns: Turns, **call: Any) -> Entry:
+    while turns.calls < 500 and turns.call(**call):
+        pass
+    assert turns.trial.decided is not None
+    return turns.trial.decided
+
+
+def test_times_of_the_host_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is likely runs, and the file does not get it."""
+    by_host = {0: 1.0, 1: 1.3, 2: 1.2}
+    found = decided(Turns(monkeypatch), idle=True, ms=by_host)
+    assert (found.plan, found.ms) == (KernelConfig(bn=256), {})
+    found = decided(Turns(monkeypatch, likely=0), idle=True, ms=by_host)
+    assert (found, found.ms) == (UNMEASURED, {})
+
+
+def test_times_of_a_busy_gpu_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = decided(Turns(monkeypatch), idle=False, ms={0: 1.0, 1: 1.3, 2: 0.9})
+    assert found.plan == KernelConfig(bn=128)
+    assert set(found.ms) == {entry.label for entry in ENTRIES}
+
+
+def test_turns_in_which_the_gpu_was_busy_count_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other call finds it idle, and then takes what the host takes."""
+    turns, truth = Turns(monkeypatch), {0: 1.0, 1: 0.9, 2: 0.94}
+    while turns.calls < 500 and turns.call(
+        idle=turns.calls % 2 == 0, ms={0: 2.0, 1: 5.0, 2: 4.0} if turns.calls % 2 == 0 else truth
+    ):
+        pass
+    assert turns.trial.decided is not None
+    assert turns.trial.decided.plan == KernelConfig(bn=256)

@@ -30,7 +30,7 @@ import torch
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_of, side_of
+from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_in_place, pushes_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, state_of
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
@@ -188,13 +188,19 @@ class _Gathering(FusedPlan):
         address of those that travel with x.
         """
         side, push = self._side, self._pushes[half]
-        if side is None:
-            push.by_processor(x.data_ptr(), scales)
-            return
-        driver.record(side.before, stream)
-        driver.wait(side.stream, side.before)
-        push.enqueue(x.data_ptr(), side.stream, scales)
-        driver.record(side.after, side.stream)
+        if side is not None:
+            driver.record(side.before, stream)
+        _send(side, push, x.data_ptr(), scales)
+
+
+def _send(side: Side | None, push: Push, source: int, scales: int = 0) -> None:
+    """Enqueue copies behind ``side.before``, and ``side.after`` behind them."""
+    if side is None:
+        push.by_processor(source, scales)
+        return
+    driver.wait(side.stream, side.before)
+    push.enqueue(source, side.stream, scales)
+    driver.record(side.after, side.stream)
 
 
 class AllGatherGemmPlan(_Gathering):
@@ -356,24 +362,47 @@ class GemmAllReducePlan(FusedPlan):
 class AllGatherPlan(_Gathering):
     """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
 
-    ``wait()`` makes the current stream wait for the peers' shards. Without ``return_gathered`` the local shard is left
-    out: the caller reads x, on the stream that waits. One gather is open at once: starting another waits for it first.
-    One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()`` is a UserError.
+    ``wait()`` makes the current stream wait for the peers' shards. One gather is open at once: starting another waits
+    for it first. One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()``
+    is a UserError.
+
+    Without ``return_gathered`` the result is transposed: bytes ``[k, m]``, in pairs. Each rank transposes its shard
+    into its columns, and sends it from there.
+
+    One that is held (``async_op``) is enqueued by ``send()``, behind the copies of calls since, and waits for nothing
+    else that they enqueued. It has a slab of its own: :mod:`megatron_flux.layers.linears` gathers for another layer
+    before what it gave has been read.
     """
 
-    purpose = "gather"
     _holds_sms = False
     _own: Sequence[torch.Tensor] = ()
+    _places: Sequence[torch.Tensor] = ()
+    """By half: the columns of the local shard, if it is transposed."""
+
+    def __init__(self, call: OperatorCall) -> None:
+        """Allocate nothing."""
+        super().__init__(call)
+        self.purpose = "held gather" if call.async_op else "gather"
+        self._transposing: dict[Any, Any] = {}  # launches
 
     def _view(self, work: Slab, call: OperatorCall) -> None:
-        super()._view(work, call)
-        rows = self._gathered[0].shape[0] // work.tp
-        own = slice(work.rank * rows, (work.rank + 1) * rows)
-        self._own = [whole[own] for whole in self._gathered] if call.return_gathered else ()
+        if call.return_gathered:
+            super()._view(work, call)
+            rows = self._gathered[0].shape[0] // work.tp
+            own = slice(work.rank * rows, (work.rank + 1) * rows)
+            self._own = [whole[own] for whole in self._gathered]
+            return
+        (m, _, k), size = call.sizes, call.x.element_size()
+        mp, k = m // work.tp, k * size
+        self._gathered = work.gather_buffers((k, m // size), call.x.dtype)
+        columns = slice(work.rank * mp, (work.rank + 1) * mp)
+        self._places = [whole.view(torch.uint8)[:, columns] for whole in self._gathered]
+        self._pushes = pushes_in_place(work, mp, k)
+        self._side = side_of(work) if self._cuda else None
 
     def _drop_views(self) -> None:
         super()._drop_views()
-        self._own = ()
+        self._own = self._places = ()
 
     def run(self, call: OperatorCall) -> Pending:
         """See the base class."""
@@ -383,18 +412,38 @@ class AllGatherPlan(_Gathering):
         if work.open_gather is not None:
             finish_open(work)
         # wait() holds no call: the slab has the open gather, and must not hold the group.
-        side, launches, device, local_shard = self._side, self._launches, self._device, call.return_gathered
-        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
+        side, pushes, launches, device = self._side, self._pushes, self._launches, self._device
+        own = x.new_empty(self._gathered[0].shape) if call.own_gathered else None
+        held, transposed, source = call.async_op, not call.return_gathered, x
         try:
             half, begun = work.claim(self._number)
             capture, gathered = work.capture, self._gathered[half]
-            self._push(x, half, begun)
+            if transposed:
+                from megatron_flux.kernels.transpose import transpose
+
+                source = self._places[half]
+                transpose(x.view(torch.uint8), source, self._transposing)
+            if not held:
+                self._push(source, half, begun)
+            elif side is not None:
+                driver.record(side.before, begun)
             if self._own:
                 self._own[half].copy_(x)
+
+            def send() -> None:
+                nonlocal held
+                if held:
+                    held = False
+                    try:
+                        _send(side, pushes[half], source.data_ptr())
+                    except BaseException as error:
+                        work.poison("all_gather", error)
+                        raise
 
             def wait() -> None:
                 if work.current_capture() != capture:
                     raise waited_elsewhere(capture)
+                send()
                 try:
                     # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
                     if side is None:
@@ -408,10 +457,8 @@ class AllGatherPlan(_Gathering):
                         else:
                             self._launch_first(_gather_wait(work, half), launches, half)
                         driver.wait(stream, side.after)
-                        if stream != begun:  # which does not wait for the copies of x, and x may be its memory
-                            x.record_stream(side.keep.stream)
-                            if not local_shard:  # the caller reads x there
-                                x.record_stream(torch.cuda.current_stream())
+                        if stream != begun and not transposed:
+                            x.record_stream(side.keep.stream)  # it does not wait for the copies of x's memory
                     if own is not None:
                         own.copy_(gathered)
                     if work.open_gather is pending:
@@ -420,7 +467,10 @@ class AllGatherPlan(_Gathering):
                     work.poison("all_gather", error)
                     raise
 
-            pending = Pending(gathered if own is None else own, wait, keep=(x,), local_shard=local_shard)
+            pending = Pending(
+                gathered if own is None else own, wait, keep=() if transposed else (x,), transposed=transposed,
+                send=send if held else None,
+            )  # fmt: skip
             work.open_gather = pending
         except BaseException as error:
             work.poison("all_gather", error)

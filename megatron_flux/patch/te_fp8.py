@@ -46,7 +46,7 @@ from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
-from megatron_flux.layers.fp8 import PendingRows, Rows, gather
+from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed, worth_two_gathers
 from megatron_flux.layers.precision import LinearState, Precision, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
 from megatron_flux.patch.te_wgrad import gemm_options
@@ -379,7 +379,9 @@ class Fp8Call(Precision):
     def gather_x(self, saved: Saved, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
         local_x = self._restored(saved)
-        return None if local_x is None else gather(local_x, linear.group, linear.backends.wgrad)
+        if local_x is None:
+            return None
+        return gather(local_x, linear.group, linear.backends.wgrad, own_gathered=linear.own_gathered)
 
     def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Fp8Operand:
         """See the protocol."""
@@ -387,9 +389,18 @@ class Fp8Call(Precision):
         self._x_again = None
         return found
 
+    def begin_dy(self, dy: Rows, weight: Fp8Operand, linear: LinearState) -> PendingRows | None:
+        """See the protocol."""
+        group, backend = linear.group, linear.backends.wgrad
+        if not (self._in_blocks or worth_two_gathers(dy, weight.rows, group.size())):
+            return None
+        if not sends_transposed(dy, group, backend):
+            return None
+        return gather(dy, group, backend, own_gathered=linear.own_gathered, held=True)
+
     def gather_dy(self, dy: Rows, linear: LinearState) -> Rows:
         """See the protocol."""
-        return gather(dy, linear.group, linear.backends.wgrad).wait()
+        return gather(dy, linear.group, linear.backends.wgrad, own_gathered=linear.own_gathered).wait()
 
     def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
         """See the protocol."""
@@ -398,9 +409,9 @@ class Fp8Call(Precision):
         return x, dy
 
     def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
-        """Transpose gathered rows for wgrad; with one scale an operand has the same bytes."""
-        if isinstance(whole, Rows) and whole.transpose is not None:
-            data = whole.transpose()
+        """Return gathered rows transposed, for wgrad; with one scale an operand has the same bytes."""
+        if isinstance(whole, Rows) and whole.transposed:
+            data = whole.data
         else:
             data = self._api.fp8_transpose(whole.data, quantizer.dtype, out=None)
         return Fp8Operand(data, self._api.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)

@@ -30,7 +30,7 @@ def kernels(capability: int) -> dict[str, Any]:
     types = dict.fromkeys(("numbers", "scales", "local", "y"), "*bf16")
     exact = {"TP": 8, "SCALED": False, "BLOCKS": ADDING[0], "GROUP": GROUP}
     made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=ADDING[1])
-    types, sizes = dict.fromkeys(("gathered", "local", "out"), "*u8"), {"TP": 4, "BLOCK": BLOCK}
+    types, sizes = dict.fromkeys(("x", "out"), "*u8"), {"BLOCK": BLOCK}
     made["transpose"] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
     return made
 

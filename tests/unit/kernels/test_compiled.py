@@ -132,7 +132,7 @@ def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, 
     for capability in (80, 90):
         assert wires[f"{capability} gate"]["traps"] == 1
         about = wires[f"{capability} transpose"]
-        assert about["parameters"] == [8] * 3 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
+        assert about["parameters"] == [8] * 2 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
         assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
 
 

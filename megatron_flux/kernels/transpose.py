@@ -3,6 +3,7 @@
 Operands of an FP8 GEMM are k-major, so wgrad multiplies transposed copies. Each rank transposes its own rows, straight
 into the memory that the copy engine sends them from (:func:`comm.copy_engine.pushes_in_place`). So nothing is
 transposed behind the gather, a rank transposes one shard of ``tp``, and the local one needs no copy within the GPU.
+Where the library has quantised columns, which are the transposed rows, they are copied to the same place.
 
 Measured in layers (two H100s, results/fp8-own-rows): transposing all of ``[32768, 4096]`` behind the gather took
 0.093 ms. This kernel moves half of those bytes.
@@ -22,26 +23,32 @@ BLOCK = 128  # rows and columns of a CTA; with 64 columns it takes 15 % longer (
 
 
 @triton.jit
-def transpose_kernel(x, out, m, k, apart, BLOCK: tl.constexpr):
-    """Write ``x[m, k]`` to ``out[k, m]``, whose rows begin ``apart`` bytes after each other."""
+def transpose_kernel(x, out, m, k, apart, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write ``x[m, k]``, with ``COLUMNS`` ``x[k, m]``, to ``out[k, m]``, whose rows begin ``apart`` bytes after each
+    other.
+    """
     blocks = tl.cdiv(m, BLOCK)
     at = tl.program_id(0)
     row = at % blocks * BLOCK + tl.arange(0, BLOCK)
     column = at // blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < m)[:, None] & (column < k)[None, :]
-    block = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=inside)
     to = out + column.to(tl.int64)[:, None] * apart + row[None, :]
-    tl.store(to, tl.trans(block), mask=tl.trans(inside))
+    inside = (column < k)[:, None] & (row < m)[None, :]
+    if COLUMNS:
+        block = tl.load(x + column.to(tl.int64)[:, None] * m + row[None, :], mask=inside)
+    else:
+        block = tl.trans(tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=tl.trans(inside)))
+    tl.store(to, block, mask=inside)
 
 
-def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any]) -> None:
-    """Transpose bytes ``x`` ``[m, k]`` into ``out`` ``[k, m]``, whose rows may lie apart.
+def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any], *, columns: bool = False) -> None:
+    """Transpose bytes ``x`` ``[m, k]`` into ``out`` ``[k, m]``, whose rows may lie apart; ``columns``: ``x`` is
+    ``[k, m]`` already.
 
     ``cache`` keeps launches; see :func:`~megatron_flux.kernels.launch.launch`.
     """
-    (m, k), apart = x.shape, out.stride(0)
+    (k, m), apart = out.shape, out.stride(0)
     aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0  # else Triton compiles another variant
     grid = triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK)
-    key, constants = ("transpose", m, k, apart, *aligned), {"BLOCK": BLOCK, "num_warps": 4}
-    arguments, operands = (x, out, m, k, apart), {"x": x, "out": out}
-    kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, operands, x.device)
+    key = ("transpose", m, k, apart, columns, *aligned)
+    arguments, constants = (x, out, m, k, apart), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
+    kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, {"x": x, "out": out}, x.device)

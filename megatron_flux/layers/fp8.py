@@ -9,7 +9,8 @@ Two forms of a matrix ``[m, k]``
       operand is that of the transposed matrix ``[k, m]``, multiplied over ``m``.
     * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs, as a rank has its own. Gathered they are
       ``[k, m]`` where the backend can send them so (:func:`sends_transposed`): each rank transposes its shard before
-      the gather, a ``tp``-th of all bytes. Elsewhere the whole is transposed behind the gather.
+      the gather, a ``tp``-th of all bytes. A shard that is ``[k, m]`` can only be gathered there. Elsewhere rows are
+      gathered, and the whole is transposed behind the gather.
 
     With one scale both have the same bytes. In blocks of 128 they have not: scales of wgrad's operand are by 128 rows,
     those of the other by 128 columns.
@@ -98,13 +99,14 @@ def gather(
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)
     data = ops.all_gather(
-        rows.data.view(GATHERED_AS), group, backend=backend, transposed=True, own_gathered=own_gathered, held=held
-    )
+        rows.data.view(GATHERED_AS), group, backend=backend, transposed=True, columns=rows.transposed,
+        own_gathered=own_gathered, held=held,
+    )  # fmt: skip
     return PendingRows(rows, data, scales, by == "reference")
 
 
 def sends_transposed(rows: Rows, group: dist.ProcessGroup, backend: str) -> bool:
-    """Return True if ``backend`` gathers ``rows`` transposed, and can hold them back; the same on all ranks."""
+    """Return True if ``backend`` gathers such rows transposed, and can hold them back; the same on all ranks."""
     state, x = state_of(group), rows.data
     key = ("sends_transposed", backend, x.device)
     found: bool | None = state.chosen.get(key)

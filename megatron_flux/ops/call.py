@@ -79,7 +79,7 @@ class OperatorCall(NamedTuple):
     x: torch.Tensor  # [..., k]
     weight: Any  # tensor [n, k], or [k, n] if ``transposed``; None for all_gather
     group: dist.ProcessGroup
-    transposed: bool = False
+    transposed: bool = False  # of an all_gather: x is [k, m/tp] of bytes
     bias: torch.Tensor | None = None  # [n], added by the GEMM in fp32 before it rounds
     return_gathered: bool = True  # False: it is not read; of an all_gather: it may come transposed, as bytes
     async_op: bool = False  # the result need not be finished; of an all_gather: it is held

@@ -392,9 +392,8 @@ class AllGatherPlan(_Gathering):
             own = slice(work.rank * rows, (work.rank + 1) * rows)
             self._own = [whole[own] for whole in self._gathered]
             return
-        (m, _, k), size = call.sizes, call.x.element_size()
-        mp, k = m // work.tp, k * size
-        self._gathered = work.gather_buffers((k, m // size), call.x.dtype)
+        mp, k = shard_of(call)
+        self._gathered = work.gather_buffers((k, work.tp * mp // call.x.element_size()), call.x.dtype)
         columns = slice(work.rank * mp, (work.rank + 1) * mp)
         self._places = [whole.view(torch.uint8)[:, columns] for whole in self._gathered]
         self._pushes = pushes_in_place(work, mp, k)
@@ -422,7 +421,7 @@ class AllGatherPlan(_Gathering):
                 from megatron_flux.kernels.transpose import transpose
 
                 source = self._places[half]
-                transpose(x.view(torch.uint8), source, self._transposing)
+                transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
             if not held:
                 self._push(source, half, begun)
             elif side is not None:
@@ -476,6 +475,12 @@ class AllGatherPlan(_Gathering):
             work.poison("all_gather", error)
             raise
         return pending
+
+
+def shard_of(call: OperatorCall) -> tuple[int, int]:
+    """Return rows and columns, in bytes, of the shard of a gather whose result is transposed."""
+    (rows, columns), size = call.x.shape, call.x.element_size()
+    return (columns * size, rows) if call.transposed else (rows, columns * size)
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:

@@ -174,6 +174,7 @@ def all_gather(
     backend: str = "auto",
     wire: str = "exact",
     transposed: bool = False,
+    columns: bool = False,
     own_gathered: bool = False,
     held: bool = False,
 ) -> Pending:
@@ -183,7 +184,8 @@ def all_gather(
     caller's own. Raises as :func:`all_gather_gemm`.
 
     ``transposed``: the elements of ``x`` ``[m/tp, k/2]`` are pairs of bytes, and ``fused`` gives them as ``[k, m/2]``;
-    the result's ``transposed`` says whether it did. ``held``: ``fused`` begins the transfers when the result's
+    the result's ``transposed`` says whether it did. With ``columns`` ``x`` is ``[k, m/tp/2]`` already; other backends
+    know only rows. ``held``: ``fused`` begins the transfers when the result's
     ``send()`` is called, behind those of operators that were called in between, but before these are finished; and the
     result is valid until the next one that is held, whatever else is gathered. Other backends begin at once.
     """
@@ -192,7 +194,7 @@ def all_gather(
     if not held:
         state_of(group).gathers_begun += 1
     call = OperatorCall(
-        "all_gather", x, None, group, return_gathered=not transposed, async_op=held, wire=wire,
+        "all_gather", x, None, group, columns, return_gathered=not transposed, async_op=held, wire=wire,
         own_gathered=own_gathered,
     )  # fmt: skip
     pending: Pending = _run(call, backend)

@@ -295,6 +295,11 @@ def test_shards_are_transposed_into_their_places() -> None:
             for which in (0, 1):
                 fp8.gather(own[which], group, "twin", held=True).wait()
             assert torch.equal(kept, wanted[3]), "memory of its own"
+            columns = [fp8.Rows(own[which].data.t().contiguous(), own[which].scale_inv, True) for which in (0, 1)]
+            for which in (0, 1) * 2 if mp % 2 == 0 else ():  # pairs of bytes
+                rows = fp8.gather(columns[which], group, "twin", held=bool(which)).wait()
+                assert rows.transposed
+                assert torch.equal(rows.data, wanted[which])
             rows = fp8.gather(own[0], group, "reference", held=True).wait()
             assert not rows.transposed
             assert torch.equal(rows.data.t(), wanted[0])

@@ -363,6 +363,9 @@ def transposed(group):
             assert torch.equal(got, gather(shard, group).t()), shard.shape
         assert torch.equal(found[1], y)
 
+    columns = torch.empty(1040, 4100, dtype=torch.uint8, device="cuda").random_(0, 256)
+    got = fp8.gather(fp8.Rows(columns, one, True), group, NAME).wait()
+    assert torch.equal(got.data, gather(columns.t().contiguous(), group).t()), "columns"
     y = gathers(group, pair)
     for mp, k in ((1, 16), (7, 48), (136, 272), (1024, 4096), (4100, 1040)):
         first, second = (torch.empty(mp, k, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -26,7 +26,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fused import FusedPlan
+from megatron_flux.ops.fused import FusedPlan, shard_of
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.candidates import Backends
 from tests.gpu.emulated_group import EmulatedGroup
@@ -77,7 +77,7 @@ class EmulatedFused(FusedBackend):
             words = _gather_flags(plan.config, call.k)
         stride = nbytes
         if call.operator == "all_gather" and not call.return_gathered:
-            stride = call.m // group.size()  # sources are columns of bytes
+            stride, _ = shard_of(call)  # sources are columns of bytes
         key = (group, plan.purpose, nbytes, stride, words)  # not its name, which a later group may have again
         if key not in self._slabs:
             self._slabs[key] = _make(group, nbytes, stride, words, call.x.device)

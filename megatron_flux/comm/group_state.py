@@ -112,7 +112,7 @@ class GroupState:
         (:mod:`megatron_flux.layers.prefetch`)."""
         self.kept: Any = None  # budget of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
-        """Results of :mod:`megatron_flux.layers.keep`."""
+        """Results of :mod:`megatron_flux.layers.keep` and :mod:`megatron_flux.layers.fp8`."""
         self.plans: Cache[Hashable, Any] = Cache()
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""

@@ -36,7 +36,7 @@ class Pending:
     keeps the operands alive.
     """
 
-    __slots__ = ("_keep", "_tensor", "_wait", "local_shard")
+    __slots__ = ("_keep", "_send", "_tensor", "_wait", "transposed")
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class Pending:
         wait: Callable[[], object] | None = None,
         keep: tuple[torch.Tensor, ...] = (),
         *,
-        local_shard: bool = True,
+        transposed: bool = False,
+        send: Callable[[], object] | None = None,
     ) -> None:
-        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read. ``local_shard``:
-        False for a gathered tensor that has the peers' shards only.
+        """``wait`` finishes ``tensor`` (None: it is finished), ``keep`` are operands still being read. ``transposed``:
+        a gathered tensor came so. ``send``: begins what is held back, if ``wait`` has not.
         """
-        self._tensor, self._wait, self._keep, self.local_shard = tensor, wait, keep, local_shard
+        self._tensor, self._wait, self._keep, self.transposed, self._send = tensor, wait, keep, transposed, send
 
     def then(self, do: Callable[[], object]) -> Pending:
         """Return the same operation, and call ``do`` once it has been waited for."""
@@ -58,18 +59,23 @@ class Pending:
             self.wait()
             do()
 
-        return Pending(self._tensor, wait, local_shard=self.local_shard)
+        return Pending(self._tensor, wait, transposed=self.transposed, send=self._send)
+
+    def send(self) -> None:
+        """Begin the transfers that were held back, if there are any."""
+        if self._send is not None:
+            self._send()
 
     def wait(self) -> torch.Tensor:
         """Finish the operation and return its result."""
         if self._wait is not None:
             self._wait()
-            self._wait, self._keep = None, ()
+            self._wait, self._send, self._keep = None, None, ()
         return self._tensor
 
     def map(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """Return the same operation with a view of its result (``view`` must not read the data)."""
-        return Pending(view(self._tensor), self._wait and self.wait, local_shard=self.local_shard)
+        return Pending(view(self._tensor), self._wait and self.wait, transposed=self.transposed, send=self._send)
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
         """Return the same operation, waited for inside ``context()`` unless it is finished."""
@@ -80,7 +86,7 @@ class Pending:
             with context():
                 self.wait()
 
-        return Pending(self._tensor, wait, local_shard=self.local_shard)
+        return Pending(self._tensor, wait, transposed=self.transposed, send=self._send)
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Pending:

@@ -12,11 +12,12 @@ Hazards
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
     * A copy within the GPU runs on SMs, in that queue, and the next GEMM of any stream begins when it ends
       (results/fp8-own-rows). The local shard, put behind the copies to peers, held the caller's next GEMM back until
-      they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). The caller copies it, or does without.
+      they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). The caller puts it into its place.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
       be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
       would be waited for at every replay.
-    * One stream for all copies: on two, four or seven at once they are half as fast.
+    * One stream for all copies of a group: on two, four or seven at once they are half as fast, and what a GEMM waits
+      for must not share the link with what is needed later.
 
 Measured (4 x H200): holding each step until the rank before had finished was within 3 % of doing nothing
 (results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
@@ -69,7 +70,9 @@ class Copy(NamedTuple):
 
 
 class Push(NamedTuple):
-    """The copies of a shard to all peers, and the address of the epoch that follows each."""
+    """The copies of a shard to all peers, and the address of the epoch that follows each. ``x`` is where it lies: the
+    caller's, or its place in this rank's own half.
+    """
 
     copies: list[Copy]
     epoch: int
@@ -140,6 +143,21 @@ def pushes_of(
     return pushes
 
 
+def pushes_in_place(work: Slab, mp: int, k: int) -> list[Push]:
+    """Build the copies of transposed shards ``[k, mp]`` of bytes, by half of the slab. Each lies in its columns of
+    ``[k, tp * mp]`` here, and goes to the same columns there.
+    """
+    rank, tp, pushes = work.rank, work.tp, []
+    for half in (0, 1):
+        word, copies = half * FLAG_WORDS + ENTER_WORDS + rank, []
+        for step in range(1, tp):
+            peer = (rank - step) % tp
+            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp
+            copies.append(Copy(target, 0, mp, k, tp * mp, work.flags[peer].data_ptr() + 4 * word))
+        pushes.append(Push(copies, work.epochs.data_ptr() + 4 * half))
+    return pushes
+
+
 class Side(NamedTuple):
     """The stream of the copies and the events that order it with the caller's, as handles for the driver."""
 
@@ -153,8 +171,10 @@ def side_of(work: Slab) -> Side:
     """Return the stream of the copies of ``work``, on a GPU."""
     copies = work.side
     if copies is None:
-        device = work.data_table.device
-        copies = CopyStream(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+        stream = work.streams.get(work.captured)
+        if stream is None:
+            stream = work.streams[work.captured] = torch.cuda.Stream(work.data_table.device, priority=-1)
+        copies = CopyStream(stream, torch.cuda.Event(), torch.cuda.Event())
         for event in (copies.before, copies.after):
             event.record(copies.stream)  # an event has no handle before
         work.side = copies

@@ -100,7 +100,9 @@ class GroupState:
         self.beside: Beside | None = None  # see :func:`megatron_flux.comm.links.beside`
         self.transports: dict[torch.device, Any] = {}  # see :func:`megatron_flux.comm.transports.transport_of`
         self.kernels: Cache[Any, Any] = Cache()
-        """Launches that need no slab: :mod:`kernels.wire`, :mod:`kernels.transpose`."""
+        """Launches that need no slab: :mod:`kernels.wire`."""
+        self.streams: dict[bool, torch.cuda.Stream] = {}
+        """Of copies between slabs, by whether calls are captured."""
         self.compared: Cache[tuple[object, ...], int] = Cache()
         """Calls that all ranks make alike, with their specs in :attr:`table`; see
         :func:`megatron_flux.ops.call.compare_calls`."""
@@ -108,13 +110,14 @@ class GroupState:
         """Values of m that they have come with, by the call without it."""
         self.table: CallTable | None = None
         self.gathers_begun = 0
-        """Number of ``all_gather`` calls so far: the result of one is valid until the next begins."""
+        """Number of ``all_gather`` calls so far, without those that are held: the result of one is valid until the next
+        begins."""
         self.column: weakref.ref[Any] | None = None
         """The column-parallel layer that ran forward last and that no row-parallel one has taken
         (:mod:`megatron_flux.layers.prefetch`)."""
         self.kept: Any = None  # budget of :mod:`megatron_flux.layers.keep`
         self.chosen: dict[Hashable, Any] = {}
-        """Results of :mod:`megatron_flux.layers.keep`."""
+        """Results of :mod:`megatron_flux.layers.keep` and :mod:`megatron_flux.layers.fp8`."""
         self.plans: Cache[Hashable, Any] = Cache()
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""
@@ -158,7 +161,7 @@ class GroupState:
             self.table.clear()
         # Ends with a barrier: nobody uses the old one any more.
         new = slabs.make(self.group, size, device, captured, fill)
-        new.table = self.table
+        new.table, new.streams = self.table, self.streams
         if old is not None:
             self._retire(old)
         self.slabs[purpose, captured] = new

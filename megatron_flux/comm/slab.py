@@ -166,6 +166,8 @@ class Slab:
     in_graphs: bool = False  # a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
     side: CopyStream | None = None
+    streams: dict[bool, torch.cuda.Stream] = field(default_factory=dict)
+    """Of the copies, by whether calls are captured; those of one group share them."""
     limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""

@@ -7,16 +7,22 @@ stock layer's to the bit.
 Two forms of a matrix ``[m, k]``
     * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad). wgrad's
       operand is that of the transposed matrix ``[k, m]``, multiplied over ``m``.
-    * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs. Rows are gathered over ranks in this form and
-      transposed behind the gather.
+    * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs, as a rank has its own. Gathered they are
+      ``[k, m]`` where the backend can send them so (:func:`sends_transposed`): each rank transposes its shard before
+      the gather, a ``tp``-th of all bytes. A shard that is ``[k, m]`` can only be gathered there. Elsewhere rows are
+      gathered, and the whole is transposed behind the gather.
 
     With one scale both have the same bytes. In blocks of 128 they have not: scales of wgrad's operand are by 128 rows,
     those of the other by 128 columns.
+
+``dy`` of a row-parallel layer
+    dgrad gathers its rows. In blocks wgrad needs other bytes, and with one scale the same ones transposed. Both are
+    gathered once more, transposed and behind dgrad's, where dgrad hides that: in blocks always (there is nothing to
+    reuse), with one scale where that takes less time than to transpose all of it (:func:`worth_two_gathers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,21 +31,26 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.ops.backends.registry import get_backend
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.settings import one_queue
 
 GATHERED_AS = torch.bfloat16
 """Bytes are gathered in this dtype, two at a time: a gather copies, and backends know the type."""
 
+TWO_GATHERS = 3600
+"""Columns of dgrad's result from which on it hides two gathers of dy of which peers have all rows: an H100 or H200
+makes 1.4e15 operations in FP8 a second and receives 0.39e12 bytes by NVLink (results/fp8-own-rows/timeline.json)."""
+TWICE_FROM = 1 << 24
+"""Bytes of dy from which on transposing them takes longer than the host's part of another gather (20 us)."""
+
 
 class Rows(NamedTuple):
-    """Bytes of a matrix, some of whose rows other ranks have, and scales by rows."""
+    """Bytes of a matrix and scales by rows."""
 
-    data: torch.Tensor  # uint8 [m, k]; k a multiple of 16
+    data: torch.Tensor  # uint8 [m, k], or [k, m] if ``transposed``; k a multiple of 16
     scale_inv: torch.Tensor  # fp32: 1 element for all ranks, or [m / 128, k]
-    transpose: Callable[[], torch.Tensor] | None = None
-    """Makes ``[k, m]`` of gathered rows, where ``data`` lacks the local shard."""
+    transposed: bool = False
 
     @property
     def in_blocks(self) -> bool:
@@ -50,13 +61,12 @@ class Rows(NamedTuple):
 class PendingRows:
     """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`."""
 
-    __slots__ = ("_by_nccl", "_data", "_group", "_local", "_scales")
+    __slots__ = ("_by_nccl", "_data", "_local", "_scales", "send")
 
-    def __init__(
-        self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
         """``scales`` is None where all ranks have the same; ``by_nccl``: torch's collective gathers them."""
-        self._local, self._data, self._scales, self._by_nccl, self._group = local, data, scales, by_nccl, group
+        self._local, self._data, self._scales, self._by_nccl = local, data, scales, by_nccl
+        self.send = data.send
 
     def settle(self) -> None:
         """Finish the gather of scales by NCCL, which needs SMs, if a fused kernel that waits for its peers comes next
@@ -68,25 +78,48 @@ class PendingRows:
             self._scales.wait()
 
     def wait(self) -> Rows:
-        """Finish the gather; the bytes are valid until the group's next all_gather begins."""
+        """Finish the gather. The bytes are valid until the group's next all_gather begins; those that were held, until
+        the next one that is held does.
+        """
         data = self._data.wait().view(torch.uint8)
         scales = self._local.scale_inv if self._scales is None else self._scales.wait()
-        if self._data.local_shard:
-            return Rows(data, scales)
-        from megatron_flux.kernels.transpose import transposed
-
-        local, rank, kernels = self._local.data.contiguous(), self._group.rank(), state_of(self._group).kernels
-        return Rows(data, scales, lambda: transposed(data, local, rank, kernels))
+        return Rows(data, scales, self._data.transposed)
 
 
-def gather(rows: Rows, group: dist.ProcessGroup, backend: str) -> PendingRows:
-    """Start gathering ``rows`` over ``group``. Scales of blocks, a 32nd of the bytes, must outlive later gathers: they
-    go by torch's collective unless the backend's gathers stay as well.
+def gather(
+    rows: Rows, group: dist.ProcessGroup, backend: str, *, own_gathered: bool = False, held: bool = False
+) -> PendingRows:
+    """Start gathering ``rows`` over ``group``; the options are those of :func:`megatron_flux.ops.all_gather`. Scales of
+    blocks, a 32nd of the bytes, must outlive later gathers: they go by torch's collective unless the backend's gathers
+    stay as well.
     """
     scales, by = None, "reference"
     if rows.in_blocks:
-        if backend != "auto" and get_backend(backend).gathers_stay:
+        if backend != "auto" and registry.get_backend(backend).gathers_stay:
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)
-    data = ops.all_gather(rows.data.view(GATHERED_AS), group, backend=backend, local_shard=False)
-    return PendingRows(rows, data, scales, by == "reference", group)
+    data = ops.all_gather(
+        rows.data.view(GATHERED_AS), group, backend=backend, transposed=True, columns=rows.transposed,
+        own_gathered=own_gathered, held=held,
+    )  # fmt: skip
+    return PendingRows(rows, data, scales, by == "reference")
+
+
+def sends_transposed(rows: Rows, group: dist.ProcessGroup, backend: str) -> bool:
+    """Return True if ``backend`` gathers such rows transposed, and can hold them back; the same on all ranks."""
+    state, x = state_of(group), rows.data
+    key = ("sends_transposed", backend, x.device)
+    found: bool | None = state.chosen.get(key)
+    if found is None:
+        as_gathered = x.view(GATHERED_AS)
+        found = registry.resolve(backend, as_gathered, None, group)[0].transposes(as_gathered, group)
+        if x.is_cuda:
+            state.chosen[key] = found
+    return found
+
+
+def worth_two_gathers(dy: Rows, columns: int, tp: int) -> bool:
+    """Return True if ``dy`` ``[m/tp, n]`` should be gathered twice where once would do; dgrad's result is
+    ``[m, columns]``.
+    """
+    return columns * tp >= TWO_GATHERS * (tp - 1) and dy.data.numel() * tp >= TWICE_FROM

@@ -34,12 +34,12 @@ The precision supplies the operands (:mod:`layers.precision`). In FP8
     * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
       bf16;
     * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
-      ``dy``: those that are gathered are transposed behind the gather;
+      ``dy``: of those that are gathered each rank transposes its shard before (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
       parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
-    * in blocks of 128 a row-parallel layer gathers ``dy`` twice, as TransformerEngine does: dgrad's operand has its
-      scales by columns, wgrad's by rows. The second gather lies in the memory of the next one, so the gather of the
-      column-parallel layer's ``x`` waits until it is transposed;
+    * a row-parallel layer gathers ``dy`` twice where dgrad hides both gathers, and in blocks of 128, as
+      TransformerEngine does: dgrad's operand has its scales by columns, wgrad's by rows. The second gather travels
+      behind the first, beside dgrad, in memory that the gather of the column-parallel layer's ``x`` leaves alone;
     * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
 Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
@@ -248,22 +248,29 @@ class _RowParallelLinear(torch.autograd.Function):
         saved = ctx.saved_tensors
         need_dx, need_dw, _ = ctx.needs_input_grad
         local_dy, weight, dy_for_wgrad, _ = precision.gradient(dy, saved, need_dx, False)
-        dx = dw = None
+        dx = dw = pending = None
         whole = not linear.sequence_parallel  # every rank has all of dy
         if need_dx and whole:
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            whole = precision.serves_wgrad and need_dw
+            pending = precision.begin_dy(dy_for_wgrad, weight, linear) if need_dw else None
+            whole = precision.serves_wgrad and need_dw and pending is None
+            own = whole and linear.own_gathered and precision.gathered_dtype is None  # bytes are transposed anyway
             dx = ops.all_gather_gemm(
-                local_dy, weight, linear.group, return_gathered=whole, own_gathered=whole and linear.own_gathered,
-                backend=linear.backends.dgrad, wire=linear.wires.gradients, **precision.dgrad_options,
+                local_dy, weight, linear.group, return_gathered=whole, own_gathered=own, backend=linear.backends.dgrad,
+                wire=linear.wires.gradients, **precision.dgrad_options,
             )  # fmt: skip
-            if whole:
+            if pending is not None:
+                pending.send()
+            elif whole:
                 dx, dy_for_wgrad = dx
         local_dy = weight = None  # as in the column layer
         if need_dw:
-            if not whole:
+            if pending is not None:
+                dy_for_wgrad = pending.wait()
+            elif not whole:
                 dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear)
+            pending = None
             x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad)  # with no local shard beside the gathered dy
         if need_dx and linear.sequence_parallel and ctx.column is not None:
             ctx.column.prefetch()

@@ -83,8 +83,8 @@ class LinearState:
 
     @property
     def own_gathered(self) -> bool:
-        """True if what is gathered outlives backward: it is wgrad's operand itself. Bytes are transposed for it."""
-        return self.delayed is not None and self.precision.gathered_dtype is None
+        """True if what is gathered for wgrad outlives backward."""
+        return self.delayed is not None
 
 
 class Precision:
@@ -160,6 +160,13 @@ class Precision:
     def column_operand(self, saved: Saved, gathered: Any) -> Any:
         """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
         return saved[4] if gathered is None else gathered
+
+    def begin_dy(self, dy: Any, weight: Any, linear: LinearState) -> Any:
+        """Begin to gather a row-parallel layer's ``dy`` for wgrad before dgrad, and hold the transfers back: ``send()``
+        of the result belongs behind dgrad's call. None: dgrad's gather serves, or :meth:`gather_dy`. ``weight``:
+        dgrad's.
+        """
+        return None
 
     def gather_dy(self, dy: Any, linear: LinearState) -> Any:
         """Gather a row-parallel layer's ``dy`` for wgrad, where dgrad has not."""

@@ -112,6 +112,10 @@ class Backend:
         """
         return None
 
+    def transposes(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Return True if its all_gather of ``x`` can come transposed, and be held."""
+        return False
+
     def plan(self, call: OperatorCall) -> Plan:
         """Decide how calls like ``call`` run. Collective where ranks have to agree on it."""
         return BackendPlan(self, call)
@@ -129,7 +133,7 @@ class Backend:
         raise NotImplementedError
 
     def all_gather(self, call: OperatorCall) -> Pending:
-        """Return ``[m, k]``; without ``return_gathered`` it may lack the local shard, and then says so."""
+        """Return ``[m, k]``; without ``return_gathered`` it may be transposed, as bytes, and then says so."""
         raise NotImplementedError
 
     def decide(self, call: OperatorCall) -> None:

@@ -79,10 +79,10 @@ class OperatorCall(NamedTuple):
     x: torch.Tensor  # [..., k]
     weight: Any  # tensor [n, k], or [k, n] if ``transposed``; None for all_gather
     group: dist.ProcessGroup
-    transposed: bool = False
+    transposed: bool = False  # of an all_gather: x is [k, m/tp] of bytes
     bias: torch.Tensor | None = None  # [n], added by the GEMM in fp32 before it rounds
-    return_gathered: bool = True  # False: the local shard may be missing in the gathered x, which is not read
-    async_op: bool = False  # the result need not be finished
+    return_gathered: bool = True  # False: it is not read; of an all_gather: it may come transposed, as bytes
+    async_op: bool = False  # the result need not be finished; of an all_gather: it is held
     wire: str = "exact"  # wire format that the tuner may use over a host link, beside the exact one
     fp8: Fp8Pair | None = None  # ``x`` and ``weight`` are its numbers, unscaled
     late_bias: torch.Tensor | None = None  # [n], added by the operator to the rounded result
@@ -166,7 +166,8 @@ class OperatorCall(NamedTuple):
     def exchanged(self) -> tuple[object, ...]:
         """The part in which ranks must not differ: the rest changes nothing that they send each other."""
         fp8 = None if self.fp8 is None else self.fp8.kind
-        return (self.operator, *self.sizes, self.x.dtype, fp8, self.transposed)
+        transposed = self.transposed or (self.operator == "all_gather" and not self.return_gathered)
+        return (self.operator, *self.sizes, self.x.dtype, fp8, transposed)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -26,14 +26,14 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Side, finish_open, pushes_of, side_of
-from megatron_flux.comm.group_state import ALL_REDUCE
+from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_in_place, pushes_of, side_of
+from megatron_flux.comm.group_state import ALL_REDUCE, Cache
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.fused_plan import Binding, FusedPlan, key_of
+from megatron_flux.ops.fused_plan import MOST_SHAPES, Binding, FusedPlan, key_of
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
@@ -74,13 +74,19 @@ class _Gathering(FusedPlan):
         address of those that travel with x.
         """
         side, push = self._side, binding.pushes[half]
-        if side is None:
-            push.by_processor(x.data_ptr(), scales)
-            return
-        driver.record(side.before, stream)
-        driver.wait(side.stream, side.before)
-        push.enqueue(x.data_ptr(), side.stream, scales)
-        driver.record(side.after, side.stream)
+        if side is not None:
+            driver.record(side.before, stream)
+        _send(side, push, x.data_ptr(), scales)
+
+
+def _send(side: Side | None, push: Push, source: int, scales: int = 0) -> None:
+    """Enqueue copies behind ``side.before``, and ``side.after`` behind them."""
+    if side is None:
+        push.by_processor(source, scales)
+        return
+    driver.wait(side.stream, side.before)
+    push.enqueue(source, side.stream, scales)
+    driver.record(side.after, side.stream)
 
 
 class AllGatherGemmPlan(_Gathering):
@@ -258,19 +264,39 @@ class GemmAllReducePlan(FusedPlan):
 class AllGatherPlan(_Gathering):
     """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
 
-    ``wait()`` makes the current stream wait for the peers' shards. Without ``return_gathered`` the local shard is left
-    out: the caller reads x, on the stream that waits. One gather is open at once: starting another waits for it first.
-    One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()`` is a UserError.
+    ``wait()`` makes the current stream wait for the peers' shards. One gather is open at once: starting another waits
+    for it first. One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()``
+    is a UserError.
+
+    Without ``return_gathered`` the result is transposed: bytes ``[k, m]``, in pairs. Each rank transposes its shard
+    into its columns, and sends it from there.
+
+    One that is held (``async_op``) is enqueued by ``send()``, behind the copies of calls since, and waits for nothing
+    else that they enqueued. It has a slab of its own: :mod:`megatron_flux.layers.linears` gathers for another layer
+    before what it gave has been read.
     """
 
-    purpose = "gather"
     _holds_sms = False
 
+    def __init__(self, call: OperatorCall, config: None = None) -> None:
+        """Allocate nothing; there is nothing to configure."""
+        super().__init__(call, config)
+        self.purpose = "held gather" if call.async_op else "gather"
+        self._transposing: Cache[Any, Any] = Cache(MOST_SHAPES)  # launches
+
     def _view(self, binding: Binding, call: OperatorCall) -> None:
-        super()._view(binding, call)
+        work = binding.slab
         if call.return_gathered:
-            rows, rank = call.x.shape[0], binding.slab.rank
-            binding.own = [whole.narrow(0, rank * rows, rows) for whole in binding.gathered]
+            super()._view(binding, call)
+            rows = call.x.shape[0]
+            binding.own = [whole.narrow(0, work.rank * rows, rows) for whole in binding.gathered]
+            return
+        mp, k = shard_of(call)
+        binding.gathered = work.gather_buffers((k, work.tp * mp // call.x.element_size()), call.x.dtype)
+        columns = slice(work.rank * mp, (work.rank + 1) * mp)
+        binding.places = [whole.view(torch.uint8)[:, columns] for whole in binding.gathered]
+        binding.pushes = pushes_in_place(work, mp, k)
+        self._side = side_of(work) if self._cuda else None
 
     def run(self, call: OperatorCall) -> Pending:
         """See the base class."""
@@ -283,18 +309,38 @@ class AllGatherPlan(_Gathering):
         if work.open_gather is not None:
             finish_open(work)
         # wait() holds no call: the slab has the open gather, and must not hold the group.
-        side, launches, device, local_shard = self._side, binding.kernels.launches, self._device, call.return_gathered
-        own = x.new_empty(call.gathered_shape) if call.own_gathered else None
+        side, pushes, launches, device = self._side, binding.pushes, binding.kernels.launches, self._device
+        own = x.new_empty(binding.gathered[0].shape) if call.own_gathered else None
+        held, transposed, source = call.async_op, not call.return_gathered, x
         try:
             half, begun = work.claim(binding.number)
             capture, gathered = work.capture, binding.gathered[half]
-            self._push(binding, x, half, begun)
+            if transposed:
+                from megatron_flux.kernels.transpose import transpose
+
+                source = binding.places[half]
+                transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
+            if not held:
+                self._push(binding, source, half, begun)
+            elif side is not None:
+                driver.record(side.before, begun)
             if binding.own:
                 binding.own[half].copy_(x)
+
+            def send() -> None:
+                nonlocal held
+                if held:
+                    held = False
+                    try:
+                        _send(side, pushes[half], source.data_ptr())
+                    except BaseException as error:
+                        work.poison("all_gather", error)
+                        raise
 
             def wait() -> None:
                 if work.current_capture() != capture:
                     raise waited_elsewhere(capture)
+                send()
                 try:
                     # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
                     if side is None:
@@ -308,10 +354,8 @@ class AllGatherPlan(_Gathering):
                         else:
                             self._launch_first(_gather_wait(work, half), launches, half)
                         driver.wait(stream, side.after)
-                        if stream != begun:  # which does not wait for the copies of x, and x may be its memory
-                            x.record_stream(side.keep.stream)
-                            if not local_shard:  # the caller reads x there
-                                x.record_stream(torch.cuda.current_stream())
+                        if stream != begun and not transposed:
+                            x.record_stream(side.keep.stream)  # it does not wait for the copies of x's memory
                     if own is not None:
                         own.copy_(gathered)
                     if work.open_gather is pending:
@@ -320,12 +364,21 @@ class AllGatherPlan(_Gathering):
                     work.poison("all_gather", error)
                     raise
 
-            pending = Pending(gathered if own is None else own, wait, keep=(x,), local_shard=local_shard)
+            pending = Pending(
+                gathered if own is None else own, wait, keep=() if transposed else (x,), transposed=transposed,
+                send=send if held else None,
+            )  # fmt: skip
             work.open_gather = pending
         except BaseException as error:
             work.poison("all_gather", error)
             raise
         return pending
+
+
+def shard_of(call: OperatorCall) -> tuple[int, int]:
+    """Return rows and columns, in bytes, of the shard of a gather whose result is transposed."""
+    (rows, columns), size = call.x.shape, call.x.element_size()
+    return (columns * size, rows) if call.transposed else (rows, columns * size)
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:

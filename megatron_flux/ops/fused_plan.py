@@ -63,6 +63,8 @@ class Binding:
         self.pushes: list[Push] = []
         self.own: Sequence[torch.Tensor] = ()
         """By half: where the caller finds the local shard, if a copy has to put it there."""
+        self.places: Sequence[torch.Tensor] = ()
+        """By half: the columns of the local shard, if it is transposed."""
         self.scales: Sequence[torch.Tensor | None] = (None, None)
         """By half: destination of the scales of this rank's gathered x, if x is in blocks."""
         self.own_scales: Sequence[torch.Tensor] = ()

@@ -173,25 +173,38 @@ def all_gather(
     *,
     backend: str = "auto",
     wire: str = "exact",
-    local_shard: bool = True,
+    transposed: bool = False,
+    columns: bool = False,
     own_gathered: bool = False,
+    held: bool = False,
 ) -> Pending:
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
-    it. The result is valid until the group's next all_gather. Without ``local_shard`` it may lack the rows of ``x``
-    itself: ``local_shard`` of the result says whether it has them. With ``own_gathered`` the result stays: it is memory
-    of the caller's own. Raises as :func:`all_gather_gemm`.
+    it. The result is valid until the group's next all_gather. With ``own_gathered`` it stays: it is memory of the
+    caller's own. Raises as :func:`all_gather_gemm`.
+
+    ``transposed``: the elements of ``x`` ``[m/tp, k/2]`` are pairs of bytes, and ``fused`` gives them as ``[k, m/2]``;
+    the result's ``transposed`` says whether it did. With ``columns`` ``x`` is ``[k, m/tp/2]`` already; other backends
+    know only rows. ``held``: ``fused`` begins the transfers when the result's
+    ``send()`` is called, behind those of operators that were called in between, but before these are finished; and the
+    result is valid until the next one that is held, whatever else is gathered. Other backends begin at once.
     """
     if group is None:
         group = _default_group()
-    state_of(group).gathers_begun += 1
-    call = OperatorCall("all_gather", x, None, group, return_gathered=local_shard, wire=wire, own_gathered=own_gathered)
+    if not held:
+        state_of(group).gathers_begun += 1
+    call = OperatorCall(
+        "all_gather", x, None, group, columns, return_gathered=not transposed, async_op=held, wire=wire,
+        own_gathered=own_gathered,
+    )  # fmt: skip
     pending: Pending = _run(call, backend)
     return pending
 
 
 def all_gathers_begun(group: dist.ProcessGroup) -> int:
-    """Count the :func:`all_gather` calls of ``group`` so far, which tells if a gathered tensor is still valid."""
+    """Count the :func:`all_gather` calls of ``group`` that were not held, which tells if a gathered tensor is still
+    valid.
+    """
     return state_of(group).gathers_begun
 
 

@@ -23,8 +23,8 @@ Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/laye
 ``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
 
 =====  =================================================================================================================
-2.12   ``prepare_forward`` is no context any more; what is quantised in blocks by columns is always transposed, so that
-       rows to be gathered are transposed back
+2.12   ``prepare_forward`` is no context any more; what is quantised in blocks by columns is always transposed: where
+       rows are gathered, transposed back
 2.15   ``quantize_weight`` instead of ``get_weight_workspace``; the state of autocasts is an object of its own; a recipe
        may have another backward (``backward_override``), which runs stock
 2.18   quantizers are told in every call over which group amaxes are reduced
@@ -46,14 +46,14 @@ from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
-from megatron_flux.layers.fp8 import PendingRows, Rows, gather
+from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed, worth_two_gathers
 from megatron_flux.layers.precision import LinearState, Precision, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
 from megatron_flux.patch.te_wgrad import gemm_options
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
-"""Releases whose quantizer of blocks leaves what ranks will gather as rows; later ones transpose it before."""
+"""Releases whose quantizer of blocks leaves what ranks will gather as rows; later ones transpose it."""
 DTYPES = (torch.bfloat16, torch.float16)  # of activations
 
 _API = {
@@ -332,7 +332,9 @@ class Fp8Call(Precision):
             return None
         if scale_inv is not None:
             dtype = self._api.torch_dtypes[self._x_quantizer.dtype]
-            return Rows(data, scale_inv) if self._gathers_x else Fp8Operand(data, dtype, scale_inv, self._scaling)
+            if self._gathers_x:
+                return Rows(data, scale_inv, self._by_te_transposed)
+            return Fp8Operand(data, dtype, scale_inv, self._scaling)
         if self._x_again is None:
             quantizer = self._x_quantizer
             quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._by_columns)
@@ -379,7 +381,7 @@ class Fp8Call(Precision):
     def gather_x(self, saved: Saved, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
         local_x = self._restored(saved)
-        return None if local_x is None else gather(local_x, linear.group, linear.backends.wgrad)
+        return None if local_x is None else self._gather(local_x, self._x_quantizer, linear)
 
     def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Fp8Operand:
         """See the protocol."""
@@ -387,9 +389,24 @@ class Fp8Call(Precision):
         self._x_again = None
         return found
 
+    def begin_dy(self, dy: Rows, weight: Fp8Operand, linear: LinearState) -> PendingRows | None:
+        """See the protocol."""
+        if not (self._in_blocks or worth_two_gathers(dy, weight.rows, linear.group.size())):
+            return None
+        if not sends_transposed(dy, linear.group, linear.backends.wgrad):
+            return None
+        return self._gather(dy, self._dy_quantizer, linear, held=True)
+
     def gather_dy(self, dy: Rows, linear: LinearState) -> Rows:
         """See the protocol."""
-        return gather(dy, linear.group, linear.backends.wgrad).wait()
+        return self._gather(dy, self._dy_quantizer, linear).wait()
+
+    def _gather(self, local: Rows, quantizer: Any, linear: LinearState, held: bool = False) -> PendingRows:
+        """Start gathering the local bytes; as rows where they cannot be sent transposed."""
+        group, backend = linear.group, linear.backends.wgrad
+        if local.transposed and not sends_transposed(local, group, backend):
+            local = Rows(self._api.fp8_transpose(local.data, quantizer.dtype, out=None), local.scale_inv)
+        return gather(local, group, backend, own_gathered=linear.own_gathered, held=held)
 
     def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
         """See the protocol."""
@@ -398,9 +415,9 @@ class Fp8Call(Precision):
         return x, dy
 
     def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
-        """Transpose gathered rows for wgrad; with one scale an operand has the same bytes."""
-        if isinstance(whole, Rows) and whole.transpose is not None:
-            data = whole.transpose()
+        """Return gathered rows transposed, for wgrad; with one scale an operand has the same bytes."""
+        if isinstance(whole, Rows) and whole.transposed:
+            data = whole.data
         else:
             data = self._api.fp8_transpose(whole.data, quantizer.dtype, out=None)
         return Fp8Operand(data, self._api.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)
@@ -418,6 +435,11 @@ class Fp8Call(Precision):
         """See the protocol."""
         if not self._api.graph_capturing():
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
+
+    @property
+    def _by_te_transposed(self) -> bool:
+        """True if TransformerEngine leaves what ranks will gather for wgrad transposed."""
+        return self._in_blocks and not self._te.compact
 
     @property
     def _scaling(self) -> Any:
@@ -439,10 +461,8 @@ class Fp8Call(Precision):
         """Return the same to be gathered for wgrad."""
         if not self._in_blocks:
             return Rows(rows(tensor._data), tensor._scale_inv)
-        data = tensor._columnwise_data
-        if not self._te.compact:
-            data = self._api.fp8_transpose(data.view(data.shape[0], -1), tensor._fp8_dtype, out=None)
-        return Rows(rows(data), tensor._columnwise_scale_inv)
+        data, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
+        return Rows(data.view(data.shape[0], -1), scales, True) if self._by_te_transposed else Rows(rows(data), scales)
 
     def _transposed(self, tensor: Any) -> Fp8Operand:
         """Return the same transposed, to multiply over its rows."""

@@ -7,7 +7,7 @@ one, and the hooks of Megatron's DistributedDataParallel. All of that is stock's
 would have left.
 
 What lies in the queue must stay as it is while the group makes other calls: a gathered ``x`` or ``dy`` is memory of its
-own (:attr:`~megatron_flux.layers.precision.LinearState.own_gathered`), FP8 bytes are transposed out of the group's.
+own (:attr:`~megatron_flux.layers.precision.LinearState.own_gathered`).
 """
 
 from __future__ import annotations

@@ -203,8 +203,19 @@ def require_same(
     return require_stocks(work, f"{case.kind}, {recipes}", config)[1].calls
 
 
-def rank_fp8_case(case: Case, recipe: str, steps: int, primary: bool, backend: str = "reference") -> dict[str, int]:
-    return require_same(case, (recipe,) * steps, recipe if primary else None, replace(FP8, backend=backend))
+def rank_fp8_case(
+    case: Case, recipe: str, steps: int, primary: bool, backend: str = "reference", wgrad: str | None = None
+) -> dict[str, int]:
+    return require_same(
+        case, (recipe,) * steps, recipe if primary else None, replace(FP8, backend=backend, wgrad=wgrad)
+    )
+
+
+@contextlib.contextmanager
+def gathers_dy_twice() -> Iterator[None]:
+    """However small it is."""
+    with mock.patch.multiple("megatron_flux.layers.fp8", TWO_GATHERS=0, TWICE_FROM=0):
+        yield
 
 
 def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
@@ -255,7 +266,8 @@ def described(operand: Any, transposed: bool) -> tuple[torch.Tensor, torch.Tenso
     return data.reshape(numbers.shape).clone(), numbers
 
 
-def rank_operands(kind: str, recipe: str) -> None:
+def rank_operands(kind: str, recipe: str, wgrad: str | None = None) -> dict[str, int]:
+    """``wgrad``: backend of its gathers. Returns the calls."""
     case, rank = fp8_case(kind, micro_batches=1), dist.get_rank()
 
     def operands() -> list[tuple[str, bool, Any, Any]]:
@@ -263,7 +275,7 @@ def rank_operands(kind: str, recipe: str) -> None:
             train(case, built(case), (recipe,) * 2)
         return seen
 
-    stock, ours, _ = both(operands)
+    stock, ours, seen = both(operands, replace(FP8, wgrad=wgrad))
     gathered = {"row": ("gemm_reduce_scatter", "all_gather_gemm")}.get(kind, ("all_gather_gemm", "gemm_reduce_scatter"))
     assert [name for name, *_ in stock] == ["TN", "NN", "NT"] * 2
     assert [name for name, *_ in ours] == [*gathered, "NT"] * 2
@@ -278,6 +290,7 @@ def rank_operands(kind: str, recipe: str) -> None:
             assert our_data.any()
             assert torch.equal(our_data, data), (kind, recipe, name, which)
             assert torch.equal(our_values, values), (kind, recipe, name, which)
+    return seen.calls
 
 
 def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
@@ -298,7 +311,7 @@ def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
 # Recompute, no_grad, memory
 
 
-def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
+def rank_fp8_recompute(kind: str, recipe: str, by_te: bool, config: FluxConfig = FP8) -> None:
     case = fp8_case(kind)
 
     def recomputed() -> Training:
@@ -308,7 +321,7 @@ def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
         call = by_te_checkpoint(layer) if by_te else lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
         return train(case, layer, (recipe,) * 2, call)
 
-    require_stocks(recomputed, f"{kind}, {recipe}")
+    require_stocks(recomputed, f"{kind}, {recipe}", config)
 
 
 def rank_fp8_no_grad(kind: str, recipe: str) -> None:
@@ -480,7 +493,9 @@ def by_te_checkpoint(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Ten
     return lambda x: checkpoint(call, x, get_rng_state_tracker=tracker, tp_group=group, use_reentrant=True)
 
 
-def rank_fp8_pair(recipe: str, ahead: bool, backend: str = "reference", recompute: bool = False) -> dict[str, int]:
+def rank_fp8_pair(
+    recipe: str, ahead: bool, backend: str = "reference", recompute: bool = False, wgrad: str | None = None
+) -> dict[str, int]:
     """A row-parallel layer behind a column-parallel one, the input of which it gathers ahead."""
     first = fp8_case("norm column", bias=False)
     second = fp8_case("row", bias=False, sizes=replace(first.size, k=first.size.n, n=first.size.k))
@@ -502,7 +517,7 @@ def rank_fp8_pair(recipe: str, ahead: bool, backend: str = "reference", recomput
             results |= {f"{i} {name}": value for name, value in state_of(layer).items()}
         return results
 
-    stock, ours, seen = both(run, replace(FP8, gather_ahead=ahead, backend=backend))
+    stock, ours, seen = both(run, replace(FP8, gather_ahead=ahead, backend=backend, wgrad=wgrad))
     assert stock.keys() == ours.keys()
     for name, expected in stock.items():
         if expected.any() and expected.is_floating_point():

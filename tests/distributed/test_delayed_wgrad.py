@@ -1,5 +1,6 @@
 """Delayed wgrad of layers over TransformerEngine, patched against stock."""
 
+import contextlib
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -23,7 +24,16 @@ from tests.distributed.te_cases import (
     mark_bias,
     te_megatron,
 )
-from tests.distributed.te_fp8_cases import RECIPES, autocast, both, built, fp8_case, needed, recipe_of
+from tests.distributed.te_fp8_cases import (
+    RECIPES,
+    autocast,
+    both,
+    built,
+    fp8_case,
+    gathers_dy_twice,
+    needed,
+    recipe_of,
+)
 from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 
 pytestmark = te_stand_in.needed
@@ -147,8 +157,8 @@ def test_an_input_without_gradient(te_world2: WorkerPool) -> None:
         te_world2.run(rank_frozen_input, kind, "twin")
 
 
-def rank_fp8(case: Case, recipe: str, backend: str) -> dict[str, int]:
-    with registered(PLANS["halves of tiles"]):
+def rank_fp8(case: Case, recipe: str, backend: str, twice: bool = False) -> dict[str, int]:
+    with registered(PLANS["halves of tiles"]), gathers_dy_twice() if twice else contextlib.nullcontext():
         config = FluxConfig(strict=True, backend=backend, fp8=True)
         stock, ours, seen = both(lambda: train(case, built(case), recipe), config)
     require_equal(stock, ours, True)
@@ -168,11 +178,21 @@ def test_fp8(te_world2: WorkerPool, kind: str, recipe: str, fusion: bool, option
 
 @needed
 @NEEDS_TRITON
-@pytest.mark.parametrize(("kind", "recipe"), [("column", "tensorwise"), ("row", "blockwise")])
-def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "recipe", "twice"),
+    [
+        ("column", "tensorwise", False),
+        ("column", "blockwise", False),
+        ("row", "blockwise", False),
+        ("row", "delayed", False),
+        ("row", "delayed", True),
+    ],
+)
+def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str, twice: bool) -> None:
     case = fp8_case(kind, delayed=True, micro_batches=MICRO_BATCHES, sizes=Sizes(64, 2, 128, 128))
-    for calls in te_world2.run(rank_fp8, case, recipe, "twin"):
+    for calls in te_world2.run(rank_fp8, case, recipe, "twin", twice):
         assert calls["all_gather_gemm/twin"] == 3
+        assert calls.get("all_gather/twin", 0) == (0 if (kind, recipe, twice) == ("row", "delayed", False) else 3)
 
 
 def gathered_again(backend: str) -> None:

@@ -1,5 +1,7 @@
 """The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from megatron_flux.ops.tuner.alone import wgrad_of
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_chunked import WIRES, poisoned, use
-from tests.distributed.twins import NEEDS_TRITON, registered, twin, use_tma
+from tests.distributed.twins import NEEDS_TRITON, one_capture, registered, twin, use_tma
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ["tensor", "blocks"]
@@ -261,8 +263,8 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
 
 @NEEDS_TRITON
 @on_ranks("world")
-def test_the_local_shard_is_transposed_from_where_it_is() -> None:
-    """Gathers that leave the local shard out write nothing there and hand out the rest; it is transposed with them."""
+def test_shards_are_transposed_into_their_places() -> None:
+    """Gathers of bytes come transposed from the fused kernels' memory, held or not, and one kind leaves the other's."""
     from megatron_flux.layers import fp8
 
     group = dist.group.WORLD
@@ -270,25 +272,69 @@ def test_the_local_shard_is_transposed_from_where_it_is() -> None:
     with registered():
         for number, (mp, k) in enumerate([(1, 16), (7, 48), (136, 16), (24, 272)]):
             torch.manual_seed(number)
-            shards = [torch.randint(0, 255, (mp, k)).byte() for _ in range(tp)]
-            own = fp8.Rows(shards[rank], torch.ones(1))
-            for whole in (True, True, False, False):  # both halves of the slab, twice
-                pending = ops.all_gather(shards[rank].view(torch.bfloat16), group, backend="twin", local_shard=whole)
-                assert pending.local_shard == whole
-                found = pending.wait().view(torch.uint8).view(tp, mp, k)
-                for r in range(tp):
-                    assert found[r].eq(255).all() if r == rank and not whole else torch.equal(found[r], shards[r])
-                found[rank].fill_(255)
-            for _ in range(2):
-                rows = fp8.gather(own, group, "twin").wait()
-                assert rows.transpose is not None
-                assert torch.equal(rows.transpose(), torch.cat(shards).t())
-                assert rows.data.view(tp, mp, k)[rank].eq(255).all()
-            rows = fp8.gather(own, group, "reference").wait()
-            assert rows.transpose is None
-            assert torch.equal(rows.data, torch.cat(shards))
+            made = [torch.randint(0, 255, (tp, mp, k)).byte() for _ in range(4)]
+            wanted = [shards.reshape(tp * mp, k).t() for shards in made]
+            own = [fp8.Rows(shards[rank].clone(), torch.ones(1)) for shards in made]
+            begun = ops.all_gathers_begun(group)
+            for _ in range(2):  # both halves of the slabs, twice
+                first = fp8.gather(own[0], group, "twin", held=True)
+                second = fp8.gather(own[1], group, "twin")
+                first.send()
+                first.send()
+                own[0].data.copy_(made[2][rank])  # it is transposed: nobody reads it any more
+                found = [first.wait(), second.wait()]
+                assert [rows.transposed for rows in found] == [True, True]
+                assert torch.equal(found[0].data, wanted[0])
+                assert torch.equal(found[1].data, wanted[1])
+                fp8.gather(own[3], group, "twin").wait()
+                assert torch.equal(found[0].data, wanted[0]), "a gather that is held lies apart"
+                own[0].data.copy_(made[0][rank])
+            assert ops.all_gathers_begun(group) == begun + 4
+            fp8.gather(own[2], group, "twin", held=True)
+            kept = fp8.gather(own[3], group, "twin", held=True, own_gathered=True).wait().data  # sends the one before
+            for which in (0, 1):
+                fp8.gather(own[which], group, "twin", held=True).wait()
+            assert torch.equal(kept, wanted[3]), "memory of its own"
+            columns = [fp8.Rows(own[which].data.t().contiguous(), own[which].scale_inv, True) for which in (0, 1)]
+            for which in (0, 1) * 2 if mp % 2 == 0 else ():  # pairs of bytes
+                rows = fp8.gather(columns[which], group, "twin", held=bool(which)).wait()
+                assert rows.transposed
+                assert torch.equal(rows.data, wanted[which])
+            rows = fp8.gather(own[0], group, "reference", held=True).wait()
+            assert not rows.transposed
+            assert torch.equal(rows.data.t(), wanted[0])
 
 
 @NEEDS_TRITON
 def test_fused_is_exact_on_four_ranks(world4: WorkerPool) -> None:
     world4.run(rank_twin, WHOLE, True, "blocks", SHAPES[1::2])
+
+
+@NEEDS_TRITON
+@on_ranks("world2")
+def test_a_captured_dy_is_held_beside_captured_gemms() -> None:
+    """As in a captured backward of two layers: dy is held beside dgrad, and read while the next x is gathered."""
+    from megatron_flux.layers import fp8
+    from megatron_flux.ops.cuda_graphs import captured_calls
+
+    group = dist.group.WORLD
+    tp, rank = group.size(), group.rank()
+    pair = pair_of("tensor", 16, 32, 256, rank, E4M3)
+    wanted_y = ops.all_gather_gemm(*pair, backend="reference")
+    with registered(HALVES):
+        for number in (None, 1, 2, None):
+            torch.manual_seed(number or 0)
+            made = torch.randint(0, 255, (2, tp, 24, 48)).byte()
+            rows = [fp8.Rows(shards[rank].clone(), torch.ones(1)) for shards in made]
+            with captured_calls() if number is None else one_capture(number):
+                for late in (0, 1, None):
+                    held = fp8.gather(rows[0], group, "twin", held=True)
+                    if rank == late:
+                        time.sleep(0.1)
+                    y = ops.all_gather_gemm(*pair, backend="twin")
+                    held.send()
+                    dy = held.wait().data
+                    ahead = fp8.gather(rows[1], group, "twin")
+                    assert torch.equal(y, wanted_y)
+                    assert torch.equal(dy, made[0].reshape(-1, 48).t())
+                    assert torch.equal(ahead.wait().data, made[1].reshape(-1, 48).t())

@@ -138,6 +138,7 @@ def test_captured_calls_between_eager_ones() -> None:
     from megatron_flux.comm import group_state
     from megatron_flux.ops.cuda_graphs import captured_calls
 
+    group_state.drop_slabs()  # other tests'
     backend = twin()
     for plan in PLANS.values():
         backend.config = plan

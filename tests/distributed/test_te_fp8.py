@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
+from megatron_flux.ops.backends import registry
 from megatron_flux.train.fp8 import own_scales
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -30,6 +31,7 @@ from tests.distributed.te_fp8_cases import (
     fp8_case,
     fp8_megatron,
     fresh,
+    gathers_dy_twice,
     needed,
     rank_fp8_captured,
     rank_fp8_case,
@@ -179,6 +181,107 @@ def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
     te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
 
 
+TRANSPOSED = [(kind, recipe, twice) for kind, recipe in product(KINDS, RECIPES) for twice in (False, True)]
+TRANSPOSED = [how for how in TRANSPOSED if how[0] == "row" or not how[2]]
+"""What is gathered for wgrad by the fused backend, and whether a row-parallel layer's dy is, where dgrad's would do."""
+
+
+@contextlib.contextmanager
+def sent_transposed(twice: bool) -> Iterator[None]:
+    with registered(), gathers_dy_twice() if twice else contextlib.nullcontext():
+        yield
+
+
+def rank_transposed(kind: str, recipe: str, twice: bool) -> None:
+    with sent_transposed(twice):
+        calls = rank_operands(kind, recipe, "twin")
+    gathers = 0 if kind == "row" and recipe != "blockwise" and not twice else 2
+    assert calls.get("all_gather/twin", 0) == gathers
+    assert calls.get("all_gather/reference", 0) == (2 if recipe == "blockwise" else 0), "scales"
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("kind", "recipe", "twice"), TRANSPOSED)
+def test_what_is_sent_transposed_is_stocks_to_the_bit(
+    te_world2: WorkerPool, kind: str, recipe: str, twice: bool
+) -> None:
+    te_world2.run(rank_transposed, kind, recipe, twice)
+
+
+@NEEDS_TRITON
+@others
+def test_what_is_sent_transposed_on_four_ranks(te_world4: WorkerPool, kind: str, recipe: str) -> None:
+    te_world4.run(rank_transposed, kind, recipe, kind == "row")
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("how", ["fusion", "no fusion", "primary", "recompute", "frozen"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("te_world2")
+def test_training_with_a_dy_that_is_held(recipe: str, how: str) -> None:
+    """All but wgrad's gathers are those of ``reference``, so that nothing is rounded otherwise."""
+    case, config = fp8_case("row", fusion=how != "no fusion", micro_batches=3), replace(FP8, wgrad="twin")
+    with sent_transposed(True):
+        if how == "recompute":
+            rank_fp8_recompute("row", recipe, True, config)
+            return
+        if how == "frozen":
+            require_frozen("row", recipe, ("weight",), True, config)
+            return
+        calls = rank_fp8_case(case, recipe, 3, how == "primary", wgrad="twin")
+    assert calls["all_gather/twin"] == 9
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("te_world2")
+def test_x_is_gathered_beside_a_wgrad_that_reads_dy(recipe: str, ahead: bool) -> None:
+    with sent_transposed(True):
+        calls = rank_fp8_pair(recipe, ahead, wgrad="twin")
+    assert calls["all_gather/twin"] == 3 * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("te_world2")
+def test_a_dy_is_held_until_dgrads_is_sent(recipe: str) -> None:
+    """It begins before dgrad, so that its copies need not wait for it, and is sent behind dgrad's copies."""
+    from megatron_flux import ops
+
+    seen: list[str] = []
+    gather, dgrad = ops.all_gather, ops.all_gather_gemm
+
+    def begin(x: torch.Tensor, *args: Any, held: bool = False, columns: bool = False, **how: Any) -> Any:
+        if columns:  # what the backend of this test does not know
+            x = x.view(torch.uint8).t().contiguous().view(x.dtype)
+        pending = gather(x, *args, held=held, **how)
+        if held:
+            seen.append("begin")
+            pending._send = lambda: seen.append("send")
+            return pending.then(lambda: seen.append("wait"))
+        return pending
+
+    def multiply(*args: Any, **how: Any) -> Any:
+        seen.append("dgrad")
+        return dgrad(*args, **how)
+
+    case = fp8_case("row", micro_batches=1)
+    with (
+        fp8_megatron(),
+        sent_transposed(True),
+        mock.patch.object(ops, "all_gather", begin),
+        mock.patch.object(ops, "all_gather_gemm", multiply),
+        flux(FP8),
+    ):
+        train(case, built(case), (recipe,))
+        assert seen == ["dgrad"], "torch's collective would begin at once"
+        seen.clear()
+        fresh()
+        with mock.patch.object(type(registry.get_backend("reference")), "transposes", return_value=True):
+            train(case, built(case), (recipe,))
+    assert seen == ["begin", "dgrad", "send", "wait"]
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks("te_world2")
@@ -312,6 +415,10 @@ def test_two_models_take_turns() -> None:
 )
 @on_ranks("te_world2")
 def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
+    require_frozen(kind, recipe, names, input_grad)
+
+
+def require_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool, config: FluxConfig = FP8) -> None:
     case = fp8_case(kind, fusion=False, skip_bias_add=True)
 
     def run() -> dict[str, torch.Tensor | None]:
@@ -325,7 +432,8 @@ def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input
         gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
         return {"y": y.detach(), "dx": x.grad, **gradients}
 
-    stock, ours, _ = both(run)
+    stock, ours, seen = both(run, config)
+    assert "all_gather/twin" not in seen.calls or "weight" not in names, "of a frozen weight nothing is gathered"
     for name, expected in stock.items():
         assert (ours[name] is None) == (expected is None), name
         if expected is not None:

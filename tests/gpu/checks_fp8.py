@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux import ops
 from megatron_flux.comm import links
+from megatron_flux.kernels.transpose import transpose
 from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
@@ -348,44 +349,85 @@ def random_shapes(group, rounds=40):
     return f"{rounds} rounds"
 
 
-def local_shard(group):
-    """Gathers of bytes without them, transposed with them, between gathers that have them, eager and in a graph."""
-
-    def transposed(shard):
-        rows = fp8.gather(fp8.Rows(shard, one), group, NAME).wait()
-        assert rows.transpose is not None
-        return rows.transpose()
-
-    def stock(shard):
-        return gather(shard, group).t()
-
+def transposed(group):
+    """Bytes that come transposed, eager and in a graph: beside gathers that do not, and held beside the GEMMs whose
+    copies they follow, while the next gather begins before they are read.
+    """
     one, made, calls = torch.ones(1, device="cuda"), [], 0
+    pair = operands(group, 512, 1024, 2048, "tensor")
+
+    def both(first, second):
+        held = fp8.gather(fp8.Rows(first, one), group, NAME, held=True)
+        y = gathers(group, pair)
+        held.send()
+        dy = held.wait()
+        ahead = fp8.gather(fp8.Rows(second, one), group, NAME)  # as a row-parallel layer prefetches x
+        torch.cuda._sleep(200_000)
+        found = [dy.data.clone(), y]
+        x = ahead.wait()
+        assert dy.transposed
+        assert x.transposed
+        return [*found, x.data.clone()]
+
+    def right(found, first, second, y):
+        for got, shard in ((found[0], first), (found[2], second)):
+            assert torch.equal(got, gather(shard, group).t()), shard.shape
+        assert torch.equal(found[1], y)
+
+    columns = torch.empty(1040, 4100, dtype=torch.uint8, device="cuda").random_(0, 256)
+    got = fp8.gather(fp8.Rows(columns, one, True), group, NAME).wait()
+    assert torch.equal(got.data, gather(columns.t().contiguous(), group).t()), "columns"
+    y = gathers(group, pair)
     for mp, k in ((1, 16), (7, 48), (136, 272), (1024, 4096), (4100, 1040)):
-        shard = torch.empty(mp, k, dtype=torch.uint8, device="cuda")
+        first, second = (torch.empty(mp, k, dtype=torch.uint8, device="cuda") for _ in range(2))
         for number in range(6):
-            shard.random_(0, 256)
-            want = stock(shard)
-            assert torch.equal(transposed(shard), want), (mp, k, number)
+            first.random_(0, 256)
+            second.random_(0, 256)
+            right(both(first, second), first, second, y)
             if number % 3 == 0:
-                pending = ops.all_gather(shard.view(torch.bfloat16), group, backend=NAME)
-                assert torch.equal(pending.wait().view(torch.uint8).t(), want), (mp, k, number)
+                pending = ops.all_gather(first.view(torch.bfloat16), group, backend=NAME)
+                assert torch.equal(pending.wait().view(torch.uint8), gather(first, group)), (mp, k, number)
             calls += 1
-        made.append(shard)
+        made.append((first, second))
     with captured_calls():
-        for shard in made:
-            transposed(shard)
+        for shards in made:
+            both(*shards)
     torch.cuda.synchronize()
     dist.barrier(group=group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [transposed(shard) for shard in made]
+        got = [both(*shards) for shards in made]
     for _ in range(4):
-        for shard in made:
-            shard.random_(0, 256)
+        for shards in made:
+            for shard in shards:
+                shard.random_(0, 256)
         graph.replay()
-        for mine, shard in zip(got, made, strict=True):
-            assert torch.equal(mine, stock(shard))
-    return f"{calls} calls, 4 replays"
+        for found, shards in zip(got, made, strict=True):
+            right(found, *shards, y)
+    return f"{calls} calls, 4 replays; {transposed_times(group)}"
+
+
+def transposed_times(group, mp=16384, k=4096):
+    """Medians of 20 bursts of 4, for the record: the kernel alone, the gather alone, and that of rows."""
+    rows = fp8.Rows(torch.zeros(mp, k, dtype=torch.uint8, device="cuda"), torch.ones(1, device="cuda"))
+    whole, cache = rows.data.new_empty(k, group.size() * mp), {}
+
+    def median(run):
+        times = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(4):
+                run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 4)
+        return sorted(times)[10]
+
+    kernel = median(lambda: transpose(rows.data, whole[:, :mp], cache))
+    columns = median(lambda: fp8.gather(rows, group, NAME).wait())
+    plain = median(lambda: ops.all_gather(rows.data.view(torch.bfloat16), group, backend=NAME).wait())
+    return f"[{mp}, {k}] bytes: transposing {kernel:.4f} ms, gather with it {columns:.4f}, of rows {plain:.4f}"
 
 
 def tuned(group):
@@ -400,7 +442,7 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, local_shard, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams, graphs,
+        exact, transposed, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams, graphs,
         tuned, chunked, any_rows, random_shapes,
     )
 }  # fmt: skip

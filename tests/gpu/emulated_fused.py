@@ -26,6 +26,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
+from megatron_flux.ops.fused import shard_of
 from megatron_flux.ops.fused_plan import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.candidates import Backends
@@ -75,9 +76,12 @@ class EmulatedFused(FusedBackend):
         words, nbytes = 1, nbytes // group.size()
         if call.operator == "all_gather_gemm":
             words = _gather_flags(plan.config, call.k)
-        key = (group, call.operator == "all_gather", nbytes, words)  # not its name, which a later group may have again
+        stride = nbytes
+        if call.operator == "all_gather" and not call.return_gathered:
+            stride, _ = shard_of(call)  # sources are columns of bytes
+        key = (group, plan.purpose, nbytes, stride, words)  # not its name, which a later group may have again
         if key not in self._slabs:
-            self._slabs[key] = _make(group, nbytes, words, call.x.device)
+            self._slabs[key] = _make(group, nbytes, stride, words, call.x.device)
         return self._slabs[key]
 
 
@@ -90,8 +94,9 @@ def _gather_flags(plan: KernelConfig, k: int) -> int:
     return plan.edges(k).flags if plan.ws else 1
 
 
-def _make(group: EmulatedGroup, stride: int, words: int, device: torch.device) -> slab.Slab:
-    tp, size = group.size(), slab.size_class(group.size() * stride)
+def _make(group: EmulatedGroup, nbytes: int, stride: int, words: int, device: torch.device) -> slab.Slab:
+    """Make a slab of ``nbytes`` for each source, which begin ``stride`` apart."""
+    tp, size = group.size(), slab.size_class(group.size() * nbytes)
     whole, keep = shared_memory.allocate(group.pair, slab.HEAD + 2 * size + tp * stride, device)
     mine, other = whole[group.pair.rank()], whole[1 - group.pair.rank()]
 

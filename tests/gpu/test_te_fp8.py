@@ -121,6 +121,25 @@ def test_peak_memory_is_not_above_stocks(kind: str, recipe: str) -> None:
     assert 0 < ours <= allowed * stock, f"{ours / 2**20:.1f} MiB against {stock / 2**20:.1f} MiB"
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks("nccl2")
+def test_a_dy_that_is_gathered_twice(recipe: str, ahead: bool) -> None:
+    """Two layers, the row-parallel one's dy transposed behind dgrad's copies; and that layer alone, to the bit."""
+    with cases.gathers_dy_twice():
+        assert cases.rank_fp8_pair(recipe, ahead, "fused")["all_gather/fused"] == 6
+        assert cases.rank_operands("row", recipe, "fused")["all_gather/fused"] == 2
+        calls = cases.rank_fp8_case(fp8_case("row", sizes=GPU_SIZES), recipe, 3, False, "fused")
+        assert calls["all_gather/fused"] == 6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks("nccl2")
+def test_what_is_sent_transposed_is_stocks_to_the_bit(kind: str, recipe: str) -> None:
+    cases.rank_operands(kind, recipe, "fused")
+
+
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 @pytest.mark.parametrize("returned", ["gathered", "local"])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -89,6 +89,10 @@ class FusedBackend(Backend):
         link = links.probe(group, x.device)
         return None if link.is_nvlink else f"{link.reason}: {OFF_NVLINK}"
 
+    def transposes(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """See the base class."""
+        return True
+
     def plan(self, call: OperatorCall, config: KernelConfig | AllReduceConfig | None = None) -> Plan:
         """See the base class; ``config``: how, not what is chosen here."""
         if call.operator == "all_gather":

@@ -37,6 +37,10 @@ class TunedBackend(Backend):
         chunked = self.backends.chunked and keys.by_chunks(x, group)
         return None if chunked else self.backends.fused.untested(x, group)
 
+    def transposes(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """See the base class."""
+        return not keys.by_chunks(x, group)
+
     def plan(self, call: OperatorCall) -> Plan:
         """See the base class: what is known to be the fastest, else a trial.
 

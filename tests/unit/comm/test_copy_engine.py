@@ -119,6 +119,56 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
     check(ranks, edges, added=5)
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_columns_are_sent_from_their_place_to_the_same_place(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every peer's matrix a rank writes its own columns, and the flag of its shard behind them."""
+    ranks, mp, k = slabs(tp), 3, 5
+    whole = torch.randint(0, 255, (k, tp * mp)).byte()
+    begin = HALF * ranks[0].half_bytes
+    gathered = [data[begin : begin + whole.numel()].view(k, tp * mp) for data in ranks[0].data]
+    for rank, work in enumerate(ranks):
+        mine = slice(rank * mp, (rank + 1) * mp)
+        place = gathered[rank][:, mine]
+        place.copy_(whole[:, mine])
+        told = Told(monkeypatch, work)
+        copy_engine.pushes_in_place(work, mp, k)[HALF].enqueue(place.data_ptr(), 5)
+        peers = [peer for kind, peer in told.order if kind == "data"]
+        assert told.order == [(kind, peer) for peer in peers for kind in ("data", "flag")]
+        assert sorted(peers) == [peer for peer in range(tp) if peer != rank]
+    for rank, work in enumerate(ranks):
+        assert torch.equal(gathered[rank], whole)
+        first = HALF * FLAG_WORDS + ENTER_WORDS
+        arrived = work.flags[rank][first : first + tp].tolist()
+        assert [bool(word) for word in arrived] == [peer != rank for peer in range(tp)]
+
+
+def test_slabs_of_a_group_share_the_stream_of_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that copies are sent in the order in which they are enqueued; those of captured calls have another."""
+    made: list[Any] = []
+
+    def stream(*_: Any, **__: Any) -> Any:
+        made.append(SimpleNamespace(cuda_stream=len(made)))
+        return made[-1]
+
+    class Event:
+        cuda_event = 1
+
+        def record(self, stream: Any) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    streams: dict[bool, Any] = {}
+    works: list[Any] = [
+        SimpleNamespace(side=None, streams=streams, captured=captured, data_table=SimpleNamespace(device="cuda"))
+        for captured in (False, False, True)
+    ]
+    sides = [copy_engine.side_of(work) for work in works]
+    assert [side.stream for side in sides] == [0, 0, 1]
+    assert sides[0].keep.before is not sides[1].keep.before, "each slab has its own events"
+    assert [copy_engine.side_of(work).stream for work in works] == [0, 0, 1]
+
+
 def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

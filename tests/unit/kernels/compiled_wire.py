@@ -30,8 +30,10 @@ def kernels(capability: int) -> dict[str, Any]:
     types = dict.fromkeys(("numbers", "scales", "local", "y"), "*bf16")
     exact = {"TP": 8, "SCALED": False, "BLOCKS": ADDING[0], "GROUP": GROUP}
     made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=ADDING[1])
-    types, sizes = dict.fromkeys(("gathered", "local", "out"), "*u8"), {"TP": 4, "BLOCK": BLOCK}
-    made["transpose"] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
+    types = dict.fromkeys(("x", "out"), "*u8")
+    for name, columns in (("transpose", False), ("columns", True)):
+        sizes = {"COLUMNS": columns, "BLOCK": BLOCK}
+        made[name] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
     return made
 
 

@@ -119,7 +119,7 @@ def test_sums_for_all_ranks_are_launched_without_triton(printed: list[dict[str, 
 
 def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, Any]]) -> None:
     wires = printed[2]
-    names = {name for name in wires if not name.endswith(("gate", "transpose"))}
+    names = {name for name in wires if not name.endswith(("gate", "transpose", "columns"))}
     kernels = ("encode int8", "decode int8", "add int8", "add exact")
     assert names == {f"{capability} {kernel}" for capability in (80, 90) for kernel in kernels}
     for name in names:
@@ -133,9 +133,10 @@ def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, 
         assert about["shared"] <= 99 * 1024, f"{name}: GPUs of compute capability 8.6 and 8.9 have no more"
     for capability in (80, 90):
         assert wires[f"{capability} gate"]["traps"] == 1
-        about = wires[f"{capability} transpose"]
-        assert about["parameters"] == [8] * 3 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
-        assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
+        for name in ("transpose", "columns"):
+            about = wires[f"{capability} {name}"]
+            assert about["parameters"] == [8] * 2 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
+            assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
 
 
 GUARDED = """

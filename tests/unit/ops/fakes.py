@@ -143,6 +143,7 @@ class Gpu:
         monkeypatch.setattr(fused_plan, "compare_calls", lambda call: 0)
         monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
         monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, CopyStream("side", None, None)))  # type: ignore[arg-type]
+        monkeypatch.setattr(fused, "pushes_in_place", lambda work, mp, k: [self.push(half) for half in (4, 5)])
         monkeypatch.setattr(
             fused, "pushes_of", lambda _, *of: [self.push(half, scales=of[-1] is not None) for half in (0, 1)]
         )
@@ -155,7 +156,7 @@ class Gpu:
 
     def use(self, work: Work) -> None:
         """Let calls of every purpose run on ``work``."""
-        slabs: Any = {(purpose, False): work for purpose in ("gemm", "gather", "all_reduce")}
+        slabs: Any = {(purpose, False): work for purpose in ("gemm", "gather", "held gather", "all_reduce")}
         state_of(self.group).slabs = slabs
         self.work = work
 

@@ -292,29 +292,63 @@ def test_watched_calls_run_by_the_same_plan(gpu: Gpu) -> None:
 # Gathers
 
 
-def gather(gpu: Gpu, *, local_shard: bool = True) -> Any:
-    return ops.all_gather(on_gpu(4, 4), gpu.group, local_shard=local_shard, backend="one way")
+def gather(gpu: Gpu, **how: Any) -> Any:
+    return ops.all_gather(on_gpu(4, 4), gpu.group, backend="one way", **how)
 
 
-@pytest.mark.parametrize("local_shard", [True, False])
-def test_a_gather_finishes_the_one_before_and_waits_once(gpu: Gpu, local_shard: bool) -> None:
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_gather_finishes_the_one_before_and_waits_once(gpu: Gpu, transposed: bool) -> None:
     gpu.backend()
     for _ in range(2):
-        gather(gpu, local_shard=local_shard).wait()
+        gather(gpu, transposed=transposed).wait()
     finished: list[str] = []
     gpu.work.open_gather = Pending(torch.zeros(1), lambda: finished.append("earlier"))
     gpu.work.data[1].zero_()
     gpu.work.ended = 0
-    pending = gather(gpu, local_shard=local_shard)
+    pending = gather(gpu, transposed=transposed)
     assert finished == ["earlier"]
     assert gpu.work.open_gather is pending
-    assert pending.local_shard == local_shard
+    assert pending.transposed == transposed
     gpu.done.clear()
     whole = pending.wait()
-    assert whole[4:].ne(0).all() == local_shard  # rank 1's
+    if transposed:
+        assert whole.view(torch.uint8).shape == (8, 8)  # no kernel has put the shard there
+    else:
+        assert whole[4:].ne(0).all()  # rank 1's
     assert pending.wait() is whole
     assert gpu.done == [("gather_wait_kernel again", STREAM), ("wait", STREAM, AFTER)]
     assert (gpu.work.ended, gpu.work.open_gather) == (1, None)
+
+
+def test_a_gather_that_is_held_is_sent_behind_what_was_sent_since(gpu: Gpu) -> None:
+    """Its copies wait for what the stream had been given when it began, and are enqueued behind others."""
+    gpu.backend(KernelConfig())
+    for _ in range(2):
+        gather(gpu, transposed=True, held=True).wait()
+    gpu.done.clear()
+    pending = gather(gpu, transposed=True, held=True)
+    assert [one[0] for one in gpu.done] == ["transpose_kernel again", "record"]
+    assert gpu.done[1] == ("record", BEFORE, STREAM)
+    ops.all_gather_gemm(on_gpu(4, 4), on_gpu(6, 4), gpu.group, backend="one way")
+    assert [one[1] for one in gpu.done if one[0] == "copy"] == [1001, 2001], "its own"
+    gpu.done.clear()
+    pending.send()
+    (data,) = [one for one in gpu.done if one[:2] == ("copy", 1004)]
+    sent = [("wait", SIDE, BEFORE), data, ("copy", 2004, 3004, 4, SIDE), ("record", AFTER, SIDE)]
+    assert gpu.done == sent
+    gpu.done.clear()
+    pending.send()
+    pending.wait()
+    assert gpu.done == [("gather_wait_kernel again", STREAM), ("wait", STREAM, AFTER)]
+
+
+def test_what_cannot_be_sent_ends_the_gather(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.backend()
+    pending = gather(gpu, transposed=True, held=True)
+    monkeypatch.setattr(cuda_driver, "copy", no_launch)
+    with pytest.raises(OperatorError, match="CUDA refused a launch"):
+        pending.send()
+    assert [operator for operator, _ in gpu.work.poisoned] == ["all_gather"]
 
 
 def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(gpu: Gpu) -> None:
@@ -327,25 +361,24 @@ def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(gpu: Gpu) 
     assert gpu.done == []
 
 
-@pytest.mark.parametrize("local_shard", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
-    gpu: Gpu, local_shard: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
     gpu.backend()
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
     monkeypatch.setattr(Work, "end", lambda _: gpu.done.append(("order",)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the other")
     for _ in range(2):
-        gather(gpu, local_shard=local_shard).wait()
+        gather(gpu, transposed=transposed).wait()
     assert recorded == []
-    pending = gather(gpu, local_shard=local_shard)
+    pending = gather(gpu, transposed=transposed)
     gpu.done.clear()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     pending.wait()
     assert gpu.done == [("order",), ("gather_wait_kernel again", 11), ("wait", 11, AFTER)]
-    assert recorded == (["side"] if local_shard else ["side", "the other"])
+    assert recorded == ([] if transposed else ["side"]), "what is transposed is sent from the slab"
 
 
 def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

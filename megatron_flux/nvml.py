@@ -123,29 +123,6 @@ class Gpu:
             throttle=int(throttle or 0),
         )
 
-    def pcie(self) -> dict[str, int | None]:
-        """Return ``width`` (lanes) and ``generation`` of its PCIe link, and ``max_width`` and ``max_generation``.
-
-        None if not told; an idle GPU may have lowered the generation to save power.
-        """
-        found = {}
-        for what in ("width", "generation"):
-            for name, which in ((what, "Curr"), (f"max_{what}", "Max")):
-                value = self._ask(f"{which}PcieLink{what.title()}")
-                found[name] = None if value is None else int(value)
-        return found
-
-    def remapped_rows(self) -> dict[str, bool] | None:
-        """Return True for memory rows with errors that are ``pending`` (remapped at a reset), or ``failed`` to be.
-
-        None if the GPU or its driver does not count them.
-        """
-        try:
-            _, _, pending, failed = pynvml.nvmlDeviceGetRemappedRows(self.handle)
-        except pynvml.NVMLError:
-            return None
-        return {"pending": bool(pending), "failed": bool(failed)}
-
     def health(self) -> dict[str, float | bool | None]:
         """Return ``slowed`` (by heat or power) and ``uncorrected`` memory errors since the driver was loaded."""
         errors = self._ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)

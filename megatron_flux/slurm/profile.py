@@ -127,8 +127,6 @@ class Floors(Checked):
     network_gbps: PositiveFloat | None = None
     """GB/s of an all_reduce among the GPUs of two neighbouring nodes, while all other pairs of nodes run one."""
     peer_access: bool = False  # every pair of a node's GPUs has it. With `link: nvlink` it is asked for anyway
-    pcie_width: PositiveInt | None = None  # lanes of each GPU, beside what GPU and slot can do
-    pcie_generation: PositiveInt | None = None
 
 
 DEFAULTS = {

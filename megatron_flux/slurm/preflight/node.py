@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_flux import nvml
@@ -53,53 +52,34 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
     if expected.device != "cuda":
         return report
     count = torch.cuda.device_count()
-    watched, report["driver"] = ask_driver(count, unknown)
-    states: list[dict[str, Any]] = []
-    # An idle GPU lowers its link to save power, so it is asked while it computes.
-    speeds = _gemm_tflops(count, lambda: states.extend(map(_state, watched)))
-    for index, speed in enumerate(speeds):
+    report["driver"] = ask_driver(count, unknown)
+    for index, speed in enumerate(_gemm_tflops(count)):
         free, total = torch.cuda.mem_get_info(index)
         gpu = {"name": torch.cuda.get_device_name(index), "memory_gib": round(total / 2**30, 2)}
         gpu |= {"used_by_others_gib": round((total - free) / 2**30, 2), "gemm_tflops": speed}
-        gpus.append(gpu | (states[index] if states else {}))
-    unknown += missing_facts(gpus)
+        gpus.append(gpu)
     return report
 
 
-def ask_driver(count: int, unknown: list[str]) -> tuple[list[nvml.Gpu], list[dict[str, Any]]]:
-    """Return the GPUs in CUDA's order, and the driver's account of each while it is idle.
+def ask_driver(count: int, unknown: list[str]) -> list[dict[str, Any]]:
+    """Return the driver's account of each GPU, in CUDA's order.
 
     NVML that fails is an ``error`` in that account. One that is missing, or does not know these GPUs (as on MIG), is
-    added to ``unknown``; no GPUs then.
+    added to ``unknown``.
     """
     import torch
 
     try:
-        gpus = [nvml.of_device(torch.device("cuda", index)) for index in range(count)]
-        return gpus, [gpu.health() for gpu in gpus]
+        return [nvml.of_device(torch.device("cuda", index)).health() for index in range(count)]
     except LookupError as error:
         if nvml.why_not() and not nvml.is_missing():
-            return [], [{"error": str(error)}]
+            return [{"error": str(error)}]
         unknown.append(str(error))
-        return [], []
+        return []
 
 
-def _state(gpu: nvml.Gpu) -> dict[str, Any]:
-    """Read a GPU that is at work; ``rows`` is None where the driver does not say."""
-    return {"pcie": gpu.pcie(), "rows": gpu.remapped_rows()}
-
-
-def missing_facts(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List what the driver did not say of some GPU."""
-    asked, missing = [gpu for gpu in gpus if "pcie" in gpu], []
-    for what in ("width", "generation"):
-        if any(None in (gpu["pcie"][what], gpu["pcie"][f"max_{what}"]) for gpu in asked):
-            missing.append(f"the {what} of PCIe links")
-    return missing + ["remapped rows of memory"] * any(gpu["rows"] is None for gpu in asked)
-
-
-def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, repeats: int = 20) -> list[float]:
-    """Measure every GPU's bf16 TFLOP/s, all at work: a throttled one falls behind. ``meanwhile`` runs beside."""
+def _gemm_tflops(count: int, size: int = 8192, repeats: int = 20) -> list[float]:
+    """Measure every GPU's bf16 TFLOP/s, all at work: a throttled one falls behind."""
     import torch
 
     operands, events = [], []
@@ -114,7 +94,6 @@ def _gemm_tflops(count: int, meanwhile: Callable[[], None], size: int = 8192, re
                 for _ in range(repeats):
                     a @ b
                 end.record()
-    meanwhile()
     for index in range(count):
         torch.cuda.synchronize(index)
     return [round(2 * size**3 * repeats / begin.elapsed_time(end) / 1e9, 1) for begin, end in events]

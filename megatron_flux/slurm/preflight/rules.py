@@ -94,13 +94,6 @@ def _gpu_problems(report: Mapping[str, Any], expected: Expected) -> Iterator[str
             yield f"GPU {index} has {gpu['memory_gib']} GiB, the profile says {expected.gpu_memory_gib}"
         if gpu["used_by_others_gib"] > _OTHERS_GIB:
             yield f"{gpu['used_by_others_gib']} GiB of GPU {index} are in use by another process"
-        for line in _pcie(gpu.get("pcie") or {}, expected.floors):
-            yield f"GPU {index} {line}"
-        rows = gpu.get("rows") or {}
-        if rows.get("failed"):
-            yield f"GPU {index} could not remap a bad row of its memory; have the GPU replaced"
-        if rows.get("pending"):
-            yield f"GPU {index} has memory rows that wait to be remapped; reset the GPU or restart the node"
     for index, row in enumerate(report["driver"]):
         if "error" in row:
             yield f"the driver does not answer: {row['error']}"
@@ -117,18 +110,6 @@ def _gpu_problems(report: Mapping[str, Any], expected: Expected) -> Iterator[str
             "look at `nvidia-smi topo -p2p r` and at the node's settings of IOMMU and ACS, or use link host"
         )
     yield from slow({f"GPU {i}": gpu["gemm_tflops"] for i, gpu in enumerate(gpus)}, "TFLOP/s", expected)
-
-
-def _pcie(pcie: Mapping[str, int | None], floors: Floors) -> Iterator[str]:
-    for what, has, floor in (
-        ("width", "has {} PCIe lanes", floors.pcie_width),
-        ("generation", "runs at PCIe generation {}", floors.pcie_generation),
-    ):
-        now, most = pcie.get(what), pcie.get(f"max_{what}")
-        if now is None or now >= max(most or 0, floor or 0):
-            continue
-        allowed = f"GPU and slot can do {most}" if now < (most or 0) else f"the profile's floor is {floor}"
-        yield f"{has.format(now)}, {allowed}; look at `nvidia-smi -q -d PCIE`, the slot, the riser and the BIOS"
 
 
 def slow(values: Mapping[str, float], unit: str, expected: Expected) -> list[str]:

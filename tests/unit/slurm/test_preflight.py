@@ -38,8 +38,6 @@ def report(node: str = "n03") -> dict[str, Any]:
                 "memory_gib": 79.2,
                 "used_by_others_gib": 0.5,
                 "gemm_tflops": 700.0 + i,
-                "pcie": {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5},
-                "rows": {"pending": False, "failed": False},
             }
             for i in range(8)
         ],
@@ -67,8 +65,6 @@ CASES = [
     (("gpus", 3, "memory_gib"), 39.4, "GPU 3 has 39.4 GiB, the profile says 80"),
     (("gpus", 3, "used_by_others_gib"), 11.5, "11.5 GiB of GPU 3 are in use by another process"),
     (("gpus", 3, "gemm_tflops"), 300.0, "GPU 3 reaches 300.0 TFLOP/s, the median is 703.0"),
-    (("gpus", 3, "pcie", "generation"), 1, "GPU 3 runs at PCIe generation 1, GPU and slot can do 5"),
-    (("gpus", 3, "rows"), {"pending": True, "failed": False}, "GPU 3 has memory rows that wait to be remapped; reset"),
     (("driver",), [{"error": "NVML: unknown error"}], "the driver does not answer: NVML: unknown error"),
     (("driver", 3, "uncorrected"), 2.0, "GPU 3 has 2 uncorrected memory error(s)"),
     (("doctor", "link"), {"kind": "p2p", "reason": "2 pairs"}, "the GPUs' link is p2p (2 pairs), the profile says nvl"),

@@ -43,13 +43,8 @@ FUNCTIONS: dict[str, Any] = {
     "DeviceGetTemperature": lambda handle, kind: 55,
     "DeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
     "SystemGetDriverVersion": lambda: "570.1",
-    "DeviceGetCurrPcieLinkWidth": lambda handle: 8 if handle == 2 else 16,
-    "DeviceGetMaxPcieLinkWidth": lambda handle: 16,
-    "DeviceGetCurrPcieLinkGeneration": lambda handle: 4,
-    "DeviceGetMaxPcieLinkGeneration": lambda handle: 5,
     "DeviceGetTotalEccErrors": lambda handle, kind, counter: 3 if (handle, kind, counter) == (1, 1, 0) else 0,
     "DeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:{handle}B:00.0"),
-    "DeviceGetRemappedRows": lambda handle: (1, 2, int(handle == 1), int(handle == 3)),
 }
 
 
@@ -131,23 +126,15 @@ def test_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reading.power_w, reading.throttle) == (None, 0x20)
 
 
-def test_pcie_and_health_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = {"width": 8, "max_width": 16, "generation": 4, "max_generation": 5}
-    assert Gpu("2").pcie() == link
-    assert Gpu("1").remapped_rows() == {"pending": True, "failed": False}
-    assert Gpu("3").remapped_rows() == {"pending": False, "failed": True}
+def test_health_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpu("1").health() == {"slowed": False, "uncorrected": 3}
     monkeypatch.setattr(nvml, "found_behind", lambda _: Gpu("3"))
     assert nvml.pci_address(torch.device("cuda")) == "0000:3b:00.0", "as sysfs writes it"
     answer(
         monkeypatch,
-        DeviceGetRemappedRows=refuse,
-        DeviceGetMaxPcieLinkWidth=refuse,
         DeviceGetCurrentClocksEventReasons=lambda handle: 0x8 | 0x40,
         DeviceGetTotalEccErrors=refuse,
     )
-    assert Gpu("2").pcie() == link | {"max_width": None}
-    assert Gpu("2").remapped_rows() is None
     assert Gpu("1").health() == {"slowed": True, "uncorrected": None}
 
 
@@ -156,17 +143,17 @@ def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) 
     uuids = iter(("2", "1", "MIG-x", "2", "2"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=next(uuids)))
     unknown: list[str] = []
-    gpus, said = node.ask_driver(2, unknown)
-    assert ([gpu.handle for gpu in gpus], [one["uncorrected"] for one in said], unknown) == ([2, 1], [0, 3], [])
-    assert node.ask_driver(1, unknown) == ([], [])
+    assert [one["uncorrected"] for one in node.ask_driver(2, unknown)] == [0, 3]
+    assert unknown == []
+    assert node.ask_driver(1, unknown) == []
     assert unknown == ["NVML does not know GPU MIG-x: Unknown Error"]
     monkeypatch.setattr(nvml, "why_not", lambda: "NVML cannot be used: refused")
     answer(monkeypatch, Init=refuse)
-    assert node.ask_driver(1, unknown) == ([], [{"error": "NVML cannot be used: refused"}])
+    assert node.ask_driver(1, unknown) == [{"error": "NVML cannot be used: refused"}]
 
     def missing() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     answer(monkeypatch, Init=missing)
-    assert node.ask_driver(1, unknown) == ([], [])
+    assert node.ask_driver(1, unknown) == []
     assert unknown[1:] == ["NVML cannot be used: refused"]

@@ -76,8 +76,6 @@ _SAMPLED: Fields = {
     "flux/exposed_communication_ms": (ByName, "ms/step", "operator time - GEMM time, from 0 on; null if clocks differ"),
     "flux/e_overlap": (ByName, "fraction", "1 - exposed / (serial - GEMM time), arXiv 2406.06858; GEMM alone: 1"),
     "flux/calls": (list[Object] | None, "", "one object per distinct call of the step, see below"),
-    "flux/slowest_rank": (Count | None, "rank", "longest own time in its tensor-parallel group, or group in its stage"),
-    "flux/rank_spread_ms": (Number | None, "ms", "by how much; own time: step without operators, gradient reduction"),
     "flux/ranks": (
         Object | None,
         "as named",

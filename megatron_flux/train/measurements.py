@@ -3,7 +3,7 @@
     with measurements.step(iteration):
         local = trainer.step()
     result = gathered(local, measurements.values(), device)
-    record |= measurements.fields(result, tp, dp)
+    record |= measurements.fields(result)
 
 Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
 ``sample_interval`` steps also operators, GPUs and how the ranks differ: every operator call is timed on the device
@@ -110,46 +110,23 @@ class StepMeasurements:
             values["throttle"] = float(reading.throttle)
         return values
 
-    def fields(self, result: StepResult, tp: int, dp: int) -> dict[str, Any]:
-        """Return the record's fields for this step, with ranks in groups of ``tp`` and ``dp`` groups a stage."""
+    def fields(self, result: StepResult) -> dict[str, Any]:
+        """Return the record's fields for this step."""
         fields: dict[str, Any] = {"flux/sampled": self._sampled is not None, "flux/wait_timeouts": timeouts.timeouts()}
         if memory := known(result.ranks["host_memory_bytes"]):
             fields["flux/host_memory_bytes"] = int(max(memory))
         if self._flux and self._choices != (made := call_sampler.choices()):  # else they are recorded
             self._choices = fields["flux/choices"] = made
         if self._sampled is not None:
-            fields |= self._sampled | across_ranks(result.ranks, tp, dp) | over_gpus(result.ranks)
+            fields |= self._sampled | {"flux/ranks": by_rank(result.ranks)} | over_gpus(result.ranks)
         return fields
 
 
-def across_ranks(ranks: dict[str, list[float | None]], tp: int, dp: int) -> dict[str, Any]:
-    """Return how the ranks of a sampled step differ. Which rank waited for which needs operator times."""
-    step_ms = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
-    waits = zip(step_ms, ranks["operators_ms"], ranks["reduction_ms"], strict=True)
-    own = [step - taken - (reduced or 0.0) for step, taken, reduced in waits if taken is not None]
-    slowest, spread = slowest_of(own, tp, dp) if own else (None, None)
+def by_rank(ranks: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """Return what is known of the ranks in a sampled step, a list of one value per rank each."""
+    step_ms: list[float | None] = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
     names = ("operators_ms", "reduction_ms", "peak_memory_bytes", *nvml.FIELDS)
-    return {
-        "flux/slowest_rank": slowest,
-        "flux/rank_spread_ms": spread,
-        "flux/ranks": {"step_ms": step_ms, **{name: ranks[name] for name in names if known(ranks[name])}},
-    }
-
-
-def slowest_of(own: list[float], tp: int, dp: int) -> tuple[int, float]:
-    """Return the slowest rank by ``own`` time and how far it is behind, among ranks in Megatron's order.
-
-    Own times compare within a tensor-parallel group, and between the groups of one pipeline stage by the fastest rank
-    of each; of a group that is behind as a whole, the first rank stands for all. Stages do not compare: they have other
-    work, and wait for each other in their own time.
-    """
-    groups = [own[first : first + tp] for first in range(0, len(own), tp)]
-    spreads = [max(group) - min(group) for group in groups]
-    best = [min(group) for group in groups]
-    behind = [fastest - min(best[index // dp * dp :][:dp]) for index, fastest in enumerate(best)]
-    group = max(range(len(groups)), key=lambda index: max(spreads[index], behind[index]))
-    slowest = group * tp + (groups[group].index(max(groups[group])) if spreads[group] >= behind[group] else 0)
-    return slowest, max(spreads[group], behind[group])
+    return {"step_ms": step_ms, **{name: ranks[name] for name in names if known(ranks[name])}}
 
 
 def over_gpus(ranks: dict[str, list[float | None]]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Records:
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
-            **self._measurements.fields(result, config.tp, config.dp),
+            **self._measurements.fields(result),
         }
 
     def about(self, hosts: list[str], wandb_id: str | None) -> dict[str, Any]:

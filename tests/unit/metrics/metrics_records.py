@@ -61,8 +61,6 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
         "flux/e_overlap": {call["operator"]: call["e_overlap"] for call in calls},
         "flux/calls": calls,
         "flux/choices": {"all_gather_gemm m=64 n=96 k=32 bfloat16 [n,k] tp=2": {"backend": "fused"}} if flux else {},
-        "flux/slowest_rank": ranks - 1,
-        "flux/rank_spread_ms": 1.5,
         "flux/ranks": {name: [value] * ranks for name, value in of_rank.items()},
         "flux/gpu": {"sm_clock_mhz_min": 1980.0, "power_w_max": 600.0},
         "flux/throttle_reasons": {"sw_power_cap": 1},

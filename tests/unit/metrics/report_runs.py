@@ -83,7 +83,6 @@ def cluster_variants(ranks: int = 128) -> dict[str, list[Record]]:
             steps = [time + waited for time, waited in zip(own, operators, strict=True)]
             made = sampled_record(n, flux=flux, ranks=ranks)
             made["flux/ranks"] |= {"step_ms": steps, "operators_ms": operators}
-            made |= {"flux/slowest_rank": own.index(max(own)), "flux/rank_spread_ms": max(own) - min(own)}
             made["flux/run"] |= {"nodes": NODES, "node_of_rank": [rank * 16 // ranks for rank in range(ranks)]}
             records.append(made)
     return variants

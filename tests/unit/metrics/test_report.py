@@ -151,10 +151,9 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
 def test_the_slowest_among_many_ranks() -> None:
     shown = ranks.part(cluster_variants())
     assert isinstance(shown, Part)
-    slowest = "Rank 77 on gpu-node-009.cluster.example: slowest in 16 of 24 sampled steps of flux, "
-    assert slowest in shown.caption
-    assert "(4.9 % of its own time) behind the fastest that it compares with." in shown.caption
-    assert shown.caption.endswith("Listed are the 16 slowest of 128.")
+    own = {row[0]: row[1] for row in shown.table.rows}
+    assert own["flux, rank 77 on gpu-node-009.cluster.example"] == "945.0"
+    assert shown.caption == "Listed are the 16 slowest of 128."
     assert len(shown.table.rows) == 32
 
 

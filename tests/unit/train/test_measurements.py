@@ -1,43 +1,21 @@
 """Measurements of a step, over ranks and GPUs."""
 
-import pytest
 import torch
 
 from megatron_flux import nvml
 from megatron_flux.ops import call_events as observe
 from megatron_flux.telemetry import call_sampler as sampling
-from megatron_flux.train.measurements import StepMeasurements, StepResult, across_ranks, over_gpus
+from megatron_flux.train.measurements import StepMeasurements, StepResult, by_rank, over_gpus
 
 
 def result(ranks: dict[str, list[float | None]]) -> StepResult:
     return StepResult(loss=1.0, grad_norm=1.0, lr=1.0, seconds=0.2, ranks=ranks)
 
 
-def test_the_slowest_rank_is_the_one_that_others_wait_for() -> None:
-    """All steps take equally long; rank 1 computes longest and so spends least time in operators."""
+def test_what_is_known_of_the_ranks() -> None:
     names = dict.fromkeys(("reduction_ms", "peak_memory_bytes", *nvml.FIELDS), [None] * 3)
-    found = across_ranks({"seconds": [0.2, 0.2, 0.2], "operators_ms": [60.0, 10.0, 50.0], **names}, 3, 1)
-    assert found["flux/slowest_rank"] == 1
-    assert found["flux/rank_spread_ms"] == pytest.approx(50)
-    assert found["flux/ranks"] == {"step_ms": [200.0] * 3, "operators_ms": [60.0, 10.0, 50.0]}
-
-
-@pytest.mark.parametrize(
-    ("operators", "reduction", "dp", "expected"),
-    [
-        # Two groups of a stage: both ranks of the second take 50 ms longer, the first's wait in the reduction.
-        ([40.0] * 4, [60.0, 60.0, 10.0, 10.0], 2, (2, 50.0)),
-        # Two stages, whose work differs: of the second one rank is behind.
-        ([90.0, 90.0, 10.0, 40.0], [0.0] * 4, 1, (2, 30.0)),
-    ],
-)
-def test_ranks_are_compared_with_those_of_the_same_work(
-    operators: list[float], reduction: list[float], dp: int, expected: tuple[int, float]
-) -> None:
-    names = dict.fromkeys(("peak_memory_bytes", *nvml.FIELDS), [None] * 4)
-    ranks = {"seconds": [0.2] * 4, "operators_ms": operators, "reduction_ms": reduction, **names}
-    found = across_ranks(ranks, 2, dp)
-    assert (found["flux/slowest_rank"], found["flux/rank_spread_ms"]) == pytest.approx(expected)
+    found = by_rank({"seconds": [0.2, 0.2, 0.3], "operators_ms": [60.0, 10.0, 50.0], **names})
+    assert found == {"step_ms": [200.0, 200.0, 300.0], "operators_ms": [60.0, 10.0, 50.0]}
 
 
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
@@ -46,9 +24,9 @@ def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
         with telemetry.step(iteration):
             assert not observe.watching
         values = {"peak_memory_bytes": None, **telemetry.values()}
-        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}), 2, 1)
+        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
         assert fields["flux/sampled"] is (iteration == 2)
-        found = {name: fields.get(name, "absent") for name in (*sampling.FIELDS, "flux/slowest_rank")}
+        found = {name: fields.get(name, "absent") for name in sampling.FIELDS}
         assert set(found.values()) == ({None} if iteration == 2 else {"absent"})
     assert telemetry.operator_source == "none: calls inside replayed CUDA graphs are not seen by the host"
 

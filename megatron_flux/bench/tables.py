@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import IO, Any
@@ -10,11 +9,10 @@ from typing import IO, Any
 from rich.text import Text
 
 from megatron_flux.bench.cases import Workload
-from megatron_flux.errors import UserError
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import overlap_efficiency
 from megatron_flux.metrics.table import connections, link, multicast, number, print_table
-from megatron_flux.ops.tuner import cache
+from megatron_flux.ops.tuner.cache import Entry
 
 Row = Mapping[str, Any]
 
@@ -126,48 +124,25 @@ def show_peers(summary: Row, file: IO[str] | None = None) -> None:
     )
 
 
-_KEY = re.compile(r"(?P<op>\w+) m=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) (?P<setting>.+)")
-"""The part of a key before the first bar; see :func:`megatron_flux.ops.tuner.keys.describe`."""
-
-
-def show_plans(plans: Mapping[str, Row], calls: Sequence[tuple[str, str]], file: IO[str] | None = None) -> None:
-    """Print ``plans`` of the tuner's cache, by key; ``calls`` are the rows: a model's name for a call and its key.
-
-    Raises:
-        UserError: a plan that is not the tuner's.
-    """
+def show_plans(plans: Sequence[tuple[str, str, Entry]], file: IO[str] | None = None) -> None:
+    """Print plans: of each the name of the call, its key in the tuner's cache, and the entry."""
     by_machine: dict[str, list[list[str | Text]]] = {}
-    for name, key in calls:
-        machine = ", ".join(key.split(" | ")[1:]) or "unknown machine"
-        by_machine.setdefault(machine, []).append([name, *_plan_cells(key, plans[key])])
+    for name, key, entry in plans:
+        call, _, machine = key.partition(" | ")
+        fused = min((ms for way, ms in entry.ms.items() if way.startswith("fused")), default=None)
+        before, after = entry.ms.get("reference"), entry.ms.get(entry.label)
+        gain = number(before / after if before and after else None, ".2f", "x")
+        label = Text(entry.label, style="" if entry.label == "reference" else "bold")
+        times = map(number, (before, fused, after))
+        by_machine.setdefault(machine, []).append([name, call, *times, gain, label])
     for machine, rows in by_machine.items():
         print_table(
             f"{machine}: {len(rows)} call(s)",
-            ("<call", "<op", "<setting", "m x n x k", "reference", "best fused", "plan", "gain", "<planned"),
+            ("<layer", "<call", "reference", "best fused", "plan", "gain", "<planned"),
             rows,
             "milliseconds: median when it was tuned; gain: reference / plan",
             file=file,
         )
-
-
-def _plan_cells(key: str, plan: Row) -> list[str | Text]:
-    try:
-        entry = cache.parse(key, plan)
-    except ValueError as error:
-        raise UserError(
-            f"the tuning cache has no usable plan for {key!r} ({error}); delete that entry to tune it again"
-        ) from None
-    ms, name = entry.ms, entry.label
-    call = _KEY.match(key.split(" | ")[0])
-    shape = (call["op"], call["setting"], f"{call['m']} x {call['n']} x {call['k']}") if call else (key, "-", "-")
-    fused = min((value for way, value in ms.items() if way.startswith("fused")), default=None)
-    before, after = ms.get("reference"), ms.get(name)
-    return [
-        *shape,
-        *map(number, (before, fused, after)),
-        number(before / after if before and after else None, ".2f", "x"),
-        Text(name, style="" if name == "reference" else "bold"),
-    ]
 
 
 LAYER_HEAD = ("<variant", "ms per layer", "vs te", "hidden", "exposed", "idle", "host ms", "MHz", "peak GB", "agrees")

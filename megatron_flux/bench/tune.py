@@ -129,6 +129,5 @@ def work(text: str) -> None:
     with harness.opened() as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
-        names = [(f"{case.model} {case.layer} {_how(case)}", key) for case, key, _ in done]
-        tables.show_plans({key: plan.to_json() for _, key, plan in done}, names)
+        tables.show_plans([(f"{case.model} {case.layer} {_how(case)}", key, plan) for case, key, plan in done])
         logger.info("plans: %s", wanted.cache)

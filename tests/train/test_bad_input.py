@@ -1,6 +1,5 @@
 """Bad input to train and compare: one line, exit code 2, and nothing started or written."""
 
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_flux.run import launcher
-from megatron_flux.train import data as data_module
 
 Refused = Callable[..., str]
 
@@ -71,35 +69,6 @@ def test_pairs_that_do_not_fit(refused: Refused, tmp_path: Path, corpus: Path) -
     with open(f"{_pair(cut, [5] * 500)}.bin", "r+b") as file:
         file.truncate(100)
     assert "has 100 bytes" in refused("train", "--data", cut, data=False)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "pointers", "ends", "said"),
-    [
-        # An offset that wrapped at a width that is too small: the second half of the pair is the first one again.
-        ([100] * 8, [0, 200, 400, 600] * 2, [0, 8], "sequence 4 should begin at byte 800 of the .bin, not at 0"),
-        ([100] * 8, [200, *range(200, 1600, 200)], [0, 8], "sequence 0 should begin at byte 0 of the .bin, not at 200"),
-        ([100, -100, 800], [0, 200, 0], [0, 3], "sequence 1 has length -100"),
-        ([400, 400], [0, 800], [0, 2, 1, 2], "its documents' ends do not ascend from 0"),
-        ([400, 400], [0, 800], [1, 2], "its documents' ends do not ascend from 0"),
-    ],
-)
-def test_index_that_lies(
-    refused: Refused,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: list[int],
-    pointers: list[int],
-    ends: list[int],
-    said: str,
-) -> None:
-    monkeypatch.setattr(data_module, "_CHECKED_SEQUENCES", 3)  # in parts, as a large index is
-    np.arange(800, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    parts = np.int32(lengths), np.int64(pointers), np.int64(ends)
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(ends))  # 8: uint16
-    (tmp_path / "tokens.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    line = refused("train", "--data", tmp_path / "tokens", "--set", "vocab_size=1000", data=False)
-    assert f"tokens.idx is damaged: {said}" in line
 
 
 @pytest.mark.parametrize("mode", ["online", "auto"])

@@ -31,18 +31,6 @@ SYMBOLS = {"baseline": "circle", "flux": "diamond"}
 _WIDTHS = {"baseline": 7, "flux": 2}
 _OPACITIES = {"baseline": 0.45, "flux": 1.0}
 
-TIME_PARTS = {
-    "gemm": ("GEMM", "#3a6ea5"),
-    "fused": ("fused operators", "#e08a3c"),
-    "attention": ("attention", "#7db3d8"),
-    "norm": ("norm", "#8a6bb0"),
-    "optimizer": ("optimizer", "#4f9d69"),
-    "other": ("other kernels", "#9a9a9a"),
-    "communication_exposed": ("exposed communication", "#c0392b"),
-    "idle": ("idle", "rgba(128, 128, 128, 0.25)"),
-}
-"""Name and colour of a breakdown's disjoint parts in the order of the stack."""
-
 
 def figure_of(x: str, y: str, **layout: Any) -> Figure:
     """Return an empty figure with axes titled ``x`` and ``y``; ``layout`` overrides the report's defaults."""
@@ -141,18 +129,3 @@ def step_times(variants: Variants) -> Drawn:
     above = sum(time > high for time in every)
     caption = "Open markers are warm-up or profiled steps, excluded from all statistics"
     return figure, caption + (f"; above the axis: {above}." if above else ".")
-
-
-def time_parts(breakdowns: Mapping[str, Mapping[str, float]]) -> Figure | None:
-    """Draw the parts of each named breakdown (ms per step) as a stacked bar."""
-    known = {name: parts for name, parts in breakdowns.items() if any(parts.get(key) for key in TIME_PARTS)}
-    if not known:
-        return None
-    # Room for the lines of the legend on a phone.
-    figure = figure_of("ms per step", "", barmode="stack", bargap=0.35, height=44 * len(known) + 250)
-    bars = list(reversed(known.items()))  # plotly stacks upwards: the first goes on top
-    for key, (name, colour) in TIME_PARTS.items():
-        lengths = [parts.get(key) or 0.0 for _, parts in bars]
-        if any(lengths):
-            figure.add_bar(x=lengths, y=[bar for bar, _ in bars], name=name, orientation="h", marker_color=colour)
-    return figure

@@ -16,6 +16,17 @@ from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.summary import Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
+_TIME_PARTS = {
+    "gemm": "GEMM",
+    "fused": "fused operators",
+    "attention": "attention",
+    "norm": "norm",
+    "optimizer": "optimizer",
+    "other": "other kernels",
+    "communication_exposed": "exposed communication",
+    "idle": "idle",
+}
+"""Names of a breakdown's disjoint parts."""
 _LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
@@ -98,25 +109,21 @@ def _subtitle(run: Run) -> str:
 
 
 def _breakdown(run: Run) -> Part | str:
-    found = run.breakdowns
-    figure = figures.time_parts({variant: one["parts"] for variant, one in found.items()})
-    if figure is None:
+    """Show the traced steps' time by category, in a table."""
+    if not (found := run.breakdowns):
         return "no step was traced on a GPU; --profile-steps traces some."
     about, columns = [], []
     for variant, one in found.items():
         parts, (first, last) = one["parts"], one["steps"]
         comparable = sum(parts.get(name) or 0.0 for name in ("gemm", "fused", "communication_exposed"))
         whole = (comparable, one.get("span_ms"), one.get("communication_hidden_ms"))
-        columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, figures.TIME_PARTS), *whole)])
+        columns.append([shown(ms, "{:.2f}".format) for ms in (*map(parts.get, _TIME_PARTS), *whole)])
         about.append(f"{variant}: steps {first} to {last} of rank {one['rank']}.")
     missing = [variant for variant, records in run.records.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
-    names = [name for name, _ in figures.TIME_PARTS.values()]
-    sums = [WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
-    drawn = {trace.name for trace in figure.data} | set(sums)
-    rows = [row for row in zip([*names, *sums], *columns, strict=True) if row[0] in drawn]
-    shown_as = Table(rows, head=("ms per step", *found))
-    return Part("time", "Where the time goes", figure, f"{FUSED_WAITS} {' '.join(about)}", shown_as)
+    names = [*_TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
+    table = Table(list(zip(names, *columns, strict=True)), head=("ms per step", *found))
+    return Part("time", "Where the time goes", caption=f"{FUSED_WAITS} {' '.join(about)}", table=table)
 
 
 def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:

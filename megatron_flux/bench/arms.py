@@ -1,22 +1,20 @@
 """Arms of ``bench peers``: the calls of every project that fuses a tensor-parallel GEMM with its communication.
 
 An arm tells why it cannot run a call (:meth:`Arm.why_not`) and opens its ways to run one: callables that return this
-rank's rows of the result, by setting. Opening and closing are collective. NVLink multicast is off for all arms
-(:data:`NO_MULTICAST`); one that cannot do without is left out.
+rank's rows of the result, by setting. Opening and closing are collective. NVLink multicast is off for all arms;
+one that cannot do without is left out.
 
-Sources: torch 2.11 and 2.13 (``torch.distributed._symmetric_memory``), TransformerEngine 2.11 (``module/base.py``),
-nvmath-python 1.0.0 with cuBLASMp 0.10 (``cublasmp.h``), FlashInfer 0.7.2 (``comm/all_gather_matmul``).
+Sources: torch 2.11 and 2.13 (``torch.distributed._symmetric_memory``), TransformerEngine 2.11 (``module/base.py``).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,17 +37,6 @@ Ways = dict[str, Callable[[], torch.Tensor]]
 GATHERS, SCATTERS, REDUCES = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
 SUMS = (SCATTERS, REDUCES)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
-NO_MULTICAST = MappingProxyType(
-    {
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "UB_SKIPMC": "1",
-        "CUBLASMP_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-    }
-)
-"""Environment of all arms, before any of their libraries starts."""
 
 
 @dataclass
@@ -100,10 +87,9 @@ class Arm:
     name: str
     ways: Callable[[Inputs], AbstractContextManager[Ways]]
     """Opens the calls of these operands."""
-    packages: tuple[str, ...] = ("torch",)
-    """Distributions that must be installed, as pip writes them; ``a|b``: one of them. Without any it is this one's."""
+    package: str | None = "torch"
+    """Distribution that must be installed, as pip writes it; None is this one."""
     ops: tuple[str, ...] = (GATHERS, *SUMS)
-    fp8: bool = True
     nccl: str | None = None
     """Lowest NCCL; None where the arm does not use it."""
     cpu: bool = False
@@ -113,10 +99,12 @@ class Arm:
 
     def version(self) -> str:
         """Return the versions of what runs."""
-        found = [_installed(package) or f"no {package}" for package in self.packages]
+        if self.package is None:
+            return f"megatron-flux {__version__}"
+        found = [_installed(self.package) or f"no {self.package}"]
         if self.nccl is not None and torch.cuda.is_available():
             found.append(f"nccl {_nccl()}")
-        return ", ".join(found) or f"megatron-flux {__version__}"
+        return ", ".join(found)
 
     def why_not(self, case: Case, here: Ranks) -> str | None:
         """Return why the arm cannot run ``case`` here; None if it can. Starts nothing."""
@@ -124,22 +112,21 @@ class Arm:
             return None if self.cpu else "it needs GPUs"
         if case.op not in self.ops:
             return f"it has no {case.op} that could run here (docs/peers.md)"
-        if case.fp8 is not None and not self.fp8:
-            return "it has no FP8 with one scale a tensor"
-        if missing := [package for package in self.packages if _installed(package) is None]:
-            return f"not installed: {', '.join(missing).replace('|', ' or ')}"  # or too old
+        if self.package is not None and _installed(self.package) is None:
+            return f"not installed: {self.package}"  # or too old
         if self.nccl is not None and _nccl() < Version(self.nccl):
             return f"NCCL {_nccl()} is too old for it: {self.nccl} or newer"
         return self.why(case, here)
 
 
-def _installed(requirements: str) -> str | None:
-    """Return name and version of the first of ``a|b`` that is installed."""
-    for wanted in map(Requirement, requirements.split("|")):
-        with suppress(PackageNotFoundError):
-            if wanted.specifier.contains(version(wanted.name), prereleases=True):
-                return f"{wanted.name} {version(wanted.name)}"
-    return None
+def _installed(requirement: str) -> str | None:
+    """Return name and version of what is installed; None if it is missing or too old."""
+    wanted = Requirement(requirement)
+    try:
+        found = version(wanted.name)
+    except PackageNotFoundError:
+        return None
+    return f"{wanted.name} {found}" if wanted.specifier.contains(found, prereleases=True) else None
 
 
 def _nccl() -> Version:
@@ -178,19 +165,14 @@ def nccl(inputs: Inputs) -> Iterator[Ways]:
     yield {"": serial(inputs)}
 
 
-def _nccl_pool(inputs: Inputs) -> tuple[Any, torch.cuda.MemPool]:
-    """Return the group's NCCL backend and a memory pool of its allocator (``ncclMemAlloc``)."""
-    backend: Any = inputs.here.group._get_backend(inputs.here.device)
-    return backend, torch.cuda.MemPool(backend.mem_allocator)
-
-
 @contextmanager
 def nccl_symm(inputs: Inputs) -> Iterator[Ways]:
     """Open the same in memory registered as NCCL windows, for which NCCL has other kernels.
 
     The pool is registered once all buffers are in it: not all releases of torch register later ones.
     """
-    backend, pool = _nccl_pool(inputs)
+    backend: Any = inputs.here.group._get_backend(inputs.here.device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)  # ncclMemAlloc
     with torch.cuda.use_mem_pool(pool):
         call = serial(inputs.with_copied_x())
     backend.register_mem_pool(pool, symm=True)
@@ -298,67 +280,6 @@ def _te_fp8(pair: Fp8Pair) -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def cublasmp(inputs: Inputs) -> Iterator[Ways]:
-    """Open cuBLASMp's matmul through nvmath-python, by each algorithm without multicast.
-
-    cuBLASMp is column-major: ``y.T = weight @ x.T``. It makes x a window of NCCL where NCCL has allocated it.
-    """
-    import numpy as np
-    import nvmath.distributed as nvd
-    from nvmath import CudaDataType
-    from nvmath.distributed.distribution import BlockNonCyclic, ProcessGrid
-    from nvmath.distributed.linalg.advanced import Matmul, MatmulAlgoType, MatmulEpilog, matrix_qualifiers_dtype
-
-    case, here, tp = inputs.case, inputs.here, inputs.here.group.size()
-    if nvd.get_context() is None:
-        ranks = nvd.TorchProcessGroup(device_id="cpu", torch_process_group=here.ranks)
-        nvd.initialize(here.device.index, ranks, backends=["nccl"])
-    _, pool = _nccl_pool(inputs)
-    with torch.cuda.use_mem_pool(pool):
-        x = inputs.with_copied_x().x
-    rows, columns = (BlockNonCyclic(ProcessGrid(shape=shape)) for shape in ((tp, 1), (1, tp)))
-    layout = [columns, columns, rows] if case.op == GATHERS else [rows, rows, columns]
-    qualifiers = np.zeros((3,), dtype=matrix_qualifiers_dtype)
-    qualifiers[0]["is_transpose"] = True
-    how: dict[str, Any] = {"distributions": layout, "qualifiers": qualifiers}
-    options = {}
-    if inputs.pair is not None:
-        how["quantization_scales"] = dict(zip("ba", inputs.scales, strict=True))
-        options["result_type"] = CudaDataType.CUDA_R_16BF
-    opened: dict[str, Any] = {}
-    try:
-        for algorithm in (MatmulAlgoType.SPLIT_P2P, MatmulAlgoType.NO_OVERLAP):
-            matmul = Matmul(inputs.weight.t(), x.t(), **how, options={**options, "algo_type": algorithm})
-            opened[algorithm.name.lower()] = matmul
-            matmul.plan(epilog=MatmulEpilog.ALLREDUCE if case.op == REDUCES else None)
-        yield {name: lambda run=matmul.execute: run().t() for name, matmul in opened.items()}  # type: ignore[misc]
-    finally:
-        torch.cuda.synchronize()
-        for matmul in opened.values():
-            matmul.free()
-
-
-@contextmanager
-def flashinfer(inputs: Inputs) -> Iterator[Ways]:
-    """Open FlashInfer's all-gather matmul: Triton on Hopper, cuTile on Blackwell."""
-    import torch.distributed._symmetric_memory as symm_mem
-    from flashinfer.comm import all_gather_matmul
-
-    x = symm_mem.empty(*inputs.x.shape, dtype=BF16, device=inputs.here.device).copy_(inputs.x)
-    yield {"": partial(all_gather_matmul, x, inputs.weight.t().contiguous(), inputs.here.group)}
-
-
-def _no_nvshmem(case: Case, here: Ranks) -> str | None:
-    """Return the reason of FlashInfer: another symmetric memory, or sizes that its tiles do not divide."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    if (backend := symm_mem.get_backend(here.device)) != "NVSHMEM":
-        return f"it needs torch's symmetric memory over NVSHMEM, this is {backend}: set TORCH_SYMMMEM=NVSHMEM"
-    undivided = case.m // here.group.size() % 128 or case.n % 128 or case.k % 128
-    return "its tiles of 128 do not divide the sizes" if undivided else None
-
-
-@contextmanager
 def flux(inputs: Inputs) -> Iterator[Ways]:
     """Open this project's operators as layers call them, once the tuner has decided about the call: this very m."""
     operands = (inputs.x, inputs.weight) if inputs.pair is None else (inputs.pair.x, inputs.pair.weight)
@@ -373,9 +294,6 @@ def flux(inputs: Inputs) -> Iterator[Ways]:
     yield {"": call}
 
 
-_MULTICAST = "its kernels are compiled from source for 8 GPUs and use NVLink multicast, which is off"
-_OWN_TRITON = "it is built from source with a Triton of its own; the package of its name on PyPI is empty"
-_CUBLASMP = ("nvidia-cublasmp-cu13>=0.8.1|nvidia-cublasmp-cu12>=0.8.1", "nvmath-python>=1.0", "nccl4py")
 _TWO = (GATHERS, SCATTERS)
 
 ARMS = {
@@ -384,13 +302,8 @@ ARMS = {
         Arm("nccl", nccl, nccl="2", cpu=True),
         Arm("nccl_symm", nccl_symm, nccl="2.27"),
         Arm("torch_async_tp", torch_async_tp, ops=_TWO, why=_multicast_in_torch),
-        Arm("te_userbuffers", te_userbuffers, ("transformer-engine>=2.11",), ops=_TWO),
-        Arm("cublasmp", cublasmp, _CUBLASMP, nccl="2.29.2"),
-        Arm("flashinfer", flashinfer, ("flashinfer-python>=0.7",), ops=(GATHERS,), fp8=False, why=_no_nvshmem),
-        # Never opened.
-        Arm("triton_distributed", nccl, (), why=lambda case, here: _OWN_TRITON),
-        Arm("parallelkittens", nccl, (), why=lambda case, here: _MULTICAST),
-        Arm("flux", flux, (), cpu=True),
+        Arm("te_userbuffers", te_userbuffers, "transformer-engine>=2.11", ops=_TWO),
+        Arm("flux", flux, None, cpu=True),
     )
 }
 """All arms by name, this project's last."""

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import arms, harness, tables
-from megatron_flux.bench.arms import NO_MULTICAST, Arm, Inputs
+from megatron_flux.bench.arms import Arm, Inputs
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.harness import WARMUP_STEPS, Measured, NotHereError, Ranks, Variant
 from megatron_flux.bench.options import PeersRun
@@ -56,10 +56,10 @@ def set_environment() -> None:
 
     Raises UserError: the user has switched it on.
     """
-    for name, value in NO_MULTICAST.items():
-        if os.environ.setdefault(name, value) != value:
-            raise UserError(f"{name}={os.environ[name]}: bench peers compares without NVLink multicast; unset it")
     rank.set_environment()
+    for name, value in rank.MEASURED.items():
+        if os.environ[name] != value and name != "CUDA_DEVICE_MAX_CONNECTIONS":
+            raise UserError(f"{name}={os.environ[name]}: bench peers compares without NVLink multicast; unset it")
 
 
 def reference(inputs: Inputs) -> torch.Tensor:
@@ -246,12 +246,7 @@ def run(wanted: PeersRun, group: dist.ProcessGroup, log: Callable[[str], None] =
     here = harness.ranks_of(group, device, None, 2 * wanted.timeout, log)
     cases = wanted.cases()
     here.say(f"{len(cases)} calls on {group.size()} ranks, {here.link.kind}, arms: {', '.join(wanted.arms)}")
-    about = {
-        "rounds": wanted.rounds,
-        "burst": wanted.burst,
-        "environment": environment.switches()
-        | {name: os.environ.get(name) for name in (*NO_MULTICAST, "TORCH_SYMMMEM")},
-    }
+    about = {"rounds": wanted.rounds, "burst": wanted.burst}
 
     def measured(case: Case, _: float | None) -> Measured:
         found = PeersBench(case, wanted, here).measure()

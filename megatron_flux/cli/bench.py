@@ -59,7 +59,7 @@ def tune(options: TuneOptions, dry_run: bool) -> None:
 
 
 def peers(options: PeersOptions, dry_run: bool) -> None:
-    """Time fused calls of every project that has them: NCCL, torch, TransformerEngine, cuBLASMp, ..., flux."""
+    """Time fused calls of every project that has them: NCCL, torch, TransformerEngine, flux."""
     others.set_environment()
     if not dry_run and options.device == "cuda":
         _ready_for_gpus("bench peers", "--set device=cpu tries the command, --dry-run lists the calls")

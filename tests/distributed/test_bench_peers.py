@@ -85,7 +85,7 @@ def test_rows_and_reasons(world2: WorkerPool, tmp_path: Path, capsys: pytest.Cap
         ("flux", "", 2),
     ]
     tables.show_peers(summary)
-    assert "cublasmp did not run 6 call(s): it needs GPUs" in capsys.readouterr().out
+    assert "te_userbuffers did not run 6 call(s): it needs GPUs" in capsys.readouterr().out
 
 
 def zero_a_row(_: int, right: Callable[[], torch.Tensor]) -> torch.Tensor:

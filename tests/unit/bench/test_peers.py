@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_flux.bench import arms, peers, tables
-from megatron_flux.bench.arms import ARMS, NO_MULTICAST
+from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.harness import Ranks
 from megatron_flux.bench.options import PeersRun
@@ -27,7 +27,7 @@ PEERS = ("bench", "peers")
 def run(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """The command in an empty folder, on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", *MEASURED, *NO_MULTICAST):
+    for name in ("RANK", "WORLD_SIZE", *MEASURED):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -52,7 +52,7 @@ def test_twelve_calls_of_four_m_in_two_types(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--arms", "nccl,cutlass"], ["--arms", "'cutlass'", "parallelkittens, flux"]),
+        (["--arms", "nccl,cutlass"], ["--arms", "'cutlass'", "te_userbuffers, flux"]),
         (["--model", "gpt5"], ["--model gpt5", "qwen2.5-32b"]),
         (["--op", "all_gather"], ["--op", "all_gather_gemm"]),
         (["--m", "513"], ["513 tokens", "2 GPUs"]),
@@ -64,7 +64,7 @@ def test_what_does_not_exist(run: Run, words: list[str], said: list[str]) -> Non
     assert all(part in line for part in said)
 
 
-@pytest.mark.parametrize("name", NO_MULTICAST)
+@pytest.mark.parametrize("name", sorted(MEASURED.keys() - {"CUDA_DEVICE_MAX_CONNECTIONS"}))
 def test_multicast_cannot_be_switched_on(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "7")
     assert f"{name}=7: bench peers compares without NVLink multicast" in run(*PEERS, "--dry-run", code=2)
@@ -80,9 +80,8 @@ def test_ranks_start_without_multicast(run: Run, monkeypatch: pytest.MonkeyPatch
     ((module, text, ranks),) = started
     wanted = PeersRun.model_validate_json(text)
     assert (module, ranks, wanted.arms, wanted.out) == (peers.__name__, 2, ["nccl", "flux"], Path("run"))
-    expected = {**NO_MULTICAST, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    expected = {**MEASURED, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert {name: os.environ[name] for name in expected} == expected
-    assert MEASURED.keys() <= expected.keys()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +93,6 @@ def test_ranks_start_without_multicast(run: Run, monkeypatch: pytest.MonkeyPatch
         ("torch_async_tp", "gemm_all_reduce", None, "it has no gemm_all_reduce that could run here"),
         ("torch_async_tp", "all_gather_gemm", None, "torch's symmetric memory would use NVLink multicast"),
         ("te_userbuffers", "all_gather_gemm", None, "not installed: transformer-engine>=2.11"),
-        ("flashinfer", "gemm_reduce_scatter", None, "it has no gemm_reduce_scatter that could run here"),
-        ("flashinfer", "all_gather_gemm", "current", "it has no FP8 with one scale a tensor"),
-        ("triton_distributed", "all_gather_gemm", None, "a Triton of its own"),
-        ("parallelkittens", "all_gather_gemm", None, "8 GPUs and use NVLink multicast"),
-        ("cublasmp", "all_gather_gemm", None, "nvidia-cublasmp-cu13>=0.8.1 or nvidia-cublasmp-cu12>=0.8.1, nvmath"),
     ],
 )
 def test_reasons(monkeypatch: pytest.MonkeyPatch, arm: str, op: str, fp8: Any, said: str | None) -> None:
@@ -133,11 +127,11 @@ def test_every_row_counts() -> None:
 def test_table() -> None:
     call = {"device": "H100", "model": "llama3-8b", "m": 512, "n": 14336, "k": 4096, "dtype": "bf16"}
     times = {
-        "all_gather_gemm": {"nccl": 0.5, "cublasmp": None, "flux": 0.4},
+        "all_gather_gemm": {"nccl": 0.5, "nccl_symm": None, "flux": 0.4},
         "gemm_all_reduce": {"nccl": 0.3, "flux": 0.6},
     }
     rows = [{**call, "op": op, "arm": arm, "ms": ms} for op, by_arm in times.items() for arm, ms in by_arm.items()]
-    skipped = [{**call, "op": op, "arm": "flashinfer", "reason": "not <here>"} for op in times]
+    skipped = [{**call, "op": op, "arm": "torch_async_tp", "reason": "not <here>"} for op in times]
     environment = {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     summary = {"device": "H100", "tp": 2, "link": "nvlink", "environment": environment}
     out = io.StringIO()
@@ -146,7 +140,7 @@ def test_table() -> None:
     assert lines[0] == "2 x H100, nvlink, tp = 2, 2 call(s)"
     assert "AG llama3-8b bf16 512 14336 x 4096 0.500 WRONG 0.400 flux 1.25x" in lines
     assert "AR llama3-8b bf16 512 14336 x 4096 0.300 - 0.600 nccl 0.50x" in lines
-    assert lines[-1] == "flashinfer did not run 2 call(s): not <here>"
+    assert lines[-1] == "torch_async_tp did not run 2 call(s): not <here>"
     assert "multicast off (NCCL_NVLS_ENABLE 0); CUDA_DEVICE_MAX_CONNECTIONS 8" in lines[-2]
     assert tables.peers_line({"m": 512}, [{"arm": "nccl", "ms": None}]) == "m=512: nccl - [-]"
     tables.show_peers({**summary, "rows": [], "skipped": []}, file=out)

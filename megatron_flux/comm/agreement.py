@@ -154,9 +154,8 @@ class Agreements:
 
     def _boxed(self) -> bool:
         """Return True once all ranks look into all boxes."""
-        if not self._all_look and self._boxes and all(box.looks for box in self._boxes.values()):
-            self._all_look = True
-            self._box.seal()  # type: ignore[union-attr]
+        if not self._all_look and self._boxes:
+            self._all_look = all(box.looks for box in self._boxes.values())
         return self._all_look
 
     def _find_boxes(self, messages: list[_Message]) -> None:

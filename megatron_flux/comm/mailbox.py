@@ -89,8 +89,7 @@ class OwnBox(Box):
     def __init__(self) -> None:
         """Make it. Raises OSError or ValueError."""
         handle = os.memfd_create("megatron_flux")
-        self._close = weakref.finalize(self, os.close, handle)
-        self._close.atexit = False
+        weakref.finalize(self, os.close, handle).atexit = False
         os.posix_fallocate(handle, 0, BYTES)
         super().__init__(handle)
         self._words[_TOKEN] = secrets.randbits(63)
@@ -101,10 +100,6 @@ class OwnBox(Box):
     def look(self) -> None:
         """Say that this rank looks into all boxes."""
         self._words[_LOOKS] = 1
-
-    def seal(self) -> None:
-        """Close the file: all peers have mapped it."""
-        self._close()
 
     def put(self, number: int, message: bytes) -> bool:
         """Write a message; return False if it does not fit or its slot is not free."""

@@ -233,7 +233,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/comm/agreement.py",
         "all(box.looks for box in self._boxes.values())",
         "True",
-        (f"{BOXES}::test_without_memory_on_one_rank_all_stay_with_the_store[mapping]",),
+        (f"{BOXES}::test_without_memory_on_one_rank_all_stay_with_the_store",),
     ),
     _fault(
         "a message is read that is there in parts",

@@ -6,10 +6,10 @@ box. A look into a peer's box takes a microsecond; a request to the job's store 
 Contract
     * Messages are numbered. Number n lies in slot n % :data:`SLOTS`, from :meth:`OwnBox.put` to :meth:`OwnBox.free`. A
       slot is not written again before: :meth:`OwnBox.put` returns False, as for a message that does not fit.
-    * A box says the number of its rank's newest message, wherever that is: whoever does not find it here need not look
-      elsewhere before.
+    * A box says the number of its rank's newest message, wherever that is: no other place holds a later one.
     * The file has no name, and is outside /dev/shm with its limit: peers open it as the owner's descriptor, below
-      /proc. The system frees it with the last process that maps it, however that ends.
+      /proc. The system frees it with the last process that maps it, however that ends. A rank holds a descriptor for
+      each box, and one more.
 
 Hazards
     * A processor other than x86 may show a peer's words in another order than they were written in. So a message has a
@@ -36,10 +36,8 @@ _NEWEST, _LOOKS, _TOKEN = range(3)
 _WORD = 8
 _HEAD = 2 * _WORD  # of a slot: its message's number; length and checksum
 
-
 Address = tuple[int, int, int]
-"""Where processes of the same host find a box: the owner's id and descriptor, and the token. To be pickled in no time.
-"""
+"""Where processes of its host find a box: its owner's id and descriptor, and its token."""
 
 
 class Box:

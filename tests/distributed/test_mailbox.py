@@ -36,19 +36,19 @@ class Counting:
 
 def agreed(times: int = 3) -> tuple[dist.ProcessGroup, Counting]:
     """A group that has agreed so often: ranks look into boxes when the first ends, and say so to all by the third."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    group = dist.new_group(timeout=timedelta(seconds=5))
     for number in range(times):
-        assert agreement.of_all_ranks(number, group) == [number, number]
+        both(number, group)
     one = agreement._agreements[group]
     one._store = counting = Counting(one._store)
     return group, counting
 
 
 def both(value: Any, group: dist.ProcessGroup) -> None:
-    assert agreement.of_all_ranks((value, dist.get_rank()), group) == [(value, 0), (value, 1)]
+    assert agreement.of_all_ranks((value, group.rank()), group) == [(value, rank) for rank in range(group.size())]
 
 
-@on_ranks("world2")
+@on_ranks("world")
 def test_once_the_memory_is_there_nobody_asks_the_store() -> None:
     group, counting = agreed()
     for number in range(3 * mailbox.SLOTS):

@@ -42,7 +42,7 @@ RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TRIAL = "tests/distributed/test_trial.py"
+TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_mailbox.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
 _PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
@@ -216,7 +216,31 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/comm/agreement.py",
         "if one < number and one not in unread",
         "if one < number",
-        ("tests/distributed/test_agreement.py::test_several_that_have_begun_end_in_any_order_and_leave_little",),
+        (f"{BOXES}::test_a_slot_is_not_written_again_before_a_slow_peer_has_read_it",),
+    ),
+    _fault(
+        "a slot is written again before all ranks have read it",
+        "megatron_flux/comm/mailbox.py",
+        " or number % SLOTS in self._held",
+        "",
+        (
+            f"{BOXES}::test_a_slot_is_not_written_again_before_a_slow_peer_has_read_it",
+            f"{BOXES}::test_more_than_there_are_slots_may_have_begun",
+        ),
+    ),
+    _fault(
+        "a rank writes into its box alone before all peers look into it",
+        "megatron_flux/comm/agreement.py",
+        "all(box.looks for box in self._boxes.values())",
+        "True",
+        (f"{BOXES}::test_without_memory_on_one_rank_all_stay_with_the_store",),
+    ),
+    _fault(
+        "a message is read that is there in parts",
+        "megatron_flux/comm/mailbox.py",
+        "message if _checksum(number, message) == checksum else None",
+        "message",
+        ("tests/unit/comm/test_mailbox.py::test_a_message_that_is_seen_in_parts_is_not_there",),
     ),
     _fault(
         "a call that was broken off on one rank is kept from the others",

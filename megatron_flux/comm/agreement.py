@@ -1,4 +1,5 @@
-"""Agreement between the ranks of a group on their hosts: one collective, over the job's store.
+"""Agreement between the ranks of a group on their hosts: one collective, through memory of their host or over the
+job's store.
 
 Use it for what a call does once (compare shapes, probe the link, make workspaces, tune), so that no rank raises while
 its peers wait:
@@ -9,8 +10,16 @@ its peers wait:
 * :func:`first_rank`: run a function on the first rank only (files) and broadcast its result *or its error*.
 * :func:`failures`: on which ranks something that all have just tried has failed.
 
-It uses the store and not the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs
-already wait for it in theirs, and NCCL's kernels would wait behind those.
+It does not use the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs already
+wait for it in theirs, and NCCL's kernels would wait behind those.
+
+Ways of a message
+    * Ranks of one host have boxes in shared memory (:mod:`~megatron_flux.comm.mailbox`). A rank makes its own with the
+      group's first agreement and says there where it is. Once all ranks look into all boxes, messages go that way.
+    * The store is the way before that, of groups that span hosts or lack a box, and of single messages that do not fit
+      into a slot or find none free. A box says so: its rank's newest number is one that it does not hold.
+    * So a sender alone decides about each message, and no rank has to know when its peers change over. Who cannot map
+      the others' boxes never says that it looks into them, and its group stays with the store.
 
 Contract
     * Agreements of a group are numbered on each rank as they begin, and each says what it is about. Ranks that meet in
@@ -19,6 +28,8 @@ Contract
       hangs, and the next agreement is in step again: the same call, made again on all ranks, may succeed.
     * Any number may have begun and not ended. A rank waits in one's end for peers to begin the same one, and for
       nothing else: whoever has the lowest number finds that its peers have begun it, in whatever order they end.
+    * A message stays until all ranks have read it: each says what it has begun and not ended, whoever has begun a later
+      one has read the rest. One that is never ended keeps its key in the store, or its slot.
     * A peer that does not come within the group's own time-out, or whose process has exited, is an OperatorError that
       names it. A process that exits on the same host is noticed within a second, once it has taken part in an
       agreement. Then no agreement of the group is possible any more, and each says so at once, on all ranks.
@@ -39,6 +50,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch.distributed as dist
 
+from megatron_flux.comm import mailbox
 from megatron_flux.comm.timeouts import group_timeout_s
 from megatron_flux.errors import OperatorError, one_line
 
@@ -46,9 +58,12 @@ _Result = TypeVar("_Result")
 
 _LOOK_S = 0.5
 """Seconds between two looks at the peers' processes."""
-_PAUSE_S, _MAX_PAUSE_S = 0.0001, 0.02
-_OVERSHOOT = 0.25
-"""Of the time that a peer is late: how much longer its message may lie there before it is noticed."""
+_SPIN_S = 0.0001
+"""Seconds of a wait that are spent awake: a thread that sleeps wakes up 0.05 to 0.1 ms late."""
+_MAX_PAUSE_S = 0.02
+_OVERSHOOT, _OVERSHOOT_BOXED = 0.25, 0.1
+"""Of the time that a peer is late: how much longer its message may lie in the store, or in a box, before it is
+noticed."""
 
 
 def machine() -> tuple[str, ...]:
@@ -71,6 +86,7 @@ def lives(process: psutil.Process) -> bool:
 class _Message(NamedTuple):
     about: str
     process: tuple[tuple[str, ...], int]  # its machine and id
+    box: mailbox.Address | None
     value: Any
     unread: frozenset[int]  # numbers of agreements that the sender has begun and not ended, this one among them
 
@@ -100,15 +116,24 @@ class Agreements:
         self._process = machine(), os.getpid()
         self._peers: dict[int, psutil.Process | None] = {}
         """Peers' processes on this host; None: it has exited."""
+        self._box = mailbox.make()
+        self._boxes: dict[int, mailbox.Box] | None = None
+        """Peers' boxes; empty: not all could be mapped; None: that was not tried."""
+        self._all_look = False
+        """All ranks look into all boxes."""
 
     def begin(self, value: Any, about: str) -> Callable[[], list[Any]]:
         """See :func:`begin`."""
         self._number += 1
         self._open.add(self._number)
         with self._failing(about):
-            message = pickle.dumps(_Message(about, self._process, value, frozenset(self._open)))
-            self._store.set(self._key(self._number, self._rank), message)
-        return functools.partial(self._end, self._number, about)
+            address = self._box.address if self._box is not None else None
+            message = pickle.dumps((about, self._process, address, value, frozenset(self._open)))
+            if not (self._boxed() and self._box.put(self._number, message)):  # type: ignore[union-attr]
+                self._store.set(self._key(self._number, self._rank), message)
+            if self._box is not None:
+                self._box.announce(self._number)
+        return functools.partial(self._end, self._number, about, message)
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
@@ -127,19 +152,37 @@ class Agreements:
                 raise OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}") from error
             raise
 
-    def _end(self, number: int, about: str) -> list[Any]:
-        keys = [self._key(number, rank) for rank in self._ranks]
+    def _boxed(self) -> bool:
+        """Return True once all ranks look into all boxes."""
+        if not self._all_look and self._boxes:
+            self._all_look = all(box.looks for box in self._boxes.values())
+        return self._all_look
+
+    def _find_boxes(self, messages: list[_Message]) -> None:
+        """Map the peers' boxes, if all ranks have one on this host."""
+        self._boxes, addresses = {}, dict[int, mailbox.Address]()
+        for rank, message in zip(self._ranks, messages, strict=True):
+            if message.box is not None and message.process[0] == self._process[0] and rank != self._rank:
+                addresses[rank] = message.box
+        if self._box is None or len(addresses) < len(self._ranks) - 1:  # which all ranks see
+            self._box = None
+        elif boxes := mailbox.find(list(addresses.values())):
+            self._boxes = dict(zip(addresses, boxes, strict=True))
+            self._box.look()
+
+    def _end(self, number: int, about: str, mine: bytes) -> list[Any]:
         with self._failing(about):
-            self._wait(keys, about)
-            # One request for all: the ranks of a large job would wait for each other's at the one server.
-            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            messages: list[_Message] = list(map(pickle.loads, pickled))
+            pickled = self._wait(number, about, mine)
+            messages = [_Message(*pickle.loads(pickled[rank])) for rank in self._ranks]  # noqa: S301 - our own ranks'
+            if self._boxes is None:
+                self._find_boxes(messages)
         self._open.discard(number)
         # Whoever has begun this one has begun all before it, and has read those that it has not said to be open.
         unread = frozenset[int]().union(*(message.unread for message in messages))
         for read in [one for one in self._left if one < number and one not in unread]:
             self._left.remove(read)
-            self._store.delete_key(self._key(read, self._rank))
+            if self._box is None or not self._box.free(read):
+                self._store.delete_key(self._key(read, self._rank))
         self._left.append(number)
         together, values = True, []
         for rank, message in zip(self._ranks, messages, strict=True):
@@ -158,10 +201,31 @@ class Agreements:
             )
         return values
 
-    def _wait(self, keys: list[str], about: str) -> None:
-        """Wait for all messages, without holding the store's lock: other threads use it too."""
+    def _read(self, number: int, ranks: list[int]) -> dict[int, bytes]:
+        """Return the messages of ``ranks`` that are there, those in the store only together."""
+        found, stored = dict[int, bytes](), list[int]()
+        for rank in ranks:
+            box = (self._boxes or {}).get(rank)
+            if box is not None and (message := box.get(number)) is not None:
+                found[rank] = message
+            elif box is None or box.newest >= number:
+                stored.append(rank)
+        keys = [self._key(number, rank) for rank in stored]
+        if keys and self._store.check(keys):
+            # One request for all: the ranks of a large job would wait for each other's at the one server.
+            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            found.update(zip(stored, pickled, strict=True))
+        return found
+
+    def _wait(self, number: int, about: str, mine: bytes) -> dict[int, bytes]:
+        """Wait for all messages, without holding a lock: other threads use the store, and the interpreter."""
         began = looked = time.monotonic()
-        while not self._store.check(keys):
+        found = {self._rank: mine}
+        while True:
+            missing = [rank for rank in self._ranks if rank not in found]
+            found |= self._read(number, missing)
+            if len(found) == len(self._ranks):
+                return found
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
@@ -171,15 +235,21 @@ class Agreements:
                         f"{self._store.get(self._ended).decode()}"
                     )
                 exited = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
-                missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+                for rank in missing:
+                    found |= self._read(number, [rank])
+                missing = [rank for rank in missing if rank not in found]
                 if lost := [rank for rank in missing if rank in exited]:
                     raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {lost} have ended")
-                if now - began > self._timeout_s:
+                if missing and now - began > self._timeout_s:
                     raise OperatorError(
                         f"{self._who}: {about}: no word from peer rank(s) {missing} for {self._timeout_s:g} s, the "
                         "process group's time-out"
                     )
-            time.sleep(min(max(_PAUSE_S, _OVERSHOOT * (now - began)), _MAX_PAUSE_S))
+            if now - began < _SPIN_S:
+                os.sched_yield()  # lets other threads run; a sleep of no length takes 0.07 ms
+            else:
+                overshoot = _OVERSHOOT_BOXED if self._all_look else _OVERSHOOT
+                time.sleep(min(overshoot * (now - began), _MAX_PAUSE_S))
 
 
 class OutOfStepError(OperatorError):

@@ -3,6 +3,8 @@
 * :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
 * :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
 
+What agreements go through (:mod:`~megatron_flux.comm.mailbox`) is made without this, which agrees itself.
+
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no
       peer waits for a rank that had no memory (:func:`obtain`). The memory is zero.

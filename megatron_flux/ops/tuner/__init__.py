@@ -22,8 +22,8 @@ Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
 
 Agreement
     All ranks of a group decide together: the first rank's setting, file and list count, and its file alone is written.
-    Which candidate a call runs follows from the number of calls. Once a round ranks exchange their times over the job's
-    store, and make further calls meanwhile; a time that one of them lacks counts on none. A call whose plan is known
+    Which candidate a call runs follows from the number of calls. Once a round ranks exchange their times on the host,
+    and make further calls meanwhile; a time that one of them lacks counts on none. A call whose plan is known
     asks nobody, nor does a further m of a bucket. A candidate that fails on all ranks is dropped with a log line; one
     that fails on some is an error on all, since what the others have enqueued waits.
 

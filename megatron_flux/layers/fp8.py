@@ -16,9 +16,8 @@ Two forms of a matrix ``[m, k]``
     those of the other by 128 columns.
 
 ``dy`` of a row-parallel layer
-    dgrad gathers its rows. In blocks wgrad needs other bytes, and with one scale the same ones transposed. Both are
-    gathered once more, transposed and behind dgrad's, where dgrad hides that: in blocks always (there is nothing to
-    reuse), with one scale where that takes less time than to transpose all of it (:func:`worth_two_gathers`).
+    dgrad gathers its rows. In blocks wgrad needs other bytes, which are gathered transposed, behind dgrad's. With one
+    scale the gathered rows are transposed: to gather them once more saved no time (2 x H100, results/fp8-transposed).
 """
 
 from __future__ import annotations
@@ -38,12 +37,6 @@ from megatron_flux.settings import one_queue
 GATHERED_AS = torch.bfloat16
 """Bytes are gathered in this dtype, two at a time: a gather copies, and backends know the type."""
 
-TWO_GATHERS = 3600
-"""Columns of dgrad's result from which on it hides two gathers of dy of which peers have all rows: an H100 or H200
-makes 1.4e15 operations in FP8 a second and receives 0.39e12 bytes by NVLink (results/fp8-own-rows/timeline.json)."""
-TWICE_FROM = 1 << 24
-"""Bytes of dy from which on transposing them takes longer than the host's part of another gather (20 us)."""
-
 
 class Rows(NamedTuple):
     """Bytes of a matrix and scales by rows."""
@@ -61,11 +54,13 @@ class Rows(NamedTuple):
 class PendingRows:
     """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`."""
 
-    __slots__ = ("_by_nccl", "_data", "_local", "_scales", "send")
+    __slots__ = ("_by_nccl", "_data", "_scale_inv", "_scales", "send")
 
-    def __init__(self, local: Rows, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
-        """``scales`` is None where all ranks have the same; ``by_nccl``: torch's collective gathers them."""
-        self._local, self._data, self._scales, self._by_nccl = local, data, scales, by_nccl
+    def __init__(self, scale_inv: torch.Tensor, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
+        """``scale_inv``: of the local rows. ``scales`` is None where all ranks have the same; ``by_nccl``: torch's
+        collective gathers them. The local bytes are not kept: the gather does so where it needs them.
+        """
+        self._scale_inv, self._data, self._scales, self._by_nccl = scale_inv, data, scales, by_nccl
         self.send = data.send
 
     def settle(self) -> None:
@@ -74,7 +69,7 @@ class PendingRows:
         """
         if self._scales is None or not self._by_nccl:
             return
-        if not one_queue() or capturing(self._local.data):
+        if not one_queue() or capturing(self._scale_inv):
             self._scales.wait()
 
     def wait(self) -> Rows:
@@ -82,7 +77,7 @@ class PendingRows:
         the next one that is held does.
         """
         data = self._data.wait().view(torch.uint8)
-        scales = self._local.scale_inv if self._scales is None else self._scales.wait()
+        scales = self._scale_inv if self._scales is None else self._scales.wait()
         return Rows(data, scales, self._data.transposed)
 
 
@@ -102,7 +97,7 @@ def gather(
         rows.data.view(GATHERED_AS), group, backend=backend, transposed=True, columns=rows.transposed,
         own_gathered=own_gathered, held=held,
     )  # fmt: skip
-    return PendingRows(rows, data, scales, by == "reference")
+    return PendingRows(rows.scale_inv, data, scales, by == "reference")
 
 
 def sends_transposed(rows: Rows, group: dist.ProcessGroup, backend: str) -> bool:
@@ -116,10 +111,3 @@ def sends_transposed(rows: Rows, group: dist.ProcessGroup, backend: str) -> bool
         if x.is_cuda:
             state.chosen[key] = found
     return found
-
-
-def worth_two_gathers(dy: Rows, columns: int, tp: int) -> bool:
-    """Return True if ``dy`` ``[m/tp, n]`` should be gathered twice where once would do; dgrad's result is
-    ``[m, columns]``.
-    """
-    return columns * tp >= TWO_GATHERS * (tp - 1) and dy.data.numel() * tp >= TWICE_FROM

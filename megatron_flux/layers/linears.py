@@ -253,7 +253,9 @@ class _RowParallelLinear(torch.autograd.Function):
         if need_dx and whole:
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            pending = precision.begin_dy(dy_for_wgrad, weight, linear) if need_dw else None
+            pending = precision.begin_dy(dy_for_wgrad, linear) if need_dw else None
+            if pending is not None:
+                dy_for_wgrad = None  # the local shard goes before dgrad
             whole = precision.serves_wgrad and need_dw and pending is None
             own = whole and linear.own_gathered and precision.gathered_dtype is None  # bytes are transposed anyway
             dx = ops.all_gather_gemm(

@@ -161,10 +161,9 @@ class Precision:
         """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
         return saved[4] if gathered is None else gathered
 
-    def begin_dy(self, dy: Any, weight: Any, linear: LinearState) -> Any:
+    def begin_dy(self, dy: Any, linear: LinearState) -> Any:
         """Begin to gather a row-parallel layer's ``dy`` for wgrad before dgrad, and hold the transfers back: ``send()``
-        of the result belongs behind dgrad's call. None: dgrad's gather serves, or :meth:`gather_dy`. ``weight``:
-        dgrad's.
+        of the result belongs behind dgrad's call. None: dgrad's gather serves, or :meth:`gather_dy`.
         """
         return None
 

@@ -46,7 +46,7 @@ from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
-from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed, worth_two_gathers
+from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed
 from megatron_flux.layers.precision import LinearState, Precision, Saved
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
 from megatron_flux.patch.te_wgrad import gemm_options
@@ -389,11 +389,9 @@ class Fp8Call(Precision):
         self._x_again = None
         return found
 
-    def begin_dy(self, dy: Rows, weight: Fp8Operand, linear: LinearState) -> PendingRows | None:
+    def begin_dy(self, dy: Rows, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
-        if not (self._in_blocks or worth_two_gathers(dy, weight.rows, linear.group.size())):
-            return None
-        if not sends_transposed(dy, linear.group, linear.backends.wgrad):
+        if not self._in_blocks or not sends_transposed(dy, linear.group, linear.backends.wgrad):
             return None
         return self._gather(dy, self._dy_quantizer, linear, held=True)
 

@@ -211,13 +211,6 @@ def rank_fp8_case(
     )
 
 
-@contextlib.contextmanager
-def gathers_dy_twice() -> Iterator[None]:
-    """However small it is."""
-    with mock.patch.multiple("megatron_flux.layers.fp8", TWO_GATHERS=0, TWICE_FROM=0):
-        yield
-
-
 def rank_switches(kind: str, recipes: tuple[str | None, ...]) -> None:
     require_same(fp8_case(kind), recipes)
 

@@ -1,6 +1,5 @@
 """Delayed wgrad of layers over TransformerEngine, patched against stock."""
 
-import contextlib
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -30,7 +29,6 @@ from tests.distributed.te_fp8_cases import (
     both,
     built,
     fp8_case,
-    gathers_dy_twice,
     needed,
     recipe_of,
 )
@@ -157,8 +155,8 @@ def test_an_input_without_gradient(te_world2: WorkerPool) -> None:
         te_world2.run(rank_frozen_input, kind, "twin")
 
 
-def rank_fp8(case: Case, recipe: str, backend: str, twice: bool = False) -> dict[str, int]:
-    with registered(PLANS["halves of tiles"]), gathers_dy_twice() if twice else contextlib.nullcontext():
+def rank_fp8(case: Case, recipe: str, backend: str) -> dict[str, int]:
+    with registered(PLANS["halves of tiles"]):
         config = FluxConfig(strict=True, backend=backend, fp8=True)
         stock, ours, seen = both(lambda: train(case, built(case), recipe), config)
     require_equal(stock, ours, True)
@@ -179,20 +177,13 @@ def test_fp8(te_world2: WorkerPool, kind: str, recipe: str, fusion: bool, option
 @needed
 @NEEDS_TRITON
 @pytest.mark.parametrize(
-    ("kind", "recipe", "twice"),
-    [
-        ("column", "tensorwise", False),
-        ("column", "blockwise", False),
-        ("row", "blockwise", False),
-        ("row", "delayed", False),
-        ("row", "delayed", True),
-    ],
+    ("kind", "recipe"), [("column", "tensorwise"), ("column", "blockwise"), ("row", "blockwise"), ("row", "delayed")]
 )
-def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str, twice: bool) -> None:
+def test_fp8_on_fused_kernels(te_world2: WorkerPool, kind: str, recipe: str) -> None:
     case = fp8_case(kind, delayed=True, micro_batches=MICRO_BATCHES, sizes=Sizes(64, 2, 128, 128))
-    for calls in te_world2.run(rank_fp8, case, recipe, "twin", twice):
+    for calls in te_world2.run(rank_fp8, case, recipe, "twin"):
         assert calls["all_gather_gemm/twin"] == 3
-        assert calls.get("all_gather/twin", 0) == (0 if (kind, recipe, twice) == ("row", "delayed", False) else 3)
+        assert calls.get("all_gather/twin", 0) == (0 if (kind, recipe) == ("row", "delayed") else 3)
 
 
 def gathered_again(backend: str) -> None:

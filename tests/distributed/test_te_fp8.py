@@ -31,7 +31,6 @@ from tests.distributed.te_fp8_cases import (
     fp8_case,
     fp8_megatron,
     fresh,
-    gathers_dy_twice,
     needed,
     rank_fp8_captured,
     rank_fp8_case,
@@ -181,47 +180,34 @@ def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
     te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
 
 
-TRANSPOSED = [(kind, recipe, twice) for kind, recipe in product(KINDS, RECIPES) for twice in (False, True)]
-TRANSPOSED = [how for how in TRANSPOSED if how[0] == "row" or not how[2]]
-"""What is gathered for wgrad by the fused backend, and whether a row-parallel layer's dy is, where dgrad's would do."""
-
-
-@contextlib.contextmanager
-def sent_transposed(twice: bool) -> Iterator[None]:
-    with registered(), gathers_dy_twice() if twice else contextlib.nullcontext():
-        yield
-
-
-def rank_transposed(kind: str, recipe: str, twice: bool) -> None:
-    with sent_transposed(twice):
+def rank_transposed(kind: str, recipe: str) -> None:
+    with registered():
         calls = rank_operands(kind, recipe, "twin")
-    gathers = 0 if kind == "row" and recipe != "blockwise" and not twice else 2
+    gathers = 0 if kind == "row" and recipe != "blockwise" else 2
     assert calls.get("all_gather/twin", 0) == gathers
     assert calls.get("all_gather/reference", 0) == (2 if recipe == "blockwise" else 0), "scales"
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize(("kind", "recipe", "twice"), TRANSPOSED)
-def test_what_is_sent_transposed_is_stocks_to_the_bit(
-    te_world2: WorkerPool, kind: str, recipe: str, twice: bool
-) -> None:
-    te_world2.run(rank_transposed, kind, recipe, twice)
+@each
+def test_what_is_sent_transposed_is_stocks_to_the_bit(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    te_world2.run(rank_transposed, kind, recipe)
 
 
 @NEEDS_TRITON
 @others
 def test_what_is_sent_transposed_on_four_ranks(te_world4: WorkerPool, kind: str, recipe: str) -> None:
-    te_world4.run(rank_transposed, kind, recipe, kind == "row")
+    te_world4.run(rank_transposed, kind, recipe)
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("how", ["fusion", "no fusion", "primary", "recompute", "frozen"])
-@pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks("te_world2")
-def test_training_with_a_dy_that_is_held(recipe: str, how: str) -> None:
+def test_training_with_a_dy_that_is_held(how: str) -> None:
     """All but wgrad's gathers are those of ``reference``, so that nothing is rounded otherwise."""
+    recipe = "blockwise"
     case, config = fp8_case("row", fusion=how != "no fusion", micro_batches=3), replace(FP8, wgrad="twin")
-    with sent_transposed(True):
+    with registered():
         if how == "recompute":
             rank_fp8_recompute("row", recipe, True, config)
             return
@@ -237,19 +223,18 @@ def test_training_with_a_dy_that_is_held(recipe: str, how: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks("te_world2")
 def test_x_is_gathered_beside_a_wgrad_that_reads_dy(recipe: str, ahead: bool) -> None:
-    with sent_transposed(True):
+    with registered():
         calls = rank_fp8_pair(recipe, ahead, wgrad="twin")
-    assert calls["all_gather/twin"] == 3 * 2
+    assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks("te_world2")
-def test_a_dy_is_held_until_dgrads_is_sent(recipe: str) -> None:
+def test_a_dy_is_held_until_dgrads_is_sent() -> None:
     """It begins before dgrad, so that its copies need not wait for it, and is sent behind dgrad's copies."""
     from megatron_flux import ops
 
     seen: list[str] = []
-    gather, dgrad = ops.all_gather, ops.all_gather_gemm
+    gather, dgrad, recipe = ops.all_gather, ops.all_gather_gemm, "blockwise"
 
     def begin(x: torch.Tensor, *args: Any, held: bool = False, columns: bool = False, **how: Any) -> Any:
         if columns:  # what the backend of this test does not know
@@ -268,7 +253,7 @@ def test_a_dy_is_held_until_dgrads_is_sent(recipe: str) -> None:
     case = fp8_case("row", micro_batches=1)
     with (
         fp8_megatron(),
-        sent_transposed(True),
+        registered(),
         mock.patch.object(ops, "all_gather", begin),
         mock.patch.object(ops, "all_gather_gemm", multiply),
         flux(FP8),

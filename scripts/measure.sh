@@ -90,12 +90,16 @@ for queues in 1 8 32; do
     stage "beside_$queues" 150 "CUDA_DEVICE_MAX_CONNECTIONS=$queues $ranks $GPUS -m scripts.beside_groups --out @"
 done
 stage beside_high_priority 150 "CUDA_DEVICE_MAX_CONNECTIONS= $ranks $GPUS -m scripts.beside_groups --high-priority --out @"
-tuned="$layer --preset llama3-8b,llama2-70b --seq-length 4096 --micro-batch-size 1 --num-layers 2 --fp8 none,current
-    --variants te,te_again,te_ub,flux_te,no_communication --seconds 500 --set=trace=false --out @"
-stage no_sp 590 "$tuned --no-sequence-parallel"
-stage no_sp_frozen 590 "$tuned --no-sequence-parallel --frozen"
-stage lora 590 "$tuned --lora 16"
-stage lora_qkv 590 "$tuned --lora 16 --lora-targets linear_qkv"
+tuned="$layer --preset llama3-8b,llama2-70b --seq-length 4096 --micro-batch-size 1 --num-layers 2
+    --variants te,te_again,te_ub,flux_te,no_communication --seconds 350 --set=trace=false --out @"
+for recipe in "" current; do
+    of=${recipe:+fp8_}
+    [[ -z $recipe ]] || tuned="$tuned --fp8 $recipe"
+    stage ${of}no_sp 400 "$tuned --no-sequence-parallel"
+    stage ${of}no_sp_frozen 400 "$tuned --no-sequence-parallel --frozen"
+    stage ${of}lora 400 "$tuned --lora 16"
+    stage ${of}lora_qkv 400 "$tuned --lora 16 --set=lora_targets=linear_qkv"
+done
 for mode in prefill decode; do
     stage $mode 400 "$layer --mode $mode --preset gpt3-175b,llama2-70b --seconds 350 --set=trace=false --out @"
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -37,7 +38,7 @@ def test_commands_take_their_options(gpus: int) -> None:
 
 def test_programs_are_there() -> None:
     for stage, words in stages(2):
-        for before, word in zip(words, words[1:], strict=False):
+        for before, word in itertools.pairwise(words):
             if before == "-m" and word.startswith("scripts."):
                 assert (ROOT / f"{word.replace('.', '/')}.py").is_file(), stage
             if word.startswith(("tests/", "scripts/")):

@@ -34,7 +34,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,12 +87,13 @@ class Trial:
     """What is known of the candidates of one kind of call; the same on all ranks at the end of each round."""
 
     def __init__(
-        self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0, likely: int = 1
-    ) -> None:
+        self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0, likely: int = 1,
+        ran: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled, and the first
-        until then. ``meanwhile``: number of the candidate that runs until more is known; one that is not the first has
-        run for another m. ``likely``: number of the one to take where the host is the bound, and times tell nothing.
-        The group is given with each call: its state holds trials.
+        until then. ``ran``: numbers of candidates that have run for another m. ``meanwhile``: the one of them, or the
+        first, that runs until more is known. ``likely``: the one to take where the host is the bound, and times tell
+        nothing. The group is given with each call: its state holds trials.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self._likely = min(likely, len(self.entries) - 1)
@@ -102,12 +103,12 @@ class Trial:
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
         """Of how many what is known has been sent."""
-        self.begun: dict[int, int] = {0: -1, meanwhile: -1}
+        self.begun: dict[int, int] = dict.fromkeys((0, *ran), -1)
         """By candidate, these rounds when its kernels began to be compiled."""
         self.compiled = [0] * len(entries)
         """By candidate, the last round in which all ranks said that all kernels were compiled."""
         self.failed: set[int] = set()
-        self.tried: set[int] = {0, meanwhile}
+        self.tried: set[int] = {0, *ran}
         """What a call has run; the first may fail."""
         self.futures: list[list[Future[Any]]] = [[] for _ in entries]
         self.decided: Entry | None = None
@@ -365,12 +366,13 @@ class TrialPlan(Plan):
 
     def _compile(self, call: OperatorCall) -> None:
         """Have the kernels compiled of candidates that are the first to run such a call."""
-        self._compiles, trial, y = False, self._trial, call.x.new_empty(call.result_shape, dtype=call.out)
+        self._compiles, trial = False, self._trial
         for candidate, futures in enumerate(trial.futures):
             if candidate in trial.begun or not runs(call, trial.entries[candidate]):
                 continue
             trial.begun[candidate] = trial.rounds
             try:
+                y = call.x.new_empty(call.result_shape, dtype=call.out)
                 futures += self._plan(candidate, call).compile_ahead(call, y)
             except Exception as error:  # as of any candidate that cannot run
                 failed: Future[Any] = Future()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_flux.comm import agreement
 from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, state_of
 from megatron_flux.log_once import log_once
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import alone, cache
@@ -212,7 +213,7 @@ class Tuner:
     def _trial(self, call: OperatorCall, kind: tuple[object, ...], *, full: bool) -> Trial:
         trials = self.decisions(call.group).trials
         if (trial := trials.get(kind)) is None:
-            entries, meanwhile, likely = candidates_of(call, self.backends, full=full), 0, 1
+            entries, meanwhile, likely, ran = candidates_of(call, self.backends, full=full), 0, 1, list[int]()
             if not full and (
                 near := [other for key, other in trials.items() if key[:-1] == kind[:-1] and other.decided]
             ):
@@ -222,11 +223,14 @@ class Tuner:
                     widths.setdefault(getattr(one.plan, "bn", None), one)
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
-                chosen, at_once = near[-1].decided, self.decisions(call.group).at_once
+                chosen, at_once, alike = near[-1].decided, self.decisions(call.group).at_once, call.alike
+                # Kernels of shots are compiled for few values of m.
+                any_m = [i for i, e in enumerate(entries) if not isinstance(e.plan, AllReduceConfig) or e.plan.tiles]
+                ran = [i for i in any_m if (alike, entries[i].plan) in at_once]
                 if chosen is not None:
                     likely = next((i for i, one in enumerate(entries) if one.label == chosen.label), 1)
-                    meanwhile = likely if (call.alike, chosen.plan) in at_once else 0
-            trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile, likely=likely)
+                    meanwhile = likely if likely in ran else 0
+            trial = trials[kind] = Trial(entries, words_of(call), meanwhile=meanwhile, likely=likely, ran=ran)
         return trial
 
     def _met(self, call: OperatorCall) -> Entry | None:

@@ -403,6 +403,7 @@ def test_of_further_m_what_was_chosen_before_runs_until_more_is_known(timed: Tun
         plan.run(call)
     assert timed.log[at : at + 7] == [STOCK] * 3 + [("fused", FULL[-1])] * 4
     assert timed.log[at + 7 :].count(STOCK) < 8, "when it has a turn"
+    assert timed.trials[-1].tried == set(range(len(timed.trials[-1].entries))), "all have run for another m"
     assert timed.log[-1] == ("fused", FULL[-1])
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,8 @@ def counted(name: str, call: Any) -> list[str]:
             elif files[-1:] != ["kernel"]:
                 files.append("kernel")
 
+    if dist.get_rank() == 0:
+        time.sleep(0.2)  # who comes last waits for nobody: looking for a peer's word is no part of a call
     sys.setprofile(see)
     try:
         call()

@@ -43,7 +43,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -126,35 +126,36 @@ class Agreements:
         """See :func:`begin`."""
         self._number += 1
         self._open.add(self._number)
-        with self._failing(about):
+        try:
             address = self._box.address if self._box is not None else None
             message = pickle.dumps((about, self._process, address, value, frozenset(self._open)))
-            if not (self._boxed() and self._box.put(self._number, message)):  # type: ignore[union-attr]
+            boxed = self._all_look or self._boxed()
+            if not (boxed and self._box.put(self._number, message)):  # type: ignore[union-attr]
                 self._store.set(self._key(self._number, self._rank), message)
             if self._box is not None:
                 self._box.announce(self._number)
+        except BaseException as error:
+            raise self._failed(about, error)  # noqa: B904 - from itself, or with its cause
         return functools.partial(self._end, self._number, about, message)
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
 
-    @contextlib.contextmanager
-    def _failing(self, about: str) -> Iterator[None]:
-        """Tell peers of an exception in the block, after which the group agrees on nothing any more."""
-        try:
-            yield
-        except BaseException as error:
-            failed = isinstance(error, (RuntimeError, ValueError))
-            with contextlib.suppress(RuntimeError, ValueError):
-                if not self._store.check([self._ended]):
-                    self._store.set(self._ended, f"{type(error).__name__}: {one_line(error)}")
-            if failed:  # the store goes with the process that has it
-                raise OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}") from error
-            raise
+    def _failed(self, about: str, error: BaseException) -> BaseException:
+        """Tell peers of ``error``, after which the group agrees on nothing any more; return what to raise."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            if not self._store.check([self._ended]):
+                self._store.set(self._ended, f"{type(error).__name__}: {one_line(error)}")
+        if not isinstance(error, (RuntimeError, ValueError)):
+            return error
+        # The store goes with the process that has it.
+        failed = OperatorError(f"{self._who}: {about}: the job's store failed: {one_line(error)}")
+        failed.__cause__ = error
+        return failed
 
     def _boxed(self) -> bool:
         """Return True once all ranks look into all boxes."""
-        if not self._all_look and self._boxes:
+        if self._boxes:
             self._all_look = all(box.looks for box in self._boxes.values())
         return self._all_look
 
@@ -171,11 +172,13 @@ class Agreements:
             self._box.look()
 
     def _end(self, number: int, about: str, mine: bytes) -> list[Any]:
-        with self._failing(about):
+        try:
             pickled = self._wait(number, about, mine)
             messages = [_Message(*pickle.loads(pickled[rank])) for rank in self._ranks]  # noqa: S301 - our own ranks'
             if self._boxes is None:
                 self._find_boxes(messages)
+        except BaseException as error:
+            raise self._failed(about, error)  # noqa: B904 - as in begin
         self._open.discard(number)
         # Whoever has begun this one has begun all before it, and has read those that it has not said to be open.
         unread = frozenset[int]().union(*(message.unread for message in messages))

@@ -786,8 +786,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a gather that is held begins at once",
         f"{OPS}/fused.py",
-        "            if not held:\n                self._push",
-        "            if True:\n                self._push",
+        "            if not held:\n                _send",
+        "            if True:\n                _send",
         (f"{PLANS}::test_a_gather_that_is_held_is_sent_behind_what_was_sent_since",),
     ),
     # TransformerEngine's layers in FP8.

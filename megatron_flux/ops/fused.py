@@ -69,18 +69,11 @@ class _Gathering(FusedPlan):
     def _view_scales(self, binding: Binding, call: OperatorCall, scales: list[torch.Tensor]) -> None:
         """Make views of the scales that travel with x; ``scales``: where this rank's gathered ones lie, by half."""
 
-    def _push(self, binding: Binding, x: torch.Tensor, half: int, stream: int, scales: int = 0) -> None:
-        """Enqueue the copies behind what ``stream`` has been given, and ``side.after`` behind them; ``scales``: the
-        address of those that travel with x.
-        """
-        side, push = self._side, binding.pushes[half]
-        if side is not None:
-            driver.record(side.before, stream)
-        _send(side, push, x.data_ptr(), scales)
-
 
 def _send(side: Side | None, push: Push, source: int, scales: int = 0) -> None:
-    """Enqueue copies behind ``side.before``, and ``side.after`` behind them."""
+    """Enqueue copies behind ``side.before``, which the caller has recorded, and ``side.after`` behind them; ``scales``:
+    the address of those that travel with x.
+    """
     if side is None:
         push.by_processor(source, scales)
         return
@@ -137,8 +130,10 @@ class AllGatherGemmPlan(_Gathering):
             scales = fp8.x.scale_inv.data_ptr()
         try:
             half, stream = work.claim(binding.number)
-            self._push(binding, x, half, stream, scales)
-            kernels = binding.kernels
+            kernels, side = binding.kernels, self._side
+            if side is not None:
+                driver.record(side.before, stream)
+            _send(side, binding.pushes[half], x.data_ptr(), scales)
             if kernels.together:
                 work.start(half)
             if rows := binding.rows[half]:
@@ -148,8 +143,8 @@ class AllGatherGemmPlan(_Gathering):
                 self._first(binding, call, y, half, stream, (x, weight, y, x, *others), **arrived)
             if binding.own_scales:
                 binding.own_scales[half].copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
-            if self._side is not None:
-                driver.wait(stream, self._side.after)
+            if side is not None:
+                driver.wait(stream, side.after)
             else:
                 work.check()
             if own is not None and not by_kernel:
@@ -320,10 +315,10 @@ class AllGatherPlan(_Gathering):
 
                 source = binding.places[half]
                 transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
-            if not held:
-                self._push(binding, source, half, begun)
-            elif side is not None:
+            if side is not None:
                 driver.record(side.before, begun)
+            if not held:
+                _send(side, pushes[half], source.data_ptr())
             if binding.own:
                 binding.own[half].copy_(x)
 

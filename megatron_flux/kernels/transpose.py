@@ -48,7 +48,7 @@ def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any], *, colu
     """
     (k, m), apart = out.shape, out.stride(0)
     aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0  # else Triton compiles another variant
-    grid = triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK)
+    grid = -(-m // BLOCK) * -(-k // BLOCK)  # Triton's own cdiv takes 3 us
     key = ("transpose", m, k, apart, columns, *aligned)
     arguments, constants = (x, out, m, k, apart), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
     kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, {"x": x, "out": out}, x.device)

@@ -29,7 +29,7 @@ from megatron_flux.ops.tuner import keys, tuner
 from megatron_flux.ops.tuner import trial as trials
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
-from megatron_flux.ops.tuner.trial import Trial
+from megatron_flux.ops.tuner.trial import Sample, Trial
 from tests.distributed.pool import WorkerPool, on_ranks
 
 CASES = [
@@ -96,8 +96,8 @@ def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 def begun(trial: Trial, candidate: int, rows: int, cuda: bool) -> Any:
     ms = TIMES[trial.entries[candidate].label.partition(" ")[0]]
-    trial._samples.append(sample := [candidate, 1, ms, None])
-    return lambda: sample.__setitem__(3, ms)
+    trial._samples.append(sample := Sample(candidate, 1, ms))
+    return lambda: setattr(sample, "ended", ms)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def without_gpus(cache: Path) -> Iterator[list[str]]:
 
     def begun(one: trial.Trial, candidate: int, rows: int, cuda: bool) -> Any:
         end = begin(one, candidate, rows, cuda)
-        one._samples[-1][2] = 1.0 / (candidate + 1)
+        one._samples[-1].begun = 1.0 / (candidate + 1)
         return end
 
     said = Said()

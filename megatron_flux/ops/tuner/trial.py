@@ -195,9 +195,6 @@ class Trial:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
         mine = [None if one.ended is None else (_between(one.begun, one.ended), one.busy) for one in self._samples]
         states = [_state(futures, call) for futures in self.futures]
-        for one in self._samples:
-            if one.ended is not None:
-                _free(one.begun, one.ended)
         self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
         self.rounds += 1
 
@@ -207,6 +204,8 @@ class Trial:
         answers, samples, self._samples = end(), self._samples, []
         by_sample = zip(*(times for times, _ in answers), strict=True)
         for sample, by_rank in zip(samples, by_sample, strict=True):
+            if sample.ended is not None:
+                _free(sample.begun, sample.ended)
             if None not in by_rank:
                 times, busy = zip(*by_rank, strict=True)
                 ms = max(statistics.fmean(times), 1e-6)
@@ -234,7 +233,7 @@ class Trial:
             self.decided = self.entries[self.choice].model_copy(update={"ms": by_label})
         else:
             self._waits = 0 if turns else self._waits + 1
-            gap = GAP * min(1 << self._waits, MOST_GAPS)  # in a large job all ranks ask one store
+            gap = GAP * min(1 << self._waits, MOST_GAPS)  # ranks of several hosts ask one store
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
 
     def _telling(self) -> list[Timed]:

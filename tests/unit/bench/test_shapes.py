@@ -17,8 +17,3 @@ def test_shapes_of_gpt3() -> None:
     assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
     assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
     assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)
-
-
-def test_shapes_of_llama_70b() -> None:
-    found = {c.layer: (c.n, c.k) for c in cases_of("llama2-70b", "2048", directions="forward")}
-    assert found == {"qkv": (1280, 8192), "proj": (8192, 1024), "fc1": (7168, 8192), "fc2": (8192, 3584)}

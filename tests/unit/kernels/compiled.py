@@ -180,6 +180,8 @@ class Recorded:
         self.rows: list[list[int]] = []
         """By launch: rows of each map."""
         self.sizes: list[int] = []
+        self.sized = 0, 0
+        """Threads of a CTA and bytes of its shared memory."""
 
     def tensor_maps(self, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
         assert (list(shape)[1] * dtype.itemsize) % 16 == 0
@@ -196,7 +198,7 @@ class Recorded:
         return make
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
-        assert (function, grid, stream) == (7, 132, 99)
+        assert (function, grid, stream, (threads, shared)) == (7, 132, 99, self.sized)
         both = zip(parameters, self.sizes, strict=True)
         self.rows.append([struct.unpack_from("QQ", ctypes.string_at(at, 16))[1] for at, size in both if size > 8])
         self.launched.append(
@@ -226,6 +228,7 @@ def relaunched(compiled: Any, operands: list[str], of_rows: Sequence[str] = ()) 
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
+    recorded.sized = 32 * compiled.metadata.num_warps, compiled.metadata.shared
     about = relaunch.describe(compiled)
     assert not about.why_not
     arguments = []

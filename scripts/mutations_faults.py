@@ -387,7 +387,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/metrics/summary.py",
         "[2.5, 97.5]",
         "[5, 95]",
-        ("tests/unit/metrics/test_statistics.py::test_the_interval_is_a_95_percent_one",),
+        ("tests/unit/metrics/test_summary.py::test_the_interval_is_a_95_percent_one",),
     ),
     _fault(
         "calls beside other groups start as they come",

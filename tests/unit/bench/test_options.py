@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.bench import ops, peers, tune
-from megatron_flux.bench.cases import Workload
+from megatron_flux.bench.cases import Case, Workload
 from megatron_flux.bench.options import LayerOptions, OpsRun, PeersRun, TuneRun, layer_run
 from megatron_flux.bench.variants import memory_gb
 from megatron_flux.errors import UserError
@@ -230,3 +230,18 @@ def test_memory_of_shards() -> None:
 def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         layer_run(LayerOptions(**options), 8)
+
+
+def cases_of(preset: str, tokens: str, **more: str) -> list[Case]:
+    return OpsRun(tp=8, preset=preset, tokens=tokens, **more).cases()
+
+
+def test_shapes_of_gpt3() -> None:
+    cases = cases_of("gpt3-175b", "8192")
+    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
+    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
+    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
+    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
+    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)

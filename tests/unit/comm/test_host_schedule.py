@@ -30,13 +30,12 @@ from megatron_flux.comm.host_schedule import (
     Program,
     chunks,
     default_layout,
-    exchange_source,
     exchange_steps,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import DOWN, LANES, Batch, Wait, read, store
-from megatron_flux.cuda_memory_ops import MOST, WAIT, WRITE, WordOp
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.comm.lanes import DOWN, LANES, Batch, read, store
+from megatron_flux.cuda_memory_ops import MOST, WRITE, WordOp
+from megatron_flux.errors import UserError
 
 CUTS = [0, 700, 701, 9000]
 SIZE = CUTS[-1]
@@ -208,14 +207,6 @@ def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
         assert read(ranks.regions[0] + BEGUN) == epoch
 
 
-def test_steps_of_an_exchange_fit_each_other() -> None:
-    for tp in (2, 3, 4, 8):
-        for number in range(2 * (tp - 1)):
-            sends = {rank: exchange_steps(rank, tp, 2)[number] for rank in range(tp)}
-            for rank, (peer, piece) in sends.items():
-                assert sends[exchange_source(rank, tp, peer)] == (rank, piece)
-
-
 @given(tp=st.integers(2, 8), slot_bytes=st.sampled_from([5000, 2 * MIB]), slots=st.integers(3, 6))
 def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None:
     layout = Layout(tp, slot_bytes, slots)
@@ -253,13 +244,6 @@ def test_more_than_the_driver_takes_is_refused() -> None:
         memory_ops.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
 
 
-def test_what_cuda_refuses_is_an_operator_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_ops, "_driver", lambda: Driver(801))
-    monkeypatch.setattr(memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
-    with pytest.raises(OperatorError, match=r"1 memory operations in a stream \(801\)"):
-        memory_ops.run([memory_ops.call_of(memory_ops.table([WordOp(WRITE, 0, 0)]), 7)], [])
-
-
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else does, of a flush."""
     monkeypatch.setattr(memory_ops, "_driver", Driver())
@@ -269,15 +253,3 @@ def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) 
     assert kept() is not None
     del laid_out
     assert kept() is None
-
-
-def test_the_first_wait_that_is_not_met_is_named() -> None:
-    words = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
-    at = [words.data_ptr() + 4 * i for i in range(4)]
-    batch = Batch(
-        [WordOp(WRITE, at[3], 9), WordOp(WAIT, at[0], 0), WordOp(WAIT, at[1], 1), WordOp(WAIT, at[2], 1)],
-        [Wait(5, 0), Wait(6, 0), Wait(7, 3)],
-    )
-    assert batch.unmet() == Wait(7, 3)
-    words[2] = 1
-    assert batch.unmet() is None

@@ -192,13 +192,6 @@ def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytes
     assert not plan._bindings
 
 
-def test_plain_kernels_are_launched_by_triton(gpu: Gpu) -> None:
-    gpu.backend(KernelConfig())
-    for _ in range(3):
-        ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
-    assert [one[:2] for one in gpu.done] == [("triton", "gemm_rs_kernel")] * 3
-
-
 def test_operands_that_lie_wrong_are_copied(gpu: Gpu) -> None:
     """Wherever the operands of this rank lie, it makes the same call as its peers."""
     backend = gpu.backend(SUMS["own GEMM"])
@@ -252,13 +245,6 @@ def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
     assert all(data() is None for data in memory)
     CALLS[operator](gpu)
     assert gpu.work.calls == 1
-
-
-def test_a_configuration_set_later_is_not_passed_by() -> None:
-    backend, group = FusedBackend(), group_of(2)
-    state_of(group).plans["a call"] = object()
-    backend.config = KernelConfig()
-    assert state_of(group).plans == {}
 
 
 def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,6 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
                 assert used <= 227 * 1024 - 16 * (plan.stages + plan.ring) - 64, plan.label()
 
 
-def test_label_names_what_differs() -> None:
-    assert KernelConfig().label() == "default"
-    assert KernelConfig(ws=True, bn=128).label() == "bn=128 ws=True"
-
-
 def test_warp_specialised_plans_for_hopper() -> None:
     # 2.2 rounds of whole tiles cost three; 4.4 of half ones five times 0.53.
     assert by_rule(AG, 256, 9216, 12288, 4, 132, ws=True) == KernelConfig(ws=True, group=16, bn=128, stages=6)

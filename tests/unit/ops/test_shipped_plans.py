@@ -63,13 +63,6 @@ def test_a_plan_that_the_shape_cannot_run_is_no_suggestion(shape: Shape, plan: K
     assert unmeasured(shape, H200, known) is None
 
 
-def test_unmeasured_it_is_the_very_shape_with_a_gain_on_the_very_gpu() -> None:
-    assert unmeasured(SHAPE, H200, [entry(1), entry(2, m=16384)]) == plans(1)[0]
-    assert unmeasured(SHAPE, "NVIDIA H100 80GB HBM3", [entry(1)]) is None
-    assert unmeasured(SHAPE, H200, [entry(1, m=16384)]) is None
-    assert unmeasured(SHAPE, H200, []) is None
-
-
 def test_which_gpus_begin_with_them() -> None:
     assert [suggests_for(name) for name in (H200, "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "")] == [
         True,

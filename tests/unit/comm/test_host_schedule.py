@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import random
 import weakref
@@ -30,7 +31,6 @@ from megatron_flux.comm.host_schedule import (
     Program,
     chunks,
     default_layout,
-    exchange_steps,
     progress_word,
 )  # fmt: skip
 from megatron_flux.comm.lanes import DOWN, LANES, Batch, read, store
@@ -99,23 +99,31 @@ class Ranks:
 
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
-        found = []
-        if kind == "exchange":
-            sent = [piece for part in program.parts for piece in part.pieces]
-            assert sent == exchange_steps(rank, self.tp, len(CUTS) - 1)
+        found: list[tuple[int, Callable[[], bool]]] = []
+        done = [0] * len(LANES)
         for part in program.parts:
             peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
-            for lane, batch, copies, _ in part.steps:
+            own = self.sent[rank][peer].data_ptr() + CUTS[piece]
+            for lane, batch, copies, after in part.steps:
+                if after is not None:
+                    given = sum(at == after for at, _ in found)
+                    found.append((lane, lambda after=after, given=given: done[after] >= given))
                 found += [(lane, self.word(one)) for one in driven(batch)]
-                for row, offset, host, nbytes in copies:
-                    if lane == DOWN:
-                        assert row == self.tp
-                        at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr() + CUTS[piece] + offset
-                        copy = (host, at, nbytes)
-                    else:
-                        copy = (self.theirs[rank][row].data_ptr() + offset, host, nbytes)
-                    found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
-        return found
+                for row, offset, slot, nbytes in copies:
+                    assert row != self.tp or lane == DOWN
+                    at = (own if row == self.tp else self.theirs[rank][row].data_ptr()) + offset
+                    found += [(lane, one) for one in self.copies(rank, lane, slot, at, nbytes)]
+
+        def counted(lane: int, operation: Callable[[], bool]) -> bool:
+            has_run = operation()
+            done[lane] += has_run
+            return has_run
+
+        return [(lane, functools.partial(counted, lane, operation)) for lane, operation in found]
+
+    def copies(self, rank: int, lane: int, slot: int, at: int, nbytes: int) -> list[Callable[[], bool]]:
+        copy = (slot, at, nbytes) if lane == DOWN else (at, slot, nbytes)
+        return [lambda: ctypes.memmove(*copy) is not None]
 
     @staticmethod
     def word(one: Params) -> Callable[[], bool]:

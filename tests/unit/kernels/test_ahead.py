@@ -10,15 +10,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from megatron_flux.errors import FluxError
-from tests.unit.groups import group_of
+from tests.unit.ops.test_rows import slab_call
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -34,22 +32,10 @@ def _no_child_is_left() -> Iterator[None]:
 def launch(m: int, half: int = 0) -> Any:
     """The launch of a plan as on an H100, on CPU tensors."""
     from megatron_flux.ops import hopper_arguments
-    from megatron_flux.ops.arguments import SlabCall
-    from megatron_flux.ops.call import OperatorCall
-    from megatron_flux.ops.kernel_config import KernelConfig
 
-    data = [torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)]
-    words = torch.zeros(64, dtype=torch.int32)
-    work = SimpleNamespace(
-        tp=2, rank=1, half_bytes=2 << 20, data=data, data_table=torch.zeros(2, dtype=torch.int64), flags=[words] * 2,
-        flag_table=torch.zeros(2, dtype=torch.int64),
-        arguments=lambda half: (words, words, words, 10**9, half, 1 - half, 64 * half),
-    )  # fmt: skip
-    x, weight = torch.zeros(m, 128, dtype=torch.bfloat16), torch.zeros(512, 128, dtype=torch.bfloat16)
-    call: Any = OperatorCall("gemm_reduce_scatter", x, weight, group_of(2))
-    config = KernelConfig(ws=True, stages=3, ring=4, dedicated_reducers=True)  # as many workers as m asks for
-    out = torch.zeros(m // 2, 512, dtype=torch.bfloat16)
-    return hopper_arguments.gemm_reduce_scatter(SlabCall(call, out, work, half, config, 132, {}))  # type: ignore[arg-type]
+    at = slab_call("gemm_reduce_scatter", m, "none", {})
+    at.half = half
+    return hopper_arguments.gemm_reduce_scatter(at)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux import cuda_driver, cuda_memory_ops, ops
+from megatron_flux import cuda_driver, cuda_memory_ops
 from megatron_flux.comm import host_link, host_progress
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.backend import BackendPlan
 from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.call import OperatorCall
 from tests.unit.comm.test_host_schedule import Driver, Ranks, run
 from tests.unit.groups import SizedGroup, group_of
 from tests.unit.ops.fakes import OnGpu
-from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
@@ -208,31 +206,6 @@ def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
     scene.cuda.status = 0
     with pytest.raises(OperatorError, match="broken off"):
         scene.backend.all_gather_gemm(call)
-
-
-def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
-    """Two pieces of two chunks each: four calls of the driver for a chunk, and what orders the streams."""
-    (_, group), *_ = scene.on_ranks()
-    x, w, whole, v = integers(MP, 25), integers(N, 25), integers(2 * MP, K), integers(25, K)
-    calls = (
-        OperatorCall("all_gather_gemm", x, w, group),
-        OperatorCall("gemm_reduce_scatter", whole, v, group),
-    )
-    most = {"all_gather_gemm": 64, "gemm_reduce_scatter": 82}
-    asked = {
-        "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
-        "gemm_reduce_scatter": {"record": 5, "wait": 5, "words": 12, "copy": 8, "gate": 1, "add": 1},
-    }
-    for call in calls:
-        state_of(group).plans["auto", call.spec] = plan = BackendPlan(scene.backend, call)
-        plan.counted = call.operator, "chunked"
-        more = {"return_gathered": True} if call.operator == "all_gather_gemm" else {}
-        made = functools.partial(getattr(ops, call.operator), call.x, call.weight, group, **more)
-        made()
-        scene.cuda.asked.clear()
-        functions = called(made)
-        assert len(functions) <= most[call.operator], functions
-        assert Counter(scene.cuda.asked) == asked[call.operator]
 
 
 recorded: list[tuple[int, Any]] = []

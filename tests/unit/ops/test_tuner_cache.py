@@ -122,18 +122,6 @@ def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
     assert [path.name for path in tmp_path.iterdir()] == [".tuned.json.lock"]
 
 
-def test_a_file_system_without_locks_is_said_and_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", missing)
-    cache.store(tmp_path / "tuned.json", "a", STOCK)
-    assert set(cache.load(tmp_path / "tuned.json")) == {"a"}
-    assert "cannot be locked (Function not implemented): going on without" in caplog.text
-
-
 def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
     monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))

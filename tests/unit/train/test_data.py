@@ -75,7 +75,7 @@ def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_killed_build_left_is_removed_unless_another_may_be_at_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = prepare(folder, tmp_path / "cache").prefix.parent.name
     (tmp_path / "cache" / name).rename(left := tmp_path / "cache" / f"{name}.building-1")
@@ -83,6 +83,7 @@ def test_what_a_killed_build_left_is_removed_unless_another_may_be_at_it(
         monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
     assert left.exists() is not locks
+    assert ("cannot be locked (Function not implemented): going on without" in caplog.text) is not locks
 
 
 def test_what_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None:

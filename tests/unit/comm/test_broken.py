@@ -93,19 +93,3 @@ def test_a_graph_of_half_a_call_is_spoilt_and_the_slab_stays_good(
     work.poison("all_gather", RuntimeError("in a warm-up"))
     with pytest.raises(OperatorError, match="in a warm-up"):
         claim(work, 8)
-
-
-def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    def synchronize() -> None:
-        ended.append("the stream was waited for")
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
-    work = slab(alarm, captured=True)
-    claim(work, 7)
-    work.poison("all_gather", torch.OutOfMemoryError())
-    assert len(ended) == 1
-    assert claim(work, None)

@@ -31,14 +31,14 @@ SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
 
 PROGRAM = """
 import json
-from tests.unit.kernels import compiled, compiled_all_reduce, compiled_wire
-print(json.dumps([program.main() for program in (compiled, compiled_all_reduce, compiled_wire)]))
+from tests.unit.kernels import compiled
+print(json.dumps([compiled.main(), compiled.all_reduces(), compiled.wires()]))
 """
 
 
 @pytest.fixture(scope="module")
 def printed() -> list[dict[str, Any]]:
-    """Return what the programs of this folder find, in a new process: other tests put triton into its interpreter."""
+    """Return what ``compiled`` finds, in a new process: other tests put triton into its interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)

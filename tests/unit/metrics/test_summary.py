@@ -107,17 +107,6 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
         write_summary(Path("/dev/null/missing/summary.json"), {})
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_summary(tmp_path / "summary.json", {"old": 1})
-    monkeypatch.setattr("megatron_flux.files.os.replace", fail)
-    with pytest.raises(UserError, match=r"cannot write .*No space left"):
-        write_summary(tmp_path / "summary.json", {"new": 2})
-    assert [file.read_text() for file in tmp_path.iterdir()] == ['{\n  "old": 1\n}\n']
-
-
 def test_secrets_are_found_by_name_at_any_depth() -> None:
     config = {
         **{"API_KEY": 1, "hf_Token": 1, "clientSecret": 1, "db_password": 1, "tokenizer": "bytes"},

@@ -52,9 +52,9 @@ def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.M
 
     def write(text: str) -> None:
         written.append(text)
-        if text == "full pipe":
-            done.wait(100)
-        raise OSError(28, "No space left on device")
+        if text == "full disk":
+            raise OSError(28, "No space left on device")
+        done.wait(100)
 
     def alarm(name: str, message: Callable[[], str | None]) -> Any:
         made: Any = object.__new__(watch.Alarm)

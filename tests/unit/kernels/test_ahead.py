@@ -20,19 +20,20 @@ from tests.unit.ops.test_rows import slab_call
 
 pytest.importorskip("triton", minversion="3.6")
 
+from megatron_flux import cuda_driver
+from megatron_flux.kernels import ahead
+from megatron_flux.kernels import launch as launches
+from megatron_flux.ops import hopper_arguments
+
 
 @pytest.fixture(autouse=True)
 def _no_child_is_left() -> Iterator[None]:
-    from megatron_flux.kernels import ahead
-
     yield
     ahead.end_children()
 
 
 def launch(m: int, half: int = 0) -> Any:
     """The launch of a plan as on an H100, on CPU tensors."""
-    from megatron_flux.ops import hopper_arguments
-
     at = slab_call("gemm_reduce_scatter", m, "none", {})
     at.half = half
     return hopper_arguments.gemm_reduce_scatter(at)
@@ -43,10 +44,6 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what cannot be compiled says why."""
-    from megatron_flux import cuda_driver
-    from megatron_flux.kernels import ahead
-    from megatron_flux.kernels import launch as launches
-
     loaded: list[Any] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_driver, "load", lambda *of: loaded.append(of) or 7)
@@ -68,8 +65,6 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
 
 
 def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.kernels import ahead
-
     start = ahead._START
     given = launch(512)
 
@@ -91,8 +86,6 @@ def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_child_that_hangs_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.kernels import ahead
-
     given = launch(512)
     monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ahead._Threads(1)))
     monkeypatch.setattr(ahead, "_START", "import time; time.sleep(600)")
@@ -127,7 +120,6 @@ else:
 
 def test_maps_of_one_launch_stay_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA copies them when the kernel is launched, after all have been looked up."""
-    from megatron_flux.kernels import launch as launches
 
     class Made(ctypes.c_char * 128):  # type: ignore[misc]
         pass

@@ -1,6 +1,6 @@
 """Write the option tables of docs/commands.md from the commands' models: ``python -m scripts.option_tables``.
 
-Run it when an option changes; tests/unit/project/test_option_tables.py compares. The document holds each table between
+Run it when an option changes; tests/unit/project/test_docs.py compares. The document holds each table between
 ``<!-- options COMMANDS -->`` and ``<!-- end -->``.
 """
 

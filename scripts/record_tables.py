@@ -1,6 +1,6 @@
 """Write the tables of docs/metrics.md from the record's models: ``python -m scripts.record_tables``.
 
-Run it when a field changes; tests/unit/project/test_option_tables.py compares.
+Run it when a field changes; tests/unit/project/test_docs.py compares.
 """
 
 from __future__ import annotations

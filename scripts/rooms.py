@@ -1,7 +1,7 @@
 """The rooms of the package: who imports whom, in which order, and how much there is to read.
 
 Run as ``python -m scripts.rooms``: it prints the rooms from top to bottom, each with its files, its lines and the rooms
-it imports, then everything that breaks a rule. tests/unit/project/test_rooms.py fails on imports that break one.
+it imports, then everything that breaks a rule. tests/unit/project/test_docs.py fails on imports that break one.
 
 Rules
     * imports go downwards only, those inside functions and under TYPE_CHECKING included;

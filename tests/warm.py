@@ -60,10 +60,11 @@ class Warm:
         folder = Path(self._folder.name)
         address, log = folder / "socket", folder / "log"
         self.python = folder / "python"
-        """The executable: for ``-m MODULE``, after ``-u`` at most, a fork; for anything else the real one."""
+        """The executable: for ``-m MODULE`` and scripts, maybe after ``-u``, a fork; for anything else the real one."""
         client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(address), str(self.python)])
         self.python.write_text(
-            f'#!/bin/sh\nif [ "$1" = -m ] || {{ [ "$1" = -u ] && [ "$2" = -m ]; }}; then exec {client} "$@"; fi\n'
+            f'#!/bin/sh\nfirst=$1\n[ "$1" != -u ] || first=$2\n'
+            f'case "$first" in -m | *.py) exec {client} "$@" ;; esac\n'
             f'exec {shlex.quote(sys.executable)} "$@"\n'
         )
         self.python.chmod(0o755)
@@ -178,7 +179,7 @@ def _serve(address: str) -> None:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Do what ``python -m MODULE WORDS`` does."""
+    """Do what ``python -m MODULE WORDS`` or ``python SCRIPT WORDS`` does."""
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for number, stream in enumerate(streams):
@@ -189,16 +190,20 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.executable = request["python"]
     unbuffered = request["words"][0] == "-u"
-    _, module, *_ = sys.argv = request["words"][unbuffered:]
+    sys.argv = request["words"][unbuffered:]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=os.isatty(stream.fileno()), write_through=unbuffered)
-    del sys.argv[0]
-    sys.path[0] = request["folder"]
-    for name in (module, f"{module}.__main__"):
-        sys.modules.pop(name, None)
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            sys.path[0] = request["folder"]
+            for name in (sys.argv[0], f"{sys.argv[0]}.__main__"):
+                sys.modules.pop(name, None)
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):

@@ -114,6 +114,3 @@ def test_symmetric_memory_that_cannot_be_shared_says_between_whom_and_what_to_do
         assert said.startswith("sharing 4 MiB of GPU memory among ranks [0, 1] (mapping) failed (tp rank 0: ")
         assert "invalid device ordinal; tp rank 1: " in said
         assert said.endswith("MEGATRON_FLUX_LINK=none does without")
-
-
-# A peer that never comes

@@ -2,20 +2,17 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from tests.distributed.pool import Template
 from tests.megatron_lm.stand_in import write_tree
 from tests.train.conftest import UNCOMPILED
 
@@ -81,14 +78,21 @@ def environment_of(path: tuple[Path, ...], more: dict[str, str]) -> dict[str, st
 def run(tree: Path, warm_python: str) -> Run:
     """Run ``python WORDS`` on ``processes`` ranks under torchrun, in the tree, with this checkout on the path.
 
-    torchrun itself is warm, what it starts is fresh.
+    torchrun itself is warm, what it starts is fresh, unless another ``python`` is given.
     """
 
-    def run_(*words: str, processes: int = 1, folder: Path = tree, path: tuple[Path, ...] = (), **more: str) -> Result:
-        environment = environment_of(path, {"PYTHON_EXEC": sys.executable, **UNCOMPILED, **more})
+    def run_(
+        *words: str,
+        processes: int = 1,
+        folder: Path = tree,
+        path: tuple[Path, ...] = (),
+        python: str = sys.executable,
+        **more: str,
+    ) -> Result:
+        environment = environment_of(path, {"PYTHON_EXEC": python, **UNCOMPILED, **more})
         launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         done = subprocess.run(
-            [*(launcher if processes > 1 else [sys.executable]), *words],
+            [*(launcher if processes > 1 else [python]), *words],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -101,48 +105,6 @@ def run(tree: Path, warm_python: str) -> Run:
 
 
 @pytest.fixture(scope="session")
-def run_forked(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Do what ``run`` does in ranks that begin with torch and megatron-core imported, nothing of ``megatron.training``.
-
-    Not for what happens as torch is imported.
-    """
-    template = Template("megatron.core.transformer.transformer_config", "megatron_flux.train.shims")
-    context = get_context("forkserver")
-
-    def run_(*words: str, processes: int = 1, folder: Path = tree, **more: str) -> Result:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        out, err = (tmp_path_factory.mktemp("run") / name for name in ("out", "err"))
-        ranks = []
-        for rank in range(processes):
-            layout = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            environment = environment_of((), {**there, **layout, **more})
-            ranks.append(context.Process(target=_rank, args=(words, folder, environment, out, err), daemon=True))
-            template.start(ranks[-1])
-        for process in ranks:
-            process.join(300)
-            if process.exitcode is None:
-                process.kill()
-        return Result(max(abs(process.exitcode or 0) for process in ranks), out.read_text(), err.read_text())
-
-    yield run_
-    template.stop()
-
-
-def _rank(words: tuple[str, ...], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
-    """Do what ``python WORDS`` does."""
-    from tests import uncollected
-
-    uncollected.end()
-    for stream, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    module = words[0] == "-m"
-    sys.argv = list(words[module:])
-    sys.path[:0] = [str(folder) if module else str((folder / words[0]).resolve().parent)]
-    if module:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(words[0], run_name="__main__")
+def run_forked(run: Run, warm_python: str) -> Run:
+    """Do what ``run`` does in warm ranks: not for what happens as torch is imported."""
+    return partial(run, python=warm_python)

@@ -105,11 +105,20 @@ def test_yaml(run_forked: Run, stock: Result, tmp_path: Path) -> None:
 
 
 def test_on_cpus_with_a_shared_weight(run_forked: Run) -> None:
-    """Megatron-LM's default ties the output layer to the embedding; the tool answers for CUDA, and nothing is on it."""
-    tool, words = str(ROOT / "scripts" / "megatron_lm_on_cpu.py"), (SCRIPT, *LAYOUT, "--share-weight")
+    """Megatron-LM's default ties the output layer to the embedding; the tool answers for CUDA, and nothing is on it.
+
+    Metrics go to both writers at Megatron's interval.
+    """
+    tool, words = (
+        str(ROOT / "scripts" / "megatron_lm_on_cpu.py"),
+        (SCRIPT, *LAYOUT, "--share-weight", "--tensorboard-log-interval=2"),
+    )
     stock = run_forked(tool, *words, processes=2)
     assert stock.code == 0, stock.err
     result = run_forked(tool, "-m", "megatron_flux.run", *words, "--flux", processes=2)
     assert result.code == 0, result.err
     assert result.losses == stock.losses
-    assert result.flux("active_layers") == [3, 3, 3]
+    assert [row for row in result.rows("tensorboard") if row[1] == "flux/active_layers"] == [
+        [2, "flux/active_layers", 3]
+    ]
+    assert [iteration for iteration, row in result.rows("wandb") if "flux/active_layers" in row] == [2]

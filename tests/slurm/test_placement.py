@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_flux.slurm import job, queue, render
+from megatron_flux.slurm import queue
 from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.cluster import GPUS, NODES, Cluster
@@ -162,27 +162,6 @@ def test_what_keeps_srun_from_starting_is_said(
     last = Path(found["StdOut"]).read_text().splitlines()[-1]
     assert re.search(f"^megatron-flux: error: .*{said}", last), last
     assert "--exclude" not in last, "no node is to blame"
-
-
-def test_peers_memory_that_fails_leaves_training_to_host_memory(
-    at_the_cluster: Cluster, warm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real pre-flight and training of two ranks on CPUs, where a profile cannot ask for p2p: its script can."""
-    faulty = "${@/#megatron_flux.slurm.preflight.ranks/tests.distributed.faulty_links}"
-    python = executable(tmp_path / "python", f'#!/bin/bash\nexec {warm_python} "{faulty}"\n')
-    monkeypatch.setenv("MEGATRON_FLUX_PYTHON", str(python))
-    monkeypatch.setenv("FAULT", "p2p wrong 1")
-    local = Profile.load("local", {"processes_per_node": 2})
-    resolved = job.resolve(job.Job.load("tiny", {"nodes": 1}), local, "flux", {"steps": 2, "backend": "chunked"})
-    text = render.job_script(resolved, "a test").replace("--link=none", "--link=p2p --host-tp=2")
-    file = Path("tiny.sbatch")
-    file.write_text(text.replace("\nname=", "\nlink=p2p name="))
-    number = queue.slurm("sbatch", "--parsable", str(file))
-    said = Path(at_the_cluster.wait_for_job(number)["StdOut"]).read_text()
-    failed = "peers' memory failed or took more than 10 s (rank 0 on n00 failed: OperatorError: tp rank 0 received"
-    assert re.search(r"flux's link is host: host memory [\d.]+ GB/s a rank, " + re.escape(failed), said), said
-    run = Path("runs") / f"tiny-flux-{number}" / "rep-0" / "run"
-    assert '"link": "host"' in (run / "config.json").read_text()
 
 
 def test_dry_run_submits_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""``slurm status`` for jobs that ended, that Slurm has forgotten, and that run and say nothing."""
+"""``slurm status`` for jobs that ended, that Slurm has forgotten, and that run and say nothing; and what they found."""
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
+from megatron_flux.run import folder
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.submit import environment
 from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Slurm
-from tests.unit.metrics.metrics_records import record
+from tests.unit.metrics.metrics_records import interleaved, record, write_run
 
 LAST = "slurmstepd: error: *** JOB 7 ON n00 CANCELLED AT 2026-11-22T14:20:05 DUE TO TIME LIMIT ***"
 
@@ -169,3 +171,54 @@ def test_a_job_that_never_began_says_why(at_the_cluster: Cluster, slurm: Slurm, 
     assert first == f"tiny-flux job {number}: FAILED"
     log = tmp_path / f"tiny-flux-{number}.log"
     assert second == f"    last line of {log}: megatron-flux: error: no virtual environment {tmp_path / 'gone'}"
+
+
+INFO = {"config": {"steps": 12}, "link": "nvlink", "versions": {}, "device": {}, "layout": {}, "command": "x"}
+
+
+def recorded(root: Path, index: int, flux_seconds: float, state: str | None) -> Path:
+    run = root / f"rep-{index}" / "run"
+    write_run(run, interleaved(4, {"baseline": [0.2] * 4, "flux": [flux_seconds] * 4}), INFO)
+    (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
+    if state is not None:
+        folder.write_ended(run, state, {"baseline": 12, "flux": 12})
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "gpt3-175b-compare-4711"
+
+
+def test_what_repetitions_have_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(root, 0, 0.16, "finished")
+    recorded(root, 1, 0.20, "finished")
+    recorded(root, 10, 0.10, "finished")
+    recorded(root, 2, 0.02, "stopped")
+    monkeypatch.setattr(queue, "job_states", lambda job: queue.JobStates(states={}, source="unknown"))
+    shown = "\n".join(status.describe(root, 0.0))
+    assert "flux 1.25x, no interval: " in shown
+    assert f"largest relative loss difference 0; see {root}/rep-0/run/report.html" in shown
+    assert "flux 10x" not in shown, "half a run has found nothing"
+    assert shown.endswith("speed-up of the 3 finished repetitions: median 1.250 (1.000…2.000)")
+
+
+def test_how_far_a_run_has_come(root: Path) -> None:
+    run = recorded(root, 3, 0.2, None)
+    with (run / "flux" / "metrics.jsonl").open("a") as record:
+        record.write('{"iteration": 99, "lm lo')  # being written
+    (found,) = status.repetitions(root)
+    assert found.iterations == {"baseline": 12, "flux": 12}
+    assert (found.index, found.steps, found.state, found.starts) == ("3", 12, "not ended", 1)
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder of a job"):
+        status.describe(tmp_path, 0.0)
+
+
+def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    said = cli("slurm", "submit", "--profile", "local", "--job", "tiny", code=2)
+    assert said.startswith("sbatch is not on this machine")

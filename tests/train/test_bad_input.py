@@ -81,13 +81,3 @@ def test_wandb_that_is_missing(mode: str, refused: Refused, monkeypatch: pytest.
 def test_a_bad_value_of_the_environment(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
     assert "MEGATRON_FLUX_TUNE must be one of on, off, not 'long'" in refused("train")
-
-
-def test_a_checkpoint_that_cannot_be_resumed(refused: Refused, tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "absent", "no such folder"), (tmp_path, "no checkpoint in it")):
-        line = refused("train", "--load", folder)
-        assert f"--load {folder}: {said}; give the folder that --save wrote to" in line
-    (tmp_path / "iter_0000007").mkdir()
-    assert "has no latest_checkpointed_iteration.txt; it has iteration(s) 7" in refused("train", "--load", tmp_path)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("seven")
-    assert "iteration number" in refused("train", "--load", tmp_path)

@@ -7,46 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_flux.bench import ops, tune
-from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
+from megatron_flux.bench import ops, peers, tune
+from megatron_flux.bench.cases import Case, Workload
+from megatron_flux.bench.options import LayerOptions, OpsRun, PeersRun, TuneRun, layer_run
 from megatron_flux.bench.variants import memory_gb
 from megatron_flux.errors import UserError
-from megatron_flux.run import launcher
 from megatron_flux.run.rank import MEASURED
 from megatron_flux.train.options import LORA_TARGETS
+from tests.unit.bench.conftest import Run
 
 FEW = ["--preset", "llama2-70b", "--tokens", "1024", "--directions", "forward"]
 COMMANDS = pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
-
-Run = Callable[..., str]
-
-
-@pytest.fixture
-def run(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """The command in an empty folder, on a machine without GPUs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "MEGATRON_FLUX_TUNE_CACHE", *MEASURED):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return cli
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
-    """Pretend to have GPUs, and collect what would be started."""
-
-    def have(count: int) -> list[Any]:
-        started: list[Any] = []
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(launcher, "launch", lambda *words, **more: started.append((words, more)))
-        return started
-
-    return have
 
 
 def refused(run: Run, *words: str | Path) -> str:
@@ -58,12 +30,6 @@ def refused(run: Run, *words: str | Path) -> str:
 def dry(run: Run, *words: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*words, "--dry-run"))
     return found
-
-
-def test_without_gpus(run: Run) -> None:
-    assert "needs at least two GPUs of one host, torch sees no GPU; --dry-run" in refused(run, "bench", "ops")
-    assert "torch sees no GPU; --dry-run" in refused(run, "tune")
-    assert "torch sees no GPU; --dry-run" in refused(run, "bench", "layer")
 
 
 @COMMANDS
@@ -138,17 +104,11 @@ def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) ->
     assert "--tp 8 on a machine with 4 GPU(s)" in refused(run, "tune", "--tp", "8")
 
 
-def test_a_folder_that_holds_other_files(run: Run, gpus: Callable[[int], list[Any]]) -> None:
-    gpus(2)
-    Path("thesis").mkdir()
-    Path("thesis", "chapter.txt").write_text("years of work")
-    for more in ([], ["--overwrite"], ["--dry-run"]):
-        assert "not a run folder" in refused(run, "bench", "ops", "--out", "thesis", *more)
-
-
 def test_ranks_start_with_multicast_off(
     run: Run, gpus: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for command in (["bench", "ops"], ["bench", "peers"], ["bench", "layer"], ["tune"]):
+        assert "torch sees no GPU; --" in refused(run, *command)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what the user has set stays
     started = gpus(4)
     run("bench", "ops", *FEW, "--out", "run")
@@ -168,6 +128,11 @@ def test_ranks_start_with_multicast_off(
     ((module, text, _), _) = started[0]
     tuned = TuneRun.model_validate_json(text)
     assert (module, tuned.force, tuned.cache) == (tune.__name__, True, Path.cwd() / "deep" / "tuned.json")
+    started.clear()
+    run("bench", "peers", "--out", "peers", "--arms", "nccl,flux")
+    ((module, text, ranks), _) = started[0]
+    wanted = PeersRun.model_validate_json(text)
+    assert (module, ranks, wanted.arms, wanted.out) == (peers.__name__, 4, ["nccl", "flux"], Path("peers"))
 
 
 def test_a_launchers_rank_starts_nothing(
@@ -265,3 +230,18 @@ def test_memory_of_shards() -> None:
 def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         layer_run(LayerOptions(**options), 8)
+
+
+def cases_of(preset: str, tokens: str, **more: str) -> list[Case]:
+    return OpsRun(tp=8, preset=preset, tokens=tokens, **more).cases()
+
+
+def test_shapes_of_gpt3() -> None:
+    cases = cases_of("gpt3-175b", "8192")
+    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
+    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
+    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
+    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
+    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
+    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,24 +11,11 @@ from megatron_flux.bench import arms, peers, tables
 from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.harness import Ranks
-from megatron_flux.bench.options import PeersRun
 from megatron_flux.errors import FluxError
-from megatron_flux.run import launcher
 from megatron_flux.run.rank import MEASURED
+from tests.unit.bench.conftest import Run
 
-Run = Callable[..., str]
 PEERS = ("bench", "peers")
-
-
-@pytest.fixture
-def run(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """The command in an empty folder, on a machine without GPUs."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", *MEASURED):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return cli
 
 
 def test_twelve_calls_of_four_m_in_two_types(run: Run) -> None:
@@ -68,20 +52,6 @@ def test_what_does_not_exist(run: Run, words: list[str], said: list[str]) -> Non
 def test_multicast_cannot_be_switched_on(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "7")
     assert f"{name}=7: bench peers compares without NVLink multicast" in run(*PEERS, "--dry-run", code=2)
-
-
-def test_ranks_start_without_multicast(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch sees no GPU; --set device=cpu tries the command" in run(*PEERS, code=2)
-    started: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launcher, "launch", lambda *words, **more: started.append(words))
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what the user has set stays
-    run(*PEERS, "--out", "run", "--arms", "nccl,flux")
-    ((module, text, ranks),) = started
-    wanted = PeersRun.model_validate_json(text)
-    assert (module, ranks, wanted.arms, wanted.out) == (peers.__name__, 2, ["nccl", "flux"], Path("run"))
-    expected = {**MEASURED, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert {name: os.environ[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(

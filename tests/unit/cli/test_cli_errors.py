@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,15 @@ def test_a_reader_that_leaves_is_said_in_one_line() -> None:
     lines = process.stderr.read().strip().splitlines()
     assert lines == ["megatron-flux: error: broken pipe: whatever read the output has gone"]
     assert process.wait(timeout=60) == 1
+
+
+def test_ctrl_c_while_it_is_imported_is_no_traceback() -> None:
+    command = [sys.executable, "-c", "import megatron_flux_autoload; megatron_flux_autoload.main()", "doctor"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT

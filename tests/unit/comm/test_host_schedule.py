@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import random
 import weakref
@@ -30,13 +31,11 @@ from megatron_flux.comm.host_schedule import (
     Program,
     chunks,
     default_layout,
-    exchange_source,
-    exchange_steps,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import DOWN, LANES, Batch, Wait, read, store
-from megatron_flux.cuda_memory_ops import MOST, WAIT, WRITE, WordOp
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.comm.lanes import DOWN, LANES, Batch, read, store
+from megatron_flux.cuda_memory_ops import MOST, WRITE, WordOp
+from megatron_flux.errors import UserError
 
 CUTS = [0, 700, 701, 9000]
 SIZE = CUTS[-1]
@@ -100,23 +99,31 @@ class Ranks:
 
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
-        found = []
-        if kind == "exchange":
-            sent = [piece for part in program.parts for piece in part.pieces]
-            assert sent == exchange_steps(rank, self.tp, len(CUTS) - 1)
+        found: list[tuple[int, Callable[[], bool]]] = []
+        done = [0] * len(LANES)
         for part in program.parts:
             peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
-            for lane, batch, copies, _ in part.steps:
+            own = self.sent[rank][peer].data_ptr() + CUTS[piece]
+            for lane, batch, copies, after in part.steps:
+                if after is not None:
+                    given = sum(at == after for at, _ in found)
+                    found.append((lane, lambda after=after, given=given: done[after] >= given))
                 found += [(lane, self.word(one)) for one in driven(batch)]
-                for row, offset, host, nbytes in copies:
-                    if lane == DOWN:
-                        assert row == self.tp
-                        at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr() + CUTS[piece] + offset
-                        copy = (host, at, nbytes)
-                    else:
-                        copy = (self.theirs[rank][row].data_ptr() + offset, host, nbytes)
-                    found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
-        return found
+                for row, offset, slot, nbytes in copies:
+                    assert row != self.tp or lane == DOWN
+                    at = (own if row == self.tp else self.theirs[rank][row].data_ptr()) + offset
+                    found += [(lane, one) for one in self.copies(rank, lane, slot, at, nbytes)]
+
+        def counted(lane: int, operation: Callable[[], bool]) -> bool:
+            has_run = operation()
+            done[lane] += has_run
+            return has_run
+
+        return [(lane, functools.partial(counted, lane, operation)) for lane, operation in found]
+
+    def copies(self, rank: int, lane: int, slot: int, at: int, nbytes: int) -> list[Callable[[], bool]]:
+        copy = (slot, at, nbytes) if lane == DOWN else (at, slot, nbytes)
+        return [lambda: ctypes.memmove(*copy) is not None]
 
     @staticmethod
     def word(one: Params) -> Callable[[], bool]:
@@ -208,14 +215,6 @@ def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
         assert read(ranks.regions[0] + BEGUN) == epoch
 
 
-def test_steps_of_an_exchange_fit_each_other() -> None:
-    for tp in (2, 3, 4, 8):
-        for number in range(2 * (tp - 1)):
-            sends = {rank: exchange_steps(rank, tp, 2)[number] for rank in range(tp)}
-            for rank, (peer, piece) in sends.items():
-                assert sends[exchange_source(rank, tp, peer)] == (rank, piece)
-
-
 @given(tp=st.integers(2, 8), slot_bytes=st.sampled_from([5000, 2 * MIB]), slots=st.integers(3, 6))
 def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None:
     layout = Layout(tp, slot_bytes, slots)
@@ -253,13 +252,6 @@ def test_more_than_the_driver_takes_is_refused() -> None:
         memory_ops.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
 
 
-def test_what_cuda_refuses_is_an_operator_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_ops, "_driver", lambda: Driver(801))
-    monkeypatch.setattr(memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
-    with pytest.raises(OperatorError, match=r"1 memory operations in a stream \(801\)"):
-        memory_ops.run([memory_ops.call_of(memory_ops.table([WordOp(WRITE, 0, 0)]), 7)], [])
-
-
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else does, of a flush."""
     monkeypatch.setattr(memory_ops, "_driver", Driver())
@@ -269,15 +261,3 @@ def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) 
     assert kept() is not None
     del laid_out
     assert kept() is None
-
-
-def test_the_first_wait_that_is_not_met_is_named() -> None:
-    words = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
-    at = [words.data_ptr() + 4 * i for i in range(4)]
-    batch = Batch(
-        [WordOp(WRITE, at[3], 9), WordOp(WAIT, at[0], 0), WordOp(WAIT, at[1], 1), WordOp(WAIT, at[2], 1)],
-        [Wait(5, 0), Wait(6, 0), Wait(7, 3)],
-    )
-    assert batch.unmet() == Wait(7, 3)
-    words[2] = 1
-    assert batch.unmet() is None

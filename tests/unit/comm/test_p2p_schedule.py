@@ -13,7 +13,7 @@ import torch
 from megatron_flux.comm import p2p_link, p2p_schedule
 from megatron_flux.comm.host_schedule import Program
 from megatron_flux.comm.lanes import read, store
-from megatron_flux.comm.p2p_schedule import CLOSED, IN, OUT, Islands, PeerLayout, of_rank
+from megatron_flux.comm.p2p_schedule import CLOSED, IN, OUT, Islands, PeerLayout
 from tests.unit.comm.test_host_schedule import CUTS, Ranks, driven, run
 
 BUS = "0000:3b:00.0"
@@ -39,46 +39,11 @@ class Gpus(Ranks):
         exchange = kind == "exchange"
         return p2p_schedule.program(self.layout, rank, self.regions, self.slots, CUTS, rounds, exchange=exchange)
 
-    def operations(  # type: ignore[override]
-        self, rank: int, program: Program, kind: str, islands: Islands | None
-    ) -> list[tuple[int, Callable[[], bool]]]:
-        found: list[tuple[int, Callable[[], bool]]] = []
-        if kind == "exchange":
-            order = of_rank(p2p_schedule.exchange(self.tp, islands), rank)
-            sends = [(round_.target, piece) for piece in range(len(CUTS) - 1) for round_ in order]
-            assert [piece for part in program.parts for piece in part.pieces] == sends
-        done = {OUT: 0, IN: 0}
-        for part in program.parts:
-            peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
-            for lane, batch, copies, after in part.steps:
-                if after is not None:
-                    given = sum(at == after for at, _ in found)
-                    found.append((lane, lambda after=after, given=given: done[after] >= given))
-                found += [(lane, self.word(one)) for one in driven(batch)]
-                for row, offset, slot, nbytes in copies:
-                    if lane == OUT:
-                        target = next(r for r in range(self.tp) if 0 <= slot - self.slots[r] < self.layout.device_bytes)
-                        if row == self.tp:
-                            at = self.sent[rank][peer if kind == "exchange" else 0].data_ptr()
-                            at += CUTS[piece] if kind == "exchange" else 0
-                        else:
-                            at = self.theirs[rank][row].data_ptr()
-                        found += [(lane, one) for one in self.push(rank, target, (slot, at + offset, nbytes))]
-                    else:
-                        copy = (self.theirs[rank][row].data_ptr() + offset, slot, nbytes)
-                        found.append((lane, lambda copy=copy: ctypes.memmove(*copy) is not None))
-        counted = []
-        for lane, operation in found:
+    def copies(self, rank: int, lane: int, slot: int, at: int, nbytes: int) -> list[Callable[[], bool]]:
+        if lane == IN:
+            return super().copies(rank, lane, slot, at, nbytes)
+        target = next(r for r in range(self.tp) if 0 <= slot - self.slots[r] < self.layout.device_bytes)
 
-            def one(lane: int = lane, operation: Callable[[], bool] = operation) -> bool:
-                has_run = operation()
-                done[lane] += has_run
-                return has_run
-
-            counted.append((lane, one))
-        return counted
-
-    def push(self, rank: int, target: int, copy: tuple[int, int, int]) -> list[Callable[[], bool]]:
         def begin() -> bool:
             assert rank not in self.outbound
             assert target not in self.inbound, "two write into a GPU at once"
@@ -87,7 +52,7 @@ class Gpus(Ranks):
             return True
 
         def end() -> bool:
-            ctypes.memmove(*copy)
+            ctypes.memmove(slot, at, nbytes)
             self.outbound.remove(rank)
             self.inbound.remove(target)
             return True
@@ -108,7 +73,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
                 gpus.fill(seed)
                 queues = []
                 for rank in range(tp):
-                    every = gpus.operations(rank, programs[kind][rank], kind, islands)
+                    every = gpus.operations(rank, programs[kind][rank], kind)
                     lanes = [[one for at, one in every if one_queue or at == lane] for lane in (OUT, IN)]
                     queues += lanes[:1] if one_queue else lanes
                 run(queues, rng)

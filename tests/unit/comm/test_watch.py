@@ -1,12 +1,10 @@
 """The alarms that the watching thread looks through, while others come and go; how long waits may last."""
 
-import contextlib
-import os
-import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,53 +46,39 @@ def test_alarms_come_and_go_beside_the_watching_thread() -> None:
     assert alarm not in watch._watched()
 
 
-OUTLIVES = """
-import os, sys, time, torch
-from types import SimpleNamespace
-from megatron_flux.comm import timeouts
-timeouts.dist.get_rank = lambda: 0
-timeouts.dist.get_process_group_ranks = lambda group: [0, 1]
-class Failing(timeouts.Alarm):
-    def message(self):
-        self._told = True
-        1 / 0
-class Last(timeouts.Alarm):
-    def tell(self):
-        os.write(1, b"looked at\\n")
-        os._exit(0)
-def alarm(kind):
-    made = kind(SimpleNamespace(rank=lambda: 0), torch.device("cpu"))
-    made.view[:6] = 1, 1, 1, 0, 5, 4
-    made.open()
-    return made
-timeouts._start()
-for stderr in (os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), os.open("/dev/full", os.O_RDWR), int(sys.argv[2])):
-    os.dup2(stderr, 2)
-    kept = [alarm(kind) for kind in (timeouts.Alarm, timeouts.Alarm, Failing)]
-    deadline = time.monotonic() + 20
-    while not all(one._told for one in kept) and time.monotonic() < deadline:
+def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, a full pipe, in which writing stands still, and looks that fail."""
+    written, looked_at, done = [], threading.Event(), threading.Event()
+
+    def write(text: str) -> None:
+        written.append(text)
+        if text == "full disk":
+            raise OSError(28, "No space left on device")
+        done.wait(100)
+
+    def alarm(name: str, message: Callable[[], str | None]) -> Any:
+        made: Any = object.__new__(watch.Alarm)
+        made._told, made.name = False, name
+        made.message = message
+        made.open()
+        return made
+
+    monkeypatch.setattr(watch, "_write", write)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    kept = [alarm(name, lambda name=name: name) for name in ("full pipe", "full disk")]
+    kept.append(alarm("failing", lambda: 1 / 0))  # type: ignore[arg-type, return-value]
+    watch._start()
+    deadline = time.monotonic() + 10
+    while len(written) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.3)  # for the thread that writes
-kept = alarm(Last)
-time.sleep(20)
-"""
-
-
-def test_the_watching_thread_outlives_what_it_cannot_write(tmp_path: Path) -> None:
-    """A file, a full disk, and last a full pipe, in which writing stands still; and looks that fail."""
-    file, (reader, writer) = tmp_path / "stderr", os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(4096))
-    os.set_blocking(writer, True)
-    words = [sys.executable, "-c", OUTLIVES, str(file), str(writer)]
-    environment = {**os.environ, "MEGATRON_FLUX_TIMEOUT_S": "7"}
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, pass_fds=[writer], timeout=100)
-    os.close(reader)
-    os.close(writer)
-    assert done.stdout == b"looked at\n"
-    assert file.read_text().count("all_gather_gemm timed out after 7 s waiting for peer rank 1") == 2, "once each"
+    kept.append(alarm("last", looked_at.set))  # type: ignore[arg-type]
+    try:
+        assert looked_at.wait(20)
+    finally:
+        done.set()
+        for one in kept:
+            one.close()
+    assert sorted(written) == ["full disk", "full pipe"], "once each"
 
 
 @pytest.mark.parametrize("backend", [None, SimpleNamespace(options=SimpleNamespace())], ids=["no backend", "no option"])

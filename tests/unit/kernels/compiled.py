@@ -28,9 +28,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import launch as relaunch
+from megatron_flux.kernels.all_reduce import NOT_READY, gemm_one_shot_kernel, one_shot_kernel, two_shot_kernel
+from megatron_flux.kernels.gate import gate_kernel
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
+from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
+from megatron_flux.kernels.wire_format import GROUP, TINY, TOP
+from megatron_flux.kernels.wire_kernels import ADDING, ROTATING, ROUND, add_kernel, decode_kernel, encode_kernel
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from tests.ptx import missing_fences, missing_in_plain
 
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
@@ -180,6 +186,8 @@ class Recorded:
         self.rows: list[list[int]] = []
         """By launch: rows of each map."""
         self.sizes: list[int] = []
+        self.sized = 0, 0
+        """Threads of a CTA and bytes of its shared memory."""
 
     def tensor_maps(self, dtype: torch.dtype, shape: Any, strides: Any, box: Any, swizzle: int) -> Any:
         assert (list(shape)[1] * dtype.itemsize) % 16 == 0
@@ -196,7 +204,7 @@ class Recorded:
         return make
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: Any) -> None:
-        assert (function, grid, stream) == (7, 132, 99)
+        assert (function, grid, stream, (threads, shared)) == (7, 132, 99, self.sized)
         both = zip(parameters, self.sizes, strict=True)
         self.rows.append([struct.unpack_from("QQ", ctypes.string_at(at, 16))[1] for at, size in both if size > 8])
         self.launched.append(
@@ -226,6 +234,7 @@ def relaunched(compiled: Any, operands: list[str], of_rows: Sequence[str] = ()) 
     recorded = Recorded()
     relaunch.driver = recorded
     recorded.sizes = relaunch.parameter_sizes(compiled.asm["ptx"], compiled.metadata.name)
+    recorded.sized = 32 * compiled.metadata.num_warps, compiled.metadata.shared
     about = relaunch.describe(compiled)
     assert not about.why_not
     arguments = []
@@ -330,3 +339,84 @@ def main() -> dict[str, dict[str, Any]]:
             "specialised": sorted(one.name for one in KERNELS[op].params if not one.do_not_specialize),
         }
     return found
+
+
+TYPES = POINTERS | {"y": "*bf16", **dict.fromkeys(("x", *(f"d{i}" for i in range(8))), "*i16")}
+
+
+def sums(shots: int, capability: int, tp: int) -> Any:
+    kernel = one_shot_kernel if shots == 1 else two_shot_kernel
+    config = AllReduceConfig(shots=shots)
+    constants = {"TP": tp, "BLOCK": config.block, "NOT_READY": NOT_READY[2], "CPU": False}
+    return compiled(ASTSource, kernel, TYPES, constants | {"DTYPE": tl.bfloat16}, capability, num_warps=config.warps)
+
+
+def own_gemm(config: AllReduceConfig, capability: int, transposed: bool) -> Any:
+    tma, (bm, bn, bk) = capability >= 90, (config.bm, config.bn, config.bk)
+    constants = {
+        "TP": 4, "BM": bm, "BN": bn, "BK": bk, "ROWS": config.rows_at_a_time, "TRANSPOSED": transposed,
+        "TMA": tma, "NOT_READY": NOT_READY[2], "CPU": False, "DTYPE": tl.bfloat16,
+    }  # fmt: skip
+    types = TYPES | {"a": "*bf16", "b": "*bf16"}
+    if tma:
+        rows, columns = (bk, bn) if transposed else (bn, bk)
+        types |= {"a": f"tensordesc<bf16[{bm}, {bk}]>", "b": f"tensordesc<bf16[{rows}, {columns}]>"}
+    how = {"num_warps": config.warps, "num_stages": config.stages}
+    return compiled(ASTSource, gemm_one_shot_kernel, types, constants, capability, **how)
+
+
+def all_reduces() -> dict[str, Any]:
+    """Kernels of gemm_all_reduce: parameters of a launch without Triton, and bytes of shared memory."""
+    found: dict[str, Any] = {}
+    for capability in (80, 90):
+        kernels = {f"{shots} shot(s), {tp} ranks": sums(shots, capability, tp) for shots in (1, 2) for tp in (2, 8)}
+        operands = {name: ["x", "y"] for name in kernels}
+        for config in (AllReduceConfig(own_gemm=True), AllReduceConfig(own_gemm=True, bm=64, bn=128, bk=64, stages=4)):
+            for transposed in (False, True):
+                name = f"own GEMM, {config.bm} rows{', transposed' * transposed}"
+                kernels[name], operands[name] = own_gemm(config, capability, transposed), ["a", "b", "y"]
+        for name, kernel in kernels.items():
+            found[f"{capability / 10} {name}"] = {
+                "relaunched": relaunched(kernel, operands[name]),
+                "shared": kernel.metadata.shared,
+            }
+    found["not specialised"] = [p.name for p in gemm_one_shot_kernel.params if p.do_not_specialize]
+    return found
+
+
+SIZES, WARPS = {"BLOCKS": ROTATING[0], "GROUP": GROUP}, ROTATING[1]
+
+
+def kernels(capability: int) -> dict[str, Any]:
+    made = {"gate": compiled(ASTSource, gate_kernel, {"err": "*i32"}, {"CPU": False}, capability, num_warps=1)}
+    types = {"x": "*bf16", "local": "*bf16", "y": "*bf16", "numbers": "*i8", "scales": "*fp32"}
+    top = {"TOP": TOP, "TINY": TINY, "ROUND": ROUND, **SIZES}
+    made["encode int8"] = compiled(ASTSource, encode_kernel, types, top, capability, num_warps=WARPS)
+    made["decode int8"] = compiled(ASTSource, decode_kernel, types, SIZES, capability, num_warps=WARPS)
+    sums = {"TP": 8, "SCALED": True, **SIZES}
+    made["add int8"] = compiled(ASTSource, add_kernel, types, sums, capability, num_warps=WARPS)
+    types = dict.fromkeys(("numbers", "scales", "local", "y"), "*bf16")
+    exact = {"TP": 8, "SCALED": False, "BLOCKS": ADDING[0], "GROUP": GROUP}
+    made["add exact"] = compiled(ASTSource, add_kernel, types, exact, capability, num_warps=ADDING[1])
+    types = dict.fromkeys(("x", "out"), "*u8")
+    for name, columns in (("transpose", False), ("columns", True)):
+        sizes = {"COLUMNS": columns, "BLOCK": BLOCK}
+        made[name] = compiled(ASTSource, transpose_kernel, types, sizes, capability, num_warps=4)
+    return made
+
+
+def about(made: Any) -> dict[str, Any]:
+    ptx = made.asm["ptx"]
+    return {
+        "parameters": relaunch.parameter_sizes(ptx, made.metadata.name),
+        "traps": ptx.count("trap;"),
+        "products": len(re.findall(r"mma\S*\.sync\.aligned\.m\d+n\d+k16\S*\.bf16", ptx)),
+        "spilled": assembled(ptx, "sm_90a" if ".target sm_90a" in ptx else "sm_80")[0],
+        "shared": made.metadata.shared,
+        "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx))),
+    }
+
+
+def wires() -> dict[str, Any]:
+    """Kernels of the wire, the gate and the transpose, as a launch without Triton sees them."""
+    return {f"{cap} {name}": about(made) for cap in (80, 90) for name, made in kernels(cap).items()}

@@ -10,46 +10,33 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from megatron_flux.errors import FluxError
-from tests.unit.groups import group_of
+from tests.unit.ops.test_rows import slab_call
 
 pytest.importorskip("triton", minversion="3.6")
+
+from megatron_flux import cuda_driver
+from megatron_flux.kernels import ahead
+from megatron_flux.kernels import launch as launches
+from megatron_flux.ops import hopper_arguments
 
 
 @pytest.fixture(autouse=True)
 def _no_child_is_left() -> Iterator[None]:
-    from megatron_flux.kernels import ahead
-
     yield
     ahead.end_children()
 
 
 def launch(m: int, half: int = 0) -> Any:
     """The launch of a plan as on an H100, on CPU tensors."""
-    from megatron_flux.ops import hopper_arguments
-    from megatron_flux.ops.arguments import SlabCall
-    from megatron_flux.ops.call import OperatorCall
-    from megatron_flux.ops.kernel_config import KernelConfig
-
-    data = [torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)]
-    words = torch.zeros(64, dtype=torch.int32)
-    work = SimpleNamespace(
-        tp=2, rank=1, half_bytes=2 << 20, data=data, data_table=torch.zeros(2, dtype=torch.int64), flags=[words] * 2,
-        flag_table=torch.zeros(2, dtype=torch.int64),
-        arguments=lambda half: (words, words, words, 10**9, half, 1 - half, 64 * half),
-    )  # fmt: skip
-    x, weight = torch.zeros(m, 128, dtype=torch.bfloat16), torch.zeros(512, 128, dtype=torch.bfloat16)
-    call: Any = OperatorCall("gemm_reduce_scatter", x, weight, group_of(2))
-    config = KernelConfig(ws=True, stages=3, ring=4, dedicated_reducers=True)  # as many workers as m asks for
-    out = torch.zeros(m // 2, 512, dtype=torch.bfloat16)
-    return hopper_arguments.gemm_reduce_scatter(SlabCall(call, out, work, half, config, 132, {}))  # type: ignore[arg-type]
+    at = slab_call("gemm_reduce_scatter", m, "none", {})
+    at.half = half
+    return hopper_arguments.gemm_reduce_scatter(at)
 
 
 @pytest.mark.slow
@@ -57,10 +44,6 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what cannot be compiled says why."""
-    from megatron_flux import cuda_driver
-    from megatron_flux.kernels import ahead
-    from megatron_flux.kernels import launch as launches
-
     loaded: list[Any] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_driver, "load", lambda *of: loaded.append(of) or 7)
@@ -82,8 +65,6 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
 
 
 def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.kernels import ahead
-
     start = ahead._START
     given = launch(512)
 
@@ -105,8 +86,6 @@ def test_a_child_that_ends_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_child_that_hangs_costs_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.kernels import ahead
-
     given = launch(512)
     monkeypatch.setattr(ahead, "_threads", functools.cache(lambda: ahead._Threads(1)))
     monkeypatch.setattr(ahead, "_START", "import time; time.sleep(600)")
@@ -141,7 +120,6 @@ else:
 
 def test_maps_of_one_launch_stay_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA copies them when the kernel is launched, after all have been looked up."""
-    from megatron_flux.kernels import launch as launches
 
     class Made(ctypes.c_char * 128):  # type: ignore[misc]
         pass

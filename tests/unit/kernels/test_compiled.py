@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.ptx import Paths
-
 pytest.importorskip("triton.experimental.gluon")
 
 ROOT = Path(__file__).parents[3]
@@ -33,14 +31,14 @@ SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
 
 PROGRAM = """
 import json
-from tests.unit.kernels import compiled, compiled_all_reduce, compiled_wire
-print(json.dumps([program.main() for program in (compiled, compiled_all_reduce, compiled_wire)]))
+from tests.unit.kernels import compiled
+print(json.dumps([compiled.main(), compiled.all_reduces(), compiled.wires()]))
 """
 
 
 @pytest.fixture(scope="module")
 def printed() -> list[dict[str, Any]]:
-    """Return what the programs of this folder find, in a new process: other tests put triton into its interpreter."""
+    """Return what ``compiled`` finds, in a new process: other tests put triton into its interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
@@ -137,46 +135,3 @@ def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, 
             about = wires[f"{capability} {name}"]
             assert about["parameters"] == [8] * 2 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
             assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
-
-
-GUARDED = """
-.visible .entry kernel(
-	.param .u64 kernel_param_0
-)
-{
-JTI0_0:
-	.branchtargets
-		$L__BB0_1,
-		$L__BB0_3;
-	brx.idx 	%r1, JTI0_0;
-$L__BB0_1:                              // a loop
-	poll %r1;
-	@%p1 bra 	$L__BB0_1;
-	fence; mov.u32 %r2, %r3;
-	bra.uni 	$L__BB0_2;
-$L__BB0_3:
-	store %r2;
-	ret;
-$L__BB0_2:
-	load %r2;
-	@%p2 bra 	$L__BB0_1;
-	store %r2;
-$L__func_end0:
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (("", ""), False),
-        (("fence; ", ""), True),
-        (("@%p1 bra 	$L__BB0_1", "@%p1 bra 	$L__BB0_2"), True),  # one way round it
-        (("@%p2 bra 	$L__BB0_1", "@%p2 bra 	$L__BB0_2"), False),
-        (("load %r2", "store %r2"), False),
-    ],
-)
-def test_paths_of_a_kernel(change: tuple[str, str], expected: bool) -> None:
-    paths = Paths(GUARDED.replace(*change) if change[0] else GUARDED)
-    assert paths.reaches(r"\bpoll\b", r"\bload\b", r"\bfence\b") is expected
-    assert paths.count(r"\bstore\b") == 2 + (change[0] == "load %r2")

@@ -10,6 +10,7 @@ from megatron_flux.layers import backward as module
 from megatron_flux.layers.backward import accumulate
 from megatron_flux.layers.precision import EXACT, LinearState
 from tests.unit.groups import group_of
+from tests.unit.ops.fakes import OnGpu
 
 S, B, N, K = 16, 2, 3, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -129,12 +130,6 @@ def test_overwrite_replaces_what_is_there(dtype: torch.dtype, into: torch.dtype 
     assert torch.equal(main_grad.double(), exact(dy, x))
     weight_gradient(weight_of(dtype), main_grad, dy, x)
     assert torch.equal(main_grad.double(), 2 * exact(dy, x))
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    is_cuda = property(lambda self: True)
 
 
 def test_apex_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The layers' derivatives: the second one is refused, and autocast in backward alone changes nothing."""
+"""The layers' derivatives: the second one is refused, autocast in backward alone changes nothing; prefetches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.layers import column_parallel_linear, row_parallel_linear
+from megatron_flux import UserError
+from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from tests.unit.groups import group_of
 
 K, N = 24, 40
@@ -75,3 +76,29 @@ def test_autocast_in_forward_holds_in_backward(operands: tuple[torch.Tensor, ...
         with_autocast, without = (gradients(layer, given, True, on) for on in (True, False))
         assert seen == [True, False]
         assert all(torch.equal(*pair) for pair in zip(with_autocast, without, strict=True))
+
+
+def test_the_newest_one_of_the_group_is_taken_once(operands: tuple[torch.Tensor, ...]) -> None:
+    group = group_of(1)
+    held = [column_parallel_linear(*operands[:2], None, group, backend="reference") for _ in range(2)]
+    found = prefetch.take(group)
+    assert found is held[1].grad_fn.linear
+    assert prefetch.take(group) is None
+
+
+def test_without_gather_ahead_there_is_none(operands: tuple[torch.Tensor, ...]) -> None:
+    group = group_of(1)
+    held = [
+        column_parallel_linear(*operands[:2], None, group, backend="reference", gather_ahead=on) for on in (True, False)
+    ]
+    assert prefetch.take(group) is None
+    del held
+
+
+def test_a_forward_that_fails_leaves_none(operands: tuple[torch.Tensor, ...]) -> None:
+    group = group_of(1)
+    held = column_parallel_linear(*operands[:2], None, group, backend="reference")
+    with pytest.raises(UserError, match="k = 5") as error:  # its traceback keeps what the forward had made
+        column_parallel_linear(operands[0], torch.ones(3, 5), None, group, backend="reference")
+    assert prefetch.take(group) is None
+    del held, error

@@ -130,41 +130,6 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
     assert log.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
 
 
-class Writer:
-    def __init__(self) -> None:
-        self.rows: list[tuple[Any, ...]] = []
-
-    def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        self.rows.append((iteration, name, value))
-
-    def log(self, row: dict[str, Any], iteration: int) -> None:
-        self.rows.append((iteration, row))
-
-
-@pytest.fixture
-def megatron(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """The three functions of Megatron-LM's ``global_vars`` that log() calls: no release for this Python has them."""
-    args = types.SimpleNamespace(flux=True, rank=0, tensorboard_log_interval=2, flux_sample_interval=0)
-    world = types.SimpleNamespace(args=args, tensorboard=Writer(), wandb=Writer(), layers=4)
-    module = types.ModuleType("megatron.training.global_vars")
-    module.get_args = lambda: world.args
-    module.get_tensorboard_writer = lambda: world.tensorboard
-    module.get_wandb_writer = lambda: world.wandb
-    for name in ("megatron.training", module.__name__):
-        monkeypatch.setitem(__import__("sys").modules, name, module)
-    monkeypatch.setattr(training_log, "_log", training_log._Log())
-    monkeypatch.setattr(training_log, "report", lambda: {**seen({}), "active_layers": world.layers})
-    return world
-
-
-def test_metrics_go_to_both_writers_at_megatrons_interval(megatron: types.SimpleNamespace) -> None:
-    for iteration in (1, 2, 2, 3, 4):
-        training_log.log(iteration)
-    assert [iteration for iteration, name, _ in megatron.tensorboard.rows if name == "flux/active_layers"] == [2, 4]
-    assert len(megatron.tensorboard.rows) == 18  # 2 once
-    assert [iteration for iteration, _ in megatron.wandb.rows] == [2, 4]
-
-
 @pytest.mark.parametrize("tag", ["core_v0.15.3", "core_v0.16.1", "core_v0.19.0"])
 def test_patch_sets_call_functions_that_exist(tag: str) -> None:
     """The set for 0.16.1 is also run, in tests/megatron_lm."""

@@ -2,14 +2,23 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.metrics.strict_json import without_secrets
-from megatron_flux.metrics.summary import largest, paired_blocks, relative_difference, summarize, write_summary
+from megatron_flux.metrics.summary import (
+    largest,
+    paired_blocks,
+    relative_difference,
+    speedup_interval,
+    summarize,
+    write_summary,
+)
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
 
@@ -98,17 +107,6 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
         write_summary(Path("/dev/null/missing/summary.json"), {})
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_summary(tmp_path / "summary.json", {"old": 1})
-    monkeypatch.setattr("megatron_flux.files.os.replace", fail)
-    with pytest.raises(UserError, match=r"cannot write .*No space left"):
-        write_summary(tmp_path / "summary.json", {"new": 2})
-    assert [file.read_text() for file in tmp_path.iterdir()] == ['{\n  "old": 1\n}\n']
-
-
 def test_secrets_are_found_by_name_at_any_depth() -> None:
     config = {
         **{"API_KEY": 1, "hf_Token": 1, "clientSecret": 1, "db_password": 1, "tokenizer": "bytes"},
@@ -117,3 +115,23 @@ def test_secrets_are_found_by_name_at_any_depth() -> None:
     }
     expected = {"tokenizer": "bytes", "list": [{"kept": 2}], "nested": {"deeper": {"kept": 3}}}
     assert without_secrets(config) == expected
+
+
+BASELINE = [1.0, 1.13, 1.31, 1.59, 2.03, 2.57]
+FLUX = [0.97, 1.19, 1.01, 1.07, 0.89, 1.11]
+
+
+def test_the_interval_is_a_95_percent_one() -> None:
+    """All 6^6 draws of six pairs of one step each: 2.5 % of their ratios lie on either side."""
+    pairs = [([b], [f]) for b, f in zip(BASELINE, FLUX, strict=True)]
+    found = speedup_interval(pairs)
+    assert found is not None
+    assert speedup_interval(pairs) == found
+    draws = np.array(list(product(range(6), repeat=6)))
+    ratios = np.median(np.array(BASELINE)[draws], axis=1) / np.median(np.array(FLUX)[draws], axis=1)
+    tolerance = 0.008  # of 2000 draws: more than two standard deviations
+    for side, value in ((-1, found[0]), (1, found[1])):
+        assert np.mean(side * ratios > side * value + 1e-9) <= 0.025 + tolerance
+        assert np.mean(side * ratios >= side * value - 1e-9) >= 0.025 - tolerance
+    for side, value in ((-1, np.quantile(ratios, 0.05)), (1, np.quantile(ratios, 0.95))):  # as 90 % would have it
+        assert np.mean(side * ratios > side * value + 1e-9) > 0.025 + tolerance

@@ -10,6 +10,7 @@ import tomllib
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import wandb
@@ -181,50 +182,17 @@ def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-class Run:
-    """A wandb run that fails from the second record on."""
-
-    url = dir = project = ""
-    id = "fake"
-
-    def __init__(self) -> None:
-        self.logged: list[dict[str, Any]] = []
-        self.finished: list[int] = []
-
-    def define_metric(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        assert step == values["iteration"]
-        self.logged.append(values)
-        if len(self.logged) > 1:
-            raise BrokenPipeError("service\ndied")
-
-    def finish(self, exit_code: int) -> None:
-        self.finished.append(exit_code)
-        raise RuntimeError("cannot finish")
-
-
-class FakeWandb(types.ModuleType):
-    """wandb with a login, and a service that fails."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
-        super().__init__("wandb")
-        self.run, self.error, self.logged_in = Run(), error, True
-        self.inits: list[dict[str, Any]] = []
-        self.Settings = dict
-        self.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(project=None, mode="online"))
-        monkeypatch.setitem(sys.modules, "wandb", self)
-
-    def login(self, *, prompt: bool, **_: Any) -> bool:
-        assert not prompt, "a job that is asked for a key never trains"
-        return self.logged_in
-
-    def init(self, **options: Any) -> Run:
-        self.inits.append(options)
-        if self.error is not None:
-            raise self.error
-        return self.run
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, *, logged_in: bool = True) -> Any:
+    """wandb whose service fails from the second record on, or at the start by ``error``."""
+    fake = mock.MagicMock(Settings=dict)
+    fake.setup.return_value.settings = types.SimpleNamespace(project=None, mode="online")
+    fake.login.return_value = logged_in
+    fake.init.return_value = run = mock.MagicMock(url="", dir="", project="", id="fake")
+    fake.init.side_effect = error
+    run.log.side_effect = [None, BrokenPipeError("service\ndied")]
+    run.finish.side_effect = RuntimeError("cannot finish")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -236,26 +204,27 @@ def test_a_failure_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException | None
 ) -> None:
     """At the start, and while a record is written."""
-    fake = FakeWandb(monkeypatch, error)
+    fake = fake_wandb(monkeypatch, error)
     with mirror("offline", tmp_path) as broken:
         for n in (1, 2, 3):
             broken.write(record(n))
     (said,) = warnings(caplog)
     assert ("service died" if error is None else str(error)) in said
     assert "metrics.jsonl goes on" in said
-    assert [values["iteration"] for values in fake.run.logged] == ([1, 2] if error is None else [])
+    sent = [(call.args[0]["iteration"], call.kwargs["step"]) for call in fake.init.return_value.log.call_args_list]
+    assert sent == ([(1, 1), (2, 2)] if error is None else [])
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_failed_training_is_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: bool
 ) -> None:
-    fake = FakeWandb(monkeypatch)
+    fake = fake_wandb(monkeypatch)
     with contextlib.suppress(KeyError), mirror("offline", tmp_path) as opened:
         opened.write(record(1))
         if failed:
             raise KeyError("training")
-    assert fake.run.finished == [int(failed)]
+    fake.init.return_value.finish.assert_called_once_with(exit_code=int(failed))
     assert ["cannot finish" in said for said in warnings(caplog)] == [True]
 
 
@@ -272,9 +241,9 @@ def test_where_nobody_is_logged_in_it_is_offline(
     mode: str,
     said: int,
 ) -> None:
-    fake = FakeWandb(monkeypatch)
-    fake.logged_in = logged_in
+    fake = fake_wandb(monkeypatch, logged_in=logged_in)
     mirror(asked, tmp_path)
-    assert [options["mode"] for options in fake.inits] == [mode]
+    assert [call.kwargs["mode"] for call in fake.init.call_args_list] == [mode]
+    assert not any(call.kwargs["prompt"] for call in fake.login.call_args_list), "who is asked for a key never trains"
     assert len(warnings(caplog)) == said
     assert json.loads((tmp_path / "wandb.json").read_text())["mode"] == mode

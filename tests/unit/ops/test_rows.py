@@ -15,6 +15,9 @@ from tests.unit.groups import group_of
 
 pytest.importorskip("triton", minversion="3.6")
 
+from megatron_flux.ops import hopper_arguments
+from megatron_flux.ops.arguments import SlabCall
+
 N, K = 512, 256
 WORDS, FLAGS = torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 WORK: Any = SimpleNamespace(
@@ -27,8 +30,6 @@ WEIGHT = torch.randn(N, K).bfloat16()
 
 def slab_call(operator: str, m: int, scaling: str, fixed: dict[str, Any]) -> Any:
     """A call as on an H100, on CPU tensors."""
-    from megatron_flux.ops.arguments import SlabCall
-
     rows = m // 2 if operator == "all_gather_gemm" else m
     x, weight, fp8 = torch.randn(rows, K).bfloat16(), WEIGHT, None
     config = KernelConfig(ws=True, dedicated_reducers=True)  # as many SMs multiply as m asks for
@@ -56,8 +57,6 @@ def seen(argument: Any) -> Any:
 @pytest.mark.parametrize("scaling", ["none", "tensor", "1x128"])
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
 def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
-    from megatron_flux.ops import hopper_arguments
-
     build = hopper_arguments.all_gather_gemm if operator == "all_gather_gemm" else hopper_arguments.gemm_reduce_scatter
     fixed: dict[str, Any] = {}
     one, other = (build(slab_call(operator, m, scaling, fixed)) for m in (512, 1064))
@@ -79,8 +78,6 @@ def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
 
 def test_operands_of_another_shape_are_views_of_the_same_memory() -> None:
     """Rows are laid out for x with its leading dimensions, a launch for a matrix."""
-    from megatron_flux.ops import hopper_arguments
-
     at = slab_call("gemm_reduce_scatter", 512, "none", {})
     matrix = hopper_arguments.gemm_reduce_scatter_rows(at)
     at.call = at.call._replace(x=at.call.x.view(256, 2, K))

@@ -16,57 +16,39 @@ GROUP, X = group_of(2), torch.ones(2, 1, 4)
 REMOVED = object()
 
 
-def _config() -> SimpleNamespace:
-    return SimpleNamespace(fp8=None, fp4=None, _cpu_offloading_context=None)
+class _Layer(torch.nn.Module):
+    """A layer with the attributes of both kinds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(fp8=None, fp4=None, _cpu_offloading_context=None)
+        self.tp_group, self.sequence_parallel = GROUP, True
+        self.weight = torch.nn.Parameter(torch.ones(3, 4))
+        self.bias = torch.nn.Parameter(torch.ones(3))
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
-class Layer(torch.nn.Module):
+class Layer(_Layer):
     """A layer of megatron-core."""
 
     def __init__(self, **changes: Any) -> None:
-        super().__init__()
-        attributes = {
-            "config": _config(),
-            "explicit_expert_comm": False,
-            "sequence_parallel": True,
-            "input_is_parallel": True,
-            "skip_bias_add": False,
-            "gradient_accumulation_fusion": False,
-            "tp_group": GROUP,
-        }
-        for name, value in {**attributes, **changes}.items():
-            setattr(self, name, value)
-        self.weight = torch.nn.Parameter(torch.ones(3, 4))
-        self.bias = torch.nn.Parameter(torch.ones(3))
+        off = dict.fromkeys(("explicit_expert_comm", "skip_bias_add", "gradient_accumulation_fusion"), False)
+        super().__init__(**off | {"input_is_parallel": True} | changes)
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("not called: the stock row layer is stubbed as a whole")
 
 
-class TeLayer(torch.nn.Module):
+class TeLayer(_Layer):
     """A layer of megatron-core over TransformerEngine."""
 
-    def __init__(self, bias: bool = True, skip_bias_add: bool = False, **changes: Any) -> None:
-        super().__init__()
-        attributes = {
-            "config": _config(),
-            "parallel_mode": "column",
-            "tp_size": 2,
-            "tp_group": GROUP,
-            "sequence_parallel": True,
-            "te_quant_params": None,
-            "apply_bias": bias and not skip_bias_add,
-            "te_return_bias": bias and skip_bias_add,
-            "fuse_wgrad_accumulation": False,
-            "is_first_microbatch": True,
-            "disable_parameter_transpose_cache": False,
-        }
-        for name, value in {**attributes, **changes}.items():
-            setattr(self, name, value)
-        self.weight = torch.nn.Parameter(torch.ones(3, 4))
-        self.bias = torch.nn.Parameter(torch.ones(3)) if bias else torch.Tensor()
+    def __init__(self, **changes: Any) -> None:
+        off = dict.fromkeys(("te_return_bias", "fuse_wgrad_accumulation", "disable_parameter_transpose_cache"), False)
+        attributes = {"parallel_mode": "column", "tp_size": 2, "te_quant_params": None, "layer_norm_bias": None}
+        attributes |= {"apply_bias": True, "is_first_microbatch": True}
+        super().__init__(**off | attributes | changes)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(4))
-        self.layer_norm_bias = None
 
 
 def keywords(**changes: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import INFERENCE_LAYERS, TE_LAYERS
 from megatron_flux.patch.reasons import CHOICE, INFERENCE_OPTIMIZED, TE_KINDS
 from tests.unit.patch.layers import X
-from tests.unit.te_layers import extension
 
 
 @pytest.fixture
@@ -78,3 +77,21 @@ def test_inference_optimized_layers_run_stock_and_are_counted(
     with megatron_flux.patched(FluxConfig(strict=True)):
         layers[0].__dict__[CHOICE] = "stock"
         assert layers[0](X) == "optimized"
+
+
+def extension() -> types.ModuleType:
+    """Its classes inherit as there: the plain ones have ``forward`` of ``TELinear``."""
+    made = types.ModuleType(TE_LAYERS)
+
+    def forward(self: object, x: object) -> str:
+        """Forward."""
+        return "stock"
+
+    bases = {"TELinear": object}
+    for name in ("TELayerNormColumnParallelLinear", "TELinear"):
+        setattr(made, name, type(name, (), {"forward": forward, "__module__": TE_LAYERS}))
+        bases[name] = getattr(made, name)
+    for name in ("TEColumnParallelLinear", "TERowParallelLinear"):
+        setattr(made, name, type(name, (bases["TELinear"],), {"__module__": TE_LAYERS}))
+    made.HAVE_TE = True
+    return made

@@ -1,9 +1,13 @@
-"""Documents: links lead to files and headings, every environment variable is documented, sentences are short."""
+"""Documents: links, variables and the tables of options and fields; and that imports go downwards only."""
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from scripts import option_tables, record_tables
+from scripts.rooms import Package
 
 ROOT = Path(__file__).parents[3]
 DOCS = (
@@ -43,3 +47,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         target = document.parent / path if path else document
         assert "://" in link or target.exists(), link
         assert "://" in link or not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("tables", [option_tables, record_tables])
+def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
+    """If it fails: ``python -m scripts.option_tables``, ``python -m scripts.record_tables``."""
+    text = tables.FILE.read_text(encoding="utf-8")
+    assert tables.document(text) == text
+    assert text.count("<!-- end -->") == len(tables.TABLES)
+
+
+def test_no_import_goes_upwards_or_in_a_circle() -> None:
+    package = Package(Path(__file__).parents[3])
+    assert (package.upward(), package.circles()) == ([], [])

@@ -1,6 +1,10 @@
-"""quickstart.sh and test.sh: what they install and say, with a Python that imitates pip."""
+"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Stages of measure.sh exist."""
 
+from __future__ import annotations
+
+import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flux.cli import command_line
+from megatron_flux.cli.main import COMMANDS, find, taken_by
 from tests.executable import executable
 
 ROOT = Path(__file__).parents[3]
@@ -161,3 +167,35 @@ def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None
     code, said = run(checkout, "--dry-run")
     assert code == 0
     assert "making .venv anew: its Python does not run" in said
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def stages(gpus: int) -> list[tuple[str, list[str]]]:
+    command = [str(ROOT / "scripts" / "measure.sh"), "--dry-run", "/nowhere"]
+    environment = os.environ | {"MEGATRON_FLUX_GPUS": str(gpus)}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return [(line.partition(":")[0], shlex.split(line.partition(":")[2])) for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_commands_take_their_options(gpus: int) -> None:
+    checked = []
+    for stage, words in stages(gpus):
+        if "megatron_flux.cli" not in words:
+            continue
+        name, rest = find(words[words.index("megatron_flux.cli") + 1 :])
+        model, launches = taken_by(COMMANDS[name])
+        command_line.read(model, rest, prog=stage, about="", launches=launches)
+        checked.append(stage)
+    assert len(checked) > 20
+
+
+def test_programs_are_there() -> None:
+    for stage, words in stages(2):
+        for before, word in itertools.pairwise(words):
+            if before == "-m" and word.startswith("scripts."):
+                assert (ROOT / f"{word.replace('.', '/')}.py").is_file(), stage
+            if word.startswith(("tests/", "scripts/")):
+                assert (ROOT / word).is_file(), stage

@@ -1,5 +1,7 @@
-"""Overlap by sampled calls, and when it is unknown: the baseline must be of the step's state."""
+"""Overlap by sampled calls, and when it is unknown: the baseline must be of the step's state. Traces on a full disk."""
 
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch
 
 from megatron_flux.ops.call_events import Call, Times
 from megatron_flux.telemetry.call_sampler import FASTER, NO_CLOCK, NO_OVERLAP, OTHER_CLOCK, Baseline, overlap
+from megatron_flux.telemetry.profiler import StepProfiler
+from tests.small_disk import fill, small_disk
 
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 
@@ -61,3 +65,23 @@ def test_one_withheld_call_withholds_its_operators_sums() -> None:
     assert values["flux/e_overlap"] == values["flux/exposed_communication_ms"] == {"all_gather_gemm": None}
     assert values["flux/operator_time_ms"] == {"all_gather_gemm": 3.0}
     assert sorted(row["withheld"] or "" for row in values["flux/calls"]) == ["", OTHER_CLOCK]
+
+
+@pytest.mark.parametrize("full", ["temporary", "run"])
+def test_a_full_disk_costs_the_trace_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: str
+) -> None:
+    with small_disk(tmp_path / "disk", 0.02) as disk:
+        fill(disk)
+        if full == "temporary":
+            monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        folder = tmp_path / "arm" if full == "temporary" else disk / "arm"
+        profiler = StepProfiler(2, 3, folder, rank=1, device=torch.device("cpu"))
+        for iteration in range(1, 6):
+            with profiler.step(iteration):
+                torch.ones(8) + iteration
+        profiler.close()
+        assert not list(folder.glob("trace/*"))
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "megatron_flux")
+    assert said.startswith("rank 1 has no trace, and training goes on: ")
+    assert said.endswith(f"; is there room in {folder} and {tempfile.gettempdir() if full == 'run' else disk}?")

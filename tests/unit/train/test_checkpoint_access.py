@@ -153,6 +153,12 @@ def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
         checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
     with pytest.raises(UserError, match="ckpt_step without --load"):
         checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))
+    (saved / checkpoint_folder.TRACKER).write_text("seven")
+    with pytest.raises(UserError, match="iteration number"):
+        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+    for folder, said in ((tmp_path / "absent", "no such folder"), (tmp_path, "no checkpoint in it")):
+        with pytest.raises(UserError, match=f"--load {folder}: {said}; give the folder that --save wrote to"):
+            checkpoint_access.check_resume(run_config(tmp_path, load=folder))
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --set ckpt_step=N"):
         checkpoint_access.check_resume(run_config(tmp_path, load=saved))

@@ -44,13 +44,6 @@ def prepare(folder: Path, cache: Path) -> data.Corpus:
     return data.prepare(run_on(folder, cache))
 
 
-def test_bytes_come_back(folder: Path, tmp_path: Path) -> None:
-    found = prepare(folder, tmp_path / "cache")
-    assert documents(found) == ["naïve café\n".encode(), b"# title\n" * 10]
-    assert found.tokens == 13 + 80 + 2
-    assert (found.documents, found.is_bytes) == (2, True)
-
-
 def test_a_text_needs_a_sequence(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "0").write_text("word")
@@ -62,8 +55,10 @@ def test_a_text_needs_a_sequence(tmp_path: Path) -> None:
     assert len(found) == 62
 
 
-def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
+def test_bytes_come_back_from_the_cache_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
     first = prepare(folder, tmp_path / "cache")
+    assert documents(first) == ["naïve café\n".encode(), b"# title\n" * 10]
+    assert (first.tokens, first.documents, first.is_bytes) == (13 + 80 + 2, 2, True)
     before = Path(f"{first.prefix}.bin").stat().st_mtime_ns
     assert prepare(folder, tmp_path / "cache") == first
     assert Path(f"{first.prefix}.bin").stat().st_mtime_ns == before
@@ -75,7 +70,7 @@ def test_the_cache_is_used_until_a_file_changes(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_killed_build_left_is_removed_unless_another_may_be_at_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = prepare(folder, tmp_path / "cache").prefix.parent.name
     (tmp_path / "cache" / name).rename(left := tmp_path / "cache" / f"{name}.building-1")
@@ -83,6 +78,7 @@ def test_what_a_killed_build_left_is_removed_unless_another_may_be_at_it(
         monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     assert documents(prepare(folder, tmp_path / "cache"))[0] == "naïve café\n".encode()
     assert left.exists() is not locks
+    assert ("cannot be locked (Function not implemented): going on without" in caplog.text) is not locks
 
 
 def test_what_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None:
@@ -194,12 +190,9 @@ def drawn(dp: int, steps: int, length: int = 1000, consumed: int = 0) -> list[in
 def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> None:
     assert drawn(dp=1, steps=8) == drawn(dp=2, steps=4) == drawn(dp=4, steps=2) == list(range(16))
     assert drawn(dp=2, steps=2, consumed=8) == list(range(8, 16))
+    assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2], "an epoch is followed by the same again"
 
 
 def test_a_token_beyond_what_is_scanned_ahead_is_refused_in_its_batch() -> None:
     with pytest.raises(UserError, match=r"sequence 10000 of the data has token 10001, outside the vocabulary of 10000"):
         drawn(dp=1, steps=1, length=20_000, consumed=10_000)
-
-
-def test_an_epoch_is_followed_by_the_same_again() -> None:
-    assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2]

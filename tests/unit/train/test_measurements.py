@@ -1,11 +1,14 @@
 """Measurements of a step, over ranks and GPUs."""
 
+import pytest
 import torch
 
 from megatron_flux import nvml
+from megatron_flux.comm import group_state
 from megatron_flux.ops import call_events as observe
 from megatron_flux.telemetry import call_sampler as sampling
 from megatron_flux.train.measurements import StepMeasurements, StepResult, by_rank, over_gpus
+from megatron_flux.train.memory import OwnMemory, Peak
 
 
 def result(ranks: dict[str, list[float | None]]) -> StepResult:
@@ -68,3 +71,17 @@ def test_memory_is_that_of_the_rank_with_the_most() -> None:
     assert _memory(ranks) == dict(zip(names, (50, 41, 9, 3), strict=True))
     ranks |= {"peak_memory_bytes": [None] * 3, "allocated_peak_bytes": [None] * 3}
     assert _memory(ranks) == dict(zip(names, (None, None, 28, 8), strict=True))
+
+
+def test_workspaces_are_those_of_whoever_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [3]  # by nobody who trains
+    monkeypatch.setattr(group_state, "slab_bytes", lambda: held[0])
+    own, other = OwnMemory(torch.device("cpu")), OwnMemory(torch.device("cpu"))
+    with own.active():
+        held[0] += 5
+        own.reset_peak()
+        assert own.peak() == Peak(None, 5)
+    with other.active():
+        assert other.peak() == Peak(None, 0)
+    with own.active():
+        assert own.peak() == Peak(None, 5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux import cuda_driver, cuda_memory_ops
+from megatron_flux import cuda_driver, cuda_memory_ops, ops
 from megatron_flux.comm import host_link, host_progress
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backend import BackendPlan
 from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.call import OperatorCall
 from tests.unit.comm.test_host_schedule import Driver, Ranks, run
 from tests.unit.groups import SizedGroup, group_of
 from tests.unit.ops.fakes import OnGpu
+from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
@@ -247,3 +249,43 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
         now[0] = waits_on
         pending.wait()
         assert [stream for address, stream in recorded if address == transport.theirs] == expected
+
+
+@pytest.mark.parametrize("call", [cuda_driver.record, cuda_driver.wait])
+def test_a_thread_that_has_not_called_cuda_yet_gets_its_context(
+    call: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's threads; CUDA's runtime does so by itself."""
+    made: list[bool] = []
+    driver = SimpleNamespace(
+        cuEventRecord=lambda *_: 0 if made else 201, cuStreamWaitEvent=lambda *_: 0 if made else 201
+    )
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_make_context_current", lambda: made.append(True))
+    call(1, 0)
+    assert made == [True]
+
+
+def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
+    """Two pieces of two chunks each: four calls of the driver for a chunk, and what orders the streams."""
+    (_, group), *_ = scene.on_ranks()
+    x, w, whole, v = integers(MP, 25), integers(N, 25), integers(2 * MP, K), integers(25, K)
+    calls = (
+        OperatorCall("all_gather_gemm", x, w, group),
+        OperatorCall("gemm_reduce_scatter", whole, v, group),
+    )
+    most = {"all_gather_gemm": 64, "gemm_reduce_scatter": 82}
+    asked = {
+        "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
+        "gemm_reduce_scatter": {"record": 5, "wait": 5, "words": 12, "copy": 8, "gate": 1, "add": 1},
+    }
+    for call in calls:
+        state_of(group).plans["auto", call.spec] = plan = BackendPlan(scene.backend, call)
+        plan.counted = call.operator, "chunked"
+        more = {"return_gathered": True} if call.operator == "all_gather_gemm" else {}
+        made = functools.partial(getattr(ops, call.operator), call.x, call.weight, group, **more)
+        made()
+        scene.cuda.asked.clear()
+        functions = called(made)
+        assert len(functions) <= most[call.operator], functions
+        assert Counter(scene.cuda.asked) == asked[call.operator]

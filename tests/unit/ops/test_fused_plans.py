@@ -192,6 +192,13 @@ def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytes
     assert not plan._bindings
 
 
+def test_plain_kernels_are_launched_by_triton(gpu: Gpu) -> None:
+    gpu.backend(KernelConfig())
+    for _ in range(3):
+        ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
+    assert [one[:2] for one in gpu.done] == [("triton", "gemm_rs_kernel")] * 3
+
+
 def test_operands_that_lie_wrong_are_copied(gpu: Gpu) -> None:
     """Wherever the operands of this rank lie, it makes the same call as its peers."""
     backend = gpu.backend(SUMS["own GEMM"])

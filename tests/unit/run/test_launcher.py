@@ -1,5 +1,6 @@
 """The number of ranks that a command starts, and the failed one that it names."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_flux.errors import UserError
-from megatron_flux.run import launcher
+from megatron_flux.run import launcher, node
 from megatron_flux.run.launcher import failure_of
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
@@ -66,3 +67,18 @@ def test_a_signal_that_comes_before_the_ranks_reaches_them(monkeypatch: pytest.M
         assert sent.wait(60)
     rank.send_signal.assert_called_once_with(signal.SIGTERM)
     assert asked == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("asked", "noted", "ends"), [([], None, True), ([signal.SIGTERM], None, False), ([], 0, False)]
+)
+def test_a_launcher_that_is_about_to_say_how_its_ranks_ended_is_not_ended(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int], noted: int | None, ends: bool
+) -> None:
+    """Slurm's SIGTERM may come when it has none any more: the cause of the failure would be lost."""
+    died = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(node.stop, "die", died)
+    monkeypatch.setattr(node.psutil.Process, "children", lambda _: [])
+    with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+        node._pass_on(signal.SIGTERM, asked, mock.MagicMock(notes_before=noted))
+    assert died.called is ends

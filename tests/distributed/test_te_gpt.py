@@ -73,34 +73,6 @@ def test_data_parallel_with_main_grad() -> None:
             require_close(name, ours[name], gradient, model_tolerance())
 
 
-@on_ranks("te_world2")
-def test_checkpoint_contents() -> None:
-    """The keys and shards of a checkpoint: patched as stock, and TransformerEngine's spec as the local one."""
-
-    def shards(model: Any) -> dict[str, Any]:
-        from megatron.core import parallel_state
-
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        found = model.sharded_state_dict(metadata=metadata)
-        attributes = ("global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype")
-        return {v.key: (type(v), *(getattr(v, a, None) for a in attributes)) for v in found.values()}
-
-    with te_megatron(dist.get_world_size()):
-        model = gpt_model("gpt3", te=True)
-        stock, plain = shards(model), list(model.state_dict())
-        with flux(STRICT):
-            loss_and_gradients(model)
-            assert shards(model) == stock
-            patched = gpt_model("gpt3", te=True)
-            assert shards(patched) == stock
-            assert list(patched.state_dict()) == plain
-        local = shards(gpt_model("gpt3"))
-        tensors = {key for key in stock if "_extra_state" not in key}
-        assert tensors == {key for key in local if "_extra_state" not in key}
-        assert {key: local[key] for key in tensors} == {key: stock[key] for key in tensors}
-        assert len(tensors) == 4 + 12 + 1
-
-
 def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
     assert quantizer is None
     gate, value = x.chunk(2, -1)

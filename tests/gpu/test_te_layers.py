@@ -143,9 +143,7 @@ def test_reasons(nccl2: WorkerPool, kind: str, reason: str) -> None:
 OF_KINDS = [layers.test_state_dicts_load_both_ways, layers.test_no_more_is_saved_for_backward]
 ALONE = [
     layers.test_unpatch_restores_the_identical_objects,
-    layers.test_experts,
     models.test_data_parallel_with_main_grad,
-    models.test_checkpoint_contents,
 ]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import agreement, shared_memory, slab
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -59,22 +59,6 @@ def test_a_workspace_that_one_rank_has_no_memory_for(world2: WorkerPool) -> None
         assert seconds < SECONDS
         assert "failed (tp rank 1: RuntimeError: CUDA driver error: out of memory): " in said
         assert "fabric manager" not in said
-
-
-@on_ranks("world2")
-def test_a_gpu_without_memory_is_no_lack_of_peer_access() -> None:
-    """The words of the GPU's allocator."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    error = NO_MEMORY if dist.get_rank() == 1 else None
-    made = mock.Mock(side_effect=error)
-    with mock.patch.object(symm_mem, "empty", made), pytest.raises(OperatorError) as caught:
-        shared_memory.symmetric(dist.group.WORLD, 800 << 20, torch.device("cpu"))
-    assert made.call_count == 1 + dist.get_rank(), "the rank without memory tries twice"
-    said = str(caught.value)
-    assert said.startswith("sharing 800 MiB of GPU memory among ranks [0, 1] failed (tp rank 1: RuntimeError: CUDA")
-    assert "leave more of the GPU's memory free" in said
-    assert "fabric manager" not in said
 
 
 def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:

@@ -174,21 +174,6 @@ def test_sums_have_one_order(name: str) -> None:
     state_of(group).transports.clear()
 
 
-@on_ranks("world2")
-def test_overflow_is_seen() -> None:
-    """Numbers that are not finite stay visible."""
-    group = dist.group.WORLD
-    use("one queue", group)
-    for bad in (float("inf"), float("nan")):
-        x = normals(4, 300, seed=dist.get_rank())
-        x[1, 140] = bad
-        full = ops.all_gather(x, group, backend="chunked_int8").wait()
-        peer = full[4 * (1 - group.rank()) :][:4]
-        assert peer[1, 128:256].isnan().all()
-        assert peer.isnan().sum() == 128
-    state_of(group).transports.clear()
-
-
 def which_transport(asked: str | None) -> str:
     group = dist.group.WORLD
     state_of(group).transports.clear()

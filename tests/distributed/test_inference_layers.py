@@ -10,19 +10,56 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, keep, linears, prefetch, row_parallel_linear
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.data import normals
+from tests.distributed.data import TOLERANCE, normals, require_close
 from tests.distributed.megatron_world import on_gpu
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_norm_column import LayerNorm, operands
 from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 FUNCTIONS = (linears._ColumnParallelLinear, linears._RowParallelLinear)
+
+
+S_PER_RANK, B, K, N = 3, 2, 8, 6
+EPS = 1e-5
+
+
+class LayerNorm:
+    """Torch's own kernel; no test runs its backward."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        assert x.is_contiguous()
+        y, mean, reciprocal_deviation = torch.ops.aten.native_layer_norm(x, [K], weight, bias, EPS)
+        return y, mean, reciprocal_deviation
+
+
+def operands() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    made = {
+        "x": normals(S_PER_RANK, B, K, seed=1 + rank),
+        "norm_weight": 1 + 0.3 * normals(K, seed=2),
+        "norm_bias": normals(K, seed=3),
+        "weight": normals(N, K, seed=40 + rank),
+        "bias": normals(N, seed=50 + rank),
+    }
+    return {name: t.requires_grad_() for name, t in made.items()}
+
+
+@on_ranks("world2")
+def test_an_input_that_is_not_contiguous() -> None:
+    o = operands()
+    o["x"] = normals(S_PER_RANK, B, 2 * K, seed=9)[:, :, :K].requires_grad_()
+    assert not o["x"].is_contiguous()
+    normed = F.layer_norm(o["x"], [K], o["norm_weight"], o["norm_bias"], EPS)
+    expected = column_parallel_linear(normed, o["weight"], o["bias"], dist.group.WORLD)
+    norm = LayerNorm(), o["norm_weight"], o["norm_bias"]
+    ours = column_parallel_linear(o["x"], o["weight"], o["bias"], dist.group.WORLD, norm=norm)
+    require_close("y", ours.detach(), expected.detach(), TOLERANCE)
 
 
 @contextlib.contextmanager
@@ -92,23 +129,6 @@ def test_the_operator_alone(mode: str) -> None:
     with torch.enable_grad():
         for one, other in zip(found, layers.forward(), strict=True):
             assert torch.equal(one, other)
-
-
-@on_ranks("world2")
-def test_it_ends_a_pair() -> None:
-    """Like the first pass of recomputed layers: a row layer behind it has no partner."""
-    layers = Layers()
-    with torch.enable_grad():
-        kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
-    assert state_of(layers.group).column is not None, "nothing was registered: nothing can be ended"
-    with torch.no_grad():
-        row_parallel_linear(kept, layers.row, layers.group)
-    assert prefetch.take(layers.group) is None
-    kept = column_parallel_linear(normals(2, 2, 6, seed=1).requires_grad_(), layers.other, None, layers.group)
-    with torch.no_grad():
-        column_parallel_linear(normals(2, 2, 6, seed=1), layers.other, None, layers.group)
-    assert prefetch.take(layers.group) is None
-    del kept
 
 
 class Pair:

@@ -80,36 +80,6 @@ def test_the_same_numbers_with_fewer_gathers(backend: str) -> None:
 
 
 @on_ranks("world2")
-def test_a_dropped_graph() -> None:
-    """Graphs that nobody runs backward, of which one rank's waits for the garbage collector, count until a step."""
-    plain, _ = Block("reference", False).results()
-    block = Block("reference", True, (5 - 2 * dist.get_rank()) * gathered_bytes() + 1)  # the least is 3
-    gc.disable()
-    try:
-        for count in range(1, 5):
-            y = block.column(one_input())
-            assert held()[0] == (min(count, 3) if dist.get_rank() == 0 else int(count <= 3))
-            if dist.get_rank() == 0:
-                circle: list[Any] = [y]
-                circle.append(circle)
-                del circle
-            del y
-        found, gathers = block.results()
-        assert gathers == 3
-        require_equal(found, plain)
-    finally:
-        gc.enable()
-    for optimizer_step in (True, False):
-        if optimizer_step:
-            torch.optim.SGD(block.weights, lr=0.0).step()
-        for weight in block.weights:
-            weight.grad = None
-        found, gathers = block.results()
-        assert gathers == 0
-        require_equal(found, plain)
-
-
-@on_ranks("world2")
 def test_exceptions_leak_nothing() -> None:
     """In the middle of forward or backward, on all ranks: the budget is whole again behind the next step."""
     plain, _ = Block("chunked", False).results()

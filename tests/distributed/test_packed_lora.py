@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from megatron_flux import FluxConfig, report
 from megatron_flux.comm import group_state
 from tests.distributed import te_stand_in
-from tests.distributed.data import require_close, require_equal
-from tests.distributed.megatron_world import FULL, VOCABULARY, flux, gpt_model, megatron
+from tests.distributed.data import require_equal
+from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model, megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
@@ -38,11 +38,11 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(done, 1).transpose(0, 1).flatten(1)
 
 
-def adapted(te: bool, **options: Any) -> Any:
+def adapted(te: bool) -> Any:
     """A model with random adapters, in which no gradient is zero."""
     from megatron_flux.train.lora import add_adapters
 
-    model = gpt_model("llama", te=te, **{"sequence_parallel": False} | options)
+    model = gpt_model("llama", te=te, sequence_parallel=False)
     for layer in model.decoder.layers:
         layer.self_attention.core_attention = PackedAttention()
     init_b = lambda weight: torch.nn.init.normal_(weight, std=0.3)  # noqa: E731
@@ -100,38 +100,9 @@ def rank_packed(te: bool) -> None:
         assert seen.calls == {"gemm_all_reduce/reference": (2 * 4 + 8 + 6 + 1) * 4 * len(LENGTHS)}
 
 
-EITHER = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "te", [False, pytest.param(True, marks=te_stand_in.needed)], ids=["local", "TransformerEngine"]
 )
-
-
-@EITHER
 def test_another_number_of_tokens_in_every_step(request: pytest.FixtureRequest, te: bool) -> None:
     pool: WorkerPool = request.getfixturevalue("te_world2" if te else "world2")
     pool.run(rank_packed, te)
-
-
-def rank_recomputed(te: bool, sequence_parallel: bool) -> None:
-    """Against stock whose adapters gather norm outputs themselves: TransformerEngine loses a gradient otherwise."""
-    from megatron_flux.train.lora import own_gathers
-
-    with (te_megatron if te else megatron)(dist.get_world_size()):
-        model = adapted(te, sequence_parallel=sequence_parallel, **FULL)
-        lengths = [(3, 5), (7, 2, 1)]
-        with own_gathers(model):
-            stock = [step(model, one, seed) for seed, one in enumerate(lengths)]
-        with flux(STRICT) as seen:
-            for seed, one in enumerate(lengths):
-                ours = step(model, one, seed)
-                assert ours.keys() == stock[seed].keys()
-                for name, expected in stock[seed].items():
-                    require_close(f"{one}: {name}", ours[name], expected, 1e-5)
-            assert set(report(model)["layers"].values()) == {"flux"}
-        assert seen.fallbacks == {}
-
-
-@EITHER
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_recomputed_layers(request: pytest.FixtureRequest, te: bool, sequence_parallel: bool) -> None:
-    pool: WorkerPool = request.getfixturevalue("te_world2" if te else "world2")
-    pool.run(rank_recomputed, te, sequence_parallel)

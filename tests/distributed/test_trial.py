@@ -6,8 +6,6 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +34,8 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import TrialPlan
-from tests.distributed.data import attempt, summed
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.data import summed
+from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, integers
 
 pytestmark = NEEDS_TRITON
@@ -454,27 +452,6 @@ def test_nobody_waits_for_a_rank_that_is_some_calls_late() -> None:
         assert max(waited[:-1]) < late / 2
         assert (waited[-1] > late / 2) == (dist.get_rank() == 0 and before_end > 0)
         dist.barrier()
-
-
-def ends_before_it_sends() -> tuple[str, str, float]:
-    agreement.of_all_ranks(None, dist.group.WORLD)  # which tells each the other's process
-    one, call = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8)
-    for _ in range(len(one._round) - trial.AHEAD):
-        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(trial.AHEAD):
-        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
-    return attempt(lambda: one.turn(call, dist.group.WORLD))  # type: ignore[arg-type]
-
-
-def test_a_peer_that_has_ended_is_named_where_its_times_are_read() -> None:
-    with WorkerPool(2) as pool:
-        outcomes = pool.outcomes(ends_before_it_sends)
-    kind, said, seconds = outcomes[0].value
-    assert (kind, outcomes[1].error) == ("OperatorError", "the process ended with exit code -9")
-    assert said.endswith("trying candidates of a call: the processes of peer rank(s) [1] have ended")
-    assert seconds < 10
 
 
 @on_ranks("world2")

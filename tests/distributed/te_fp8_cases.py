@@ -286,7 +286,7 @@ def rank_operands(kind: str, recipe: str, wgrad: str | None = None) -> dict[str,
 # Recompute, no_grad, memory
 
 
-def rank_fp8_recompute(kind: str, recipe: str, by_te: bool, config: FluxConfig = FP8) -> None:
+def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
     case = fp8_case(kind)
 
     def recomputed() -> Training:
@@ -296,7 +296,7 @@ def rank_fp8_recompute(kind: str, recipe: str, by_te: bool, config: FluxConfig =
         call = by_te_checkpoint(layer) if by_te else lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
         return train(case, layer, (recipe,) * 2, call)
 
-    require_stocks(recomputed, f"{kind}, {recipe}", config)
+    require_stocks(recomputed, f"{kind}, {recipe}")
 
 
 def rank_fp8_no_grad(kind: str, recipe: str) -> None:

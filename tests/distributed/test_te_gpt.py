@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import te_stand_in
+from tests.distributed import te_stand_in, test_gpt
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import (
     FAMILIES,
@@ -19,20 +19,13 @@ from tests.distributed.megatron_world import (
 )
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
-from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
+from tests.distributed.test_gpt import LAYERS, expected_calls
 
 pytestmark = te_stand_in.needed
 
 
 def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
-    with te_megatron(dist.get_world_size()):
-        model = gpt_model(family, te=True, **options)
-        stock = loss_and_gradients(model)
-        with flux(STRICT) as seen:
-            ours = loss_and_gradients(model)
-        parameters = {name for name, _ in model.named_parameters()}
-        require_same(stock, ours, parameters, model_tolerance())
-        return seen.as_dict()
+    return test_gpt.rank_model(family, False, {"te": True, **options}, model_tolerance())
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

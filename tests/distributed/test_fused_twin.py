@@ -134,26 +134,6 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
 
 
 @on_ranks("world2")
-def test_captured_calls_between_eager_ones() -> None:
-    from megatron_flux.comm import group_state
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
-    group_state.drop_slabs()  # other tests'
-    backend = twin()
-    for plan in PLANS.values():
-        backend.config = plan
-        for late in (0, 1, None):
-            with captured_calls():
-                if dist.get_rank() == late:
-                    time.sleep(0.3)
-                compare(backend, 32, 32, 32, torch.float16, False)
-            compare(backend, 32, 32, 32, torch.float16, False)
-    captured = [work for work in group_state.state_of(dist.group.WORLD).slabs.values() if work.captured]
-    assert len(captured) == 2, "the GEMMs' and the gathers'"
-    assert all(work.calls == 1 for work in captured), "each call was entered by itself"
-
-
-@on_ranks("world2")
 def test_graphs_may_be_replayed_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
     from megatron_flux.comm import group_state, slab
@@ -258,11 +238,6 @@ def test_a_gather_begins_and_ends_in_one_capture() -> None:
     def gather() -> Any:
         return OperatorCall("all_gather", x, None, group).run(backend)
 
-    eager = gather()
-    with one_capture(1), pytest.raises(UserError, match="begun outside of a CUDA graph's capture"):
-        eager.wait()
-    assert torch.equal(eager.wait(), wanted)
-    group_state.drop_slabs()
     with captured_calls():
         pending = gather()
     with one_capture(1):

@@ -20,7 +20,7 @@ from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import CLOSED, PeerLayout
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import OperatorError, UserError
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 
 CPU = torch.device("cpu")
 WAYS = pytest.mark.parametrize(
@@ -125,24 +125,21 @@ def files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("megatron_flux_host_")}
 
 
-def never_comes(kind: str, one_queue: bool) -> str:
+@WAYS
+@on_ranks("world2")
+def test_a_wait_that_lasts_too_long_names_the_peer(kind: str, one_queue: bool) -> None:
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "2"}):
         at = link(kind, one_queue)
     gather(at, 0, [0, 5000])
     if at.rank == 1:
         dist.barrier()
-        return ""
+        return
     with pytest.raises(OperatorError) as caught:
         (gather if one_queue else exchange)(at, 1, [0, 9000])
     with pytest.raises(OperatorError, match="timed out"):
         gather(at, 2, [0, 10])
     dist.barrier()
-    return str(caught.value)
-
-
-@WAYS
-def test_a_wait_that_lasts_too_long_names_the_peer(world2: WorkerPool, kind: str, one_queue: bool) -> None:
-    said = world2.run(never_comes, kind, one_queue)[0]
+    said = str(caught.value)
     operator = "all_gather_gemm" if one_queue else "gemm_reduce_scatter"
     assert f"rank 0 (tp rank 0 of 2): {operator} timed out after 2 s waiting for peer rank 1 (tp rank 1), " in said
     assert ", epoch 2; the peer's last epoch here is 1" in said
@@ -166,7 +163,9 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str, one_queue: bo
     dist.barrier()
 
 
-def allocation_fails(kind: str) -> str:
+@pytest.mark.parametrize("kind", ["host", "p2p"])
+@on_ranks("world2")
+def test_memory_that_one_rank_cannot_have(kind: str) -> None:
     what = (os, "posix_fallocate") if kind == "host" else (shared_memory, "_make_sparse")
     full = mock.patch.object(*what, side_effect=OSError(28, "No space left on device"))
     if dist.get_rank() == 1:
@@ -177,13 +176,8 @@ def allocation_fails(kind: str) -> str:
     finally:
         mock.patch.stopall()
     gather(link(kind, True), 0, [0, 3000])
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["host", "p2p"])
-def test_memory_that_one_rank_cannot_have(world2: WorkerPool, kind: str) -> None:
-    for said in world2.run(allocation_fails, kind):
-        assert "of /dev/shm failed (tp rank 1: OSError: [Errno 28] No space left on device): 2 ranks need" in said
+    said = str(caught.value)
+    assert "of /dev/shm failed (tp rank 1: OSError: [Errno 28] No space left on device): 2 ranks need" in said
     assert not files()
 
 

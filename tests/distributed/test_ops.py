@@ -150,27 +150,6 @@ def test_no_rows(backend: str) -> None:
     assert {name for _, name in ops.stats.calls - made} == {"none"}, "nothing is communicated"
 
 
-@on_ranks("world4")
-def test_two_groups_at_once() -> None:
-    pairs = [[0, 2], [1, 3]]
-    groups = [dist.new_group(ranks) for ranks in pairs]
-    mine = next(g for g, ranks in zip(groups, pairs, strict=True) if dist.get_rank() in ranks)
-    own = pairs[groups.index(mine)]
-    assert dist.get_process_group_ranks(mine) == own
-    seed = 1000 * own[0]
-    for i in range(3):  # the groups are not synchronised with each other
-        check_all_gather_gemm(mine, (3, 2), False, torch.float32, seed + i)
-        check_gemm_reduce_scatter(mine, (3, 2), True, torch.float32, seed + i)
-        check_all_gather(mine, (3,), torch.bfloat16, seed + i)
-    # Operators of the world and of a pair, both under way.
-    x = integers(8, K, seed=1)
-    in_world = ops.all_gather(x, dist.group.WORLD)
-    in_pair = ops.gemm_reduce_scatter(x, integers(N, K, seed=2), mine, async_op=True)
-    require_close("pair", in_pair.wait(), shard(2 * product(x, integers(N, K, seed=2), False), mine), 0)
-    assert torch.equal(in_world.wait(), x.repeat(dist.get_world_size(), 1))
-    dist.destroy_process_group(mine)
-
-
 @on_ranks("world2")
 def test_a_bias_is_added_before_or_after_rounding() -> None:
     """257 rounds to 256 in bf16, and half of one is then lost; 257.5 rounds to 258."""

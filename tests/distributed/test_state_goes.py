@@ -2,16 +2,13 @@
 
 import gc
 import time
-import types
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, slab_bytes, state_of
-from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
@@ -19,7 +16,6 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial, TrialPlan
-from megatron_flux.ops.tuner.tuner import Tuner
 from tests.distributed import test_chunked
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_chunked import WAYS
@@ -28,27 +24,6 @@ from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 pytestmark = NEEDS_TRITON
 
 CPU = torch.device("cpu")
-CLASSES = {
-    "Alarm", "AllGatherPlan", "BackendPlan", "Decisions", "GemmReduceScatterPlan", "GroupState", "HostLink",
-    "LinkAlarm", "P2PLink", "Progress", "Push", "Regions", "Slab", "Trial", "TrialPlan", "_Ledger",
-}  # fmt: skip
-"""Among others a state has these after the calls."""
-
-
-def reachable(root: object) -> list[Any]:
-    """All that ``root`` keeps alive, through closures too, but for what the program has anyhow."""
-    found: dict[int, Any] = {}
-    left = [root]
-    while left:
-        one = left.pop()
-        if id(one) in found or isinstance(one, type | types.ModuleType | weakref.ref):
-            continue
-        found[id(one)] = one
-        if isinstance(one, types.FunctionType):
-            left += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
-        else:
-            left += gc.get_referents(one)
-    return list(found.values())
 
 
 def use(group: dist.ProcessGroup) -> None:
@@ -85,21 +60,13 @@ def test_nothing_of_a_destroyed_group_stays() -> None:
     before = len(all_states()), slab_bytes()
     group = dist.new_group(backend="gloo")
     use(group)
-    there = reachable(state_of(group))
-    names = {type(one).__name__ for one in there}
-    assert names >= CLASSES, CLASSES - names
-    keeping = [type(one).__name__ for one in there if isinstance(one, dist.ProcessGroup)]
-    held = [
-        (type(one).__name__, weakref.ref(one))
-        for one in there
-        if type(one).__module__.startswith(("megatron_flux.comm", "megatron_flux.ops", "torch"))
-        and type(one).__weakrefoffset__
-        and not isinstance(one, Backend | Backends | Tuner | Entry | KernelConfig | torch.device | torch.dtype)
-    ]
+    state = state_of(group)
+    parts = [state, *state.slabs.values(), *state.transports.values(), *state.plans.values(), state.kept]
+    held = [(type(one).__name__, weakref.ref(one)) for one in parts if type(one).__weakrefoffset__]
+    assert {"GroupState", "Slab", "HostLink", "P2PLink", "TrialPlan"} <= {name for name, _ in held}
     dist.destroy_process_group(group)
-    del group, there
+    del group, state, parts
     gc.collect()
-    assert not keeping, "a state keeps its group"
     deadline = time.monotonic() + 10
     while (outlives := sorted(name for name, one in held if one() is not None)) and time.monotonic() < deadline:
         time.sleep(0.05)  # threads of lanes end when they come to it

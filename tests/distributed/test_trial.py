@@ -288,25 +288,6 @@ def test_a_plan_from_the_file_runs_once_it_is_compiled(tmp_path: Path) -> None:
 
 
 @on_ranks("world2")
-def test_what_stands_between_a_calls_begin_and_its_wait_counts(tmp_path: Path) -> None:
-    group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
-    with training(tmp_path) as (by, clock):
-        for _ in range(20):
-            x, w = integers(32, 16, torch.float16), integers(32, 16, torch.float16)
-            call = OperatorCall("gemm_reduce_scatter", x, w, group, async_op=True)
-            if call.key not in plans:
-                plans[call.key] = by.plan(call)
-            turns = len(clock.turns)
-            pending = plans[call.key].run(call)
-            going_on = [sample for sample in trials(by)[0]._samples if sample.ended is None]
-            assert len(going_on) == len(clock.turns) - turns
-            if isinstance(pending, Pending):
-                pending.wait()
-            assert all(sample.ended is not None for sample in going_on)
-        assert {0, 1, 2} == set(clock.turns), "of fused calls too, which are finished when they return"
-
-
-@on_ranks("world2")
 def test_ranks_of_which_one_is_late_and_one_tries_nothing_agree(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE", ("off", "on")[dist.get_rank()])
@@ -359,29 +340,6 @@ def test_calls_that_nobody_waits_for_run_stock_in_the_end(tmp_path: Path) -> Non
         for begun in pending:
             timing.finish(begun)
     assert not (tmp_path / "tuned.json").exists()
-
-
-@on_ranks("world2")
-def test_the_first_call_of_a_candidate_may_fail_whichever_turn_it_is(tmp_path: Path) -> None:
-    """Its first turn may go to an m that it cannot run."""
-    run, fits = FusedPlan._first, candidates.runs
-
-    def broken(plan: FusedPlan, *operands: Any, **how: Any) -> None:
-        if plan.config == FAST:
-            raise RuntimeError("CUDA refused a launch")
-        run(plan, *operands, **how)
-
-    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedPlan, "_first", broken)
-        for module in (trial, tuner):
-            patch.setattr(
-                module, "runs", lambda call, entry: fits(call, entry) and (entry.plan != FAST or call.m == 32)
-            )
-        rows = [32] * (3 + trial.GAP) + [36] + [32] * 200
-        for m in rows:
-            step(by, m)
-        (one,) = trials(by)
-        assert (one.failed, one.decided.backend) == ({1}, "reference")
 
 
 @on_ranks("world2")

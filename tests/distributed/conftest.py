@@ -44,6 +44,12 @@ def te_world4() -> Iterator[WorkerPool]:
     yield from _pool(4, TRANSFORMER_ENGINE)
 
 
+@pytest.fixture(scope="module")
+def libraries_world2() -> Iterator[WorkerPool]:
+    """Two ranks of a file's own, for libraries that exchange functions of megatron-core."""
+    yield from _pool(2, LIBRARIES)
+
+
 @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
 def te_world(request: pytest.FixtureRequest) -> WorkerPool:
     """Two ranks for TransformerEngine, then four."""

@@ -66,6 +66,29 @@ def require_equal(found: Tensors, expected: Tensors) -> None:
         assert torch.equal(one[name], tensor), f"{name} differs by {(one[name] - tensor).abs().max()}"
 
 
+def saved_by(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[int, tuple[int, int]]]:
+    """The result of ``forward``, and elements and bytes of what it saves for backward, each memory once by its address.
+
+    Quantized tensors are left out; of the others backward may free the memory.
+    """
+    saved: dict[int, tuple[int, int]] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if type(t) in (torch.Tensor, torch.nn.Parameter):
+            saved[t.untyped_storage().data_ptr()] = t.numel(), t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return forward(), saved
+
+
+def saved_bytes(forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that ``forward`` saves; its backward runs, too."""
+    y, saved = saved_by(forward)
+    y.backward(torch.ones_like(y))
+    return sum(nbytes for _, nbytes in saved.values())
+
+
 def attempt(call: Callable[[], object]) -> tuple[str, str, float]:
     """Return the name and message of the exception that ``call`` raises, if any, and its seconds."""
     began = time.monotonic()

@@ -201,6 +201,38 @@ def _te_layer(config: Any, spec: dict[str, Any]) -> tuple[Any, type]:
     return layer, TENorm
 
 
+def pipeline_stages(config: Any, layer: Any, norm: type, vocabulary: int, sequence: int, **more: Any) -> list[Any]:
+    """This rank's stages of a model, two where the pipeline is virtual."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    virtual, made = config.virtual_pipeline_model_parallel_size, []
+    layers = [layer] * (config.num_layers // config.pipeline_model_parallel_size // (virtual or 1))
+    for stage in range(virtual or 1):
+        at: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage if virtual else None}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+            vocab_size=vocabulary,
+            max_sequence_length=sequence,
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            vp_stage=at["vp_stage"],
+            **more,
+        ).to(config.params_dtype)
+        made.append(model.cuda() if on_gpu() else model)
+    return made
+
+
+def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """For megatron-core's schedules."""
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
 def batch(seed: int = 7) -> dict[str, torch.Tensor]:
     """Tokens, labels and the causal mask, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)

@@ -54,18 +54,22 @@ def import_parts(package: str, folder: Path) -> None:
         sys.modules[package] = module
 
 
+def import_bridge(name: str) -> Any:
+    """Return a module of Megatron-Bridge, without the starts of its packages."""
+    folder = source("bridge") / "megatron" / "bridge"
+    import_parts("megatron.bridge", folder)
+    import_parts("megatron.bridge.models", folder / "models")
+    if te_stand_in.SOURCE not in sys.path:
+        sys.path.append(te_stand_in.SOURCE)  # it asks for TransformerEngine's version
+    return importlib.import_module(f"megatron.bridge.{name}")
+
+
 def bridge_provider(**options: Any) -> Any:
     """Return Megatron-Bridge's own provider of a small Llama, of TransformerEngine's layers."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from tests.distributed.megatron_world import FAMILIES, SEQUENCE, VOCABULARY, _te_layer
-
-    folder = source("bridge") / "megatron" / "bridge"
-    import_parts("megatron.bridge", folder)
-    import_parts("megatron.bridge.models", folder / "models")
-    if te_stand_in.SOURCE not in sys.path:
-        sys.path.append(te_stand_in.SOURCE)  # it asks for TransformerEngine's version
 
     def spec(config: Any) -> Any:
         layer, norm = _te_layer(config, {})
@@ -82,9 +86,7 @@ def bridge_provider(**options: Any) -> Any:
         **{"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"},
         "transformer_layer_spec": spec,
     }
-    provider: Any = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(
-        **given | FAMILIES["llama"] | options
-    )
+    provider = import_bridge("models.gpt_provider").GPTModelProvider(**given | FAMILIES["llama"] | options)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider

@@ -160,6 +160,20 @@ def run(
     return found
 
 
+def run_frozen(case: Case, layer: Any, names: tuple[str, ...], input_grad: bool, how: Any = None) -> dict[str, Any]:
+    """Results and gradients of a layer with these parameters frozen; ``how``: what its forward runs in."""
+    for name in names:
+        getattr(layer, name).requires_grad_(False)
+    x = input_of(case, 7).requires_grad_(input_grad)
+    with how or contextlib.nullcontext():
+        y, _ = layer(x)
+    assert y.requires_grad
+    y.backward(gradient_of(y, 8))
+    # TransformerEngine computes a frozen norm's gradient, and autograd drops it.
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None and name not in names}
+    return {"y": y.detach(), **gradients, **({"dx": x.grad} if input_grad else {})}
+
+
 def require_same(case: Case, stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
     assert stock.keys() == ours.keys()
     for name, expected in stock.items():

@@ -13,9 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -286,25 +283,10 @@ def rank_operands(kind: str, recipe: str, wgrad: str | None = None) -> dict[str,
     return seen.calls
 
 
-def rank_quantised(kind: str, recipe: str) -> tuple[int, int]:
-    """Count the quantisations of stock and ours over three micro-batches: the weight once a step."""
-    case = fp8_case(kind, micro_batches=3)
-
-    def count() -> int:
-        import transformer_engine_torch as tex
-
-        layer = built(case)
-        with mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
-            train(case, layer, (recipe,) * 2)
-        return quantize.call_count
-
-    return both(count)[:2]
-
-
 # Recompute, no_grad, memory
 
 
-def rank_fp8_recompute(kind: str, recipe: str, by_te: bool, config: FluxConfig = FP8) -> None:
+def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
     case = fp8_case(kind)
 
     def recomputed() -> Training:
@@ -314,7 +296,7 @@ def rank_fp8_recompute(kind: str, recipe: str, by_te: bool, config: FluxConfig =
         call = by_te_checkpoint(layer) if by_te else lambda x: tensor_parallel.checkpoint(lambda x: layer(x), False, x)
         return train(case, layer, (recipe,) * 2, call)
 
-    require_stocks(recomputed, f"{kind}, {recipe}", config)
+    require_stocks(recomputed, f"{kind}, {recipe}")
 
 
 def rank_fp8_no_grad(kind: str, recipe: str) -> None:
@@ -329,27 +311,6 @@ def rank_fp8_no_grad(kind: str, recipe: str) -> None:
                 found.append(layer(x)[0])
         assert not found[1].requires_grad
         require_close("y", found[1], found[0], tolerance())
-
-
-def rank_fp8_saved(kind: str, recipe: str) -> tuple[int, int]:
-    """Bytes saved for backward beside the weight's cache, by stock and by ours, each memory once."""
-    case = fp8_case(kind)
-
-    def saved() -> int:
-        memory: dict[int, int] = {}
-
-        def keep(t: torch.Tensor) -> torch.Tensor:
-            if type(t) is torch.Tensor:
-                memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        layer, x = built(case), input_of(case, 7).requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe_of(recipe)):
-            y, _ = layer(x)
-        y.backward(torch.ones_like(y))
-        return sum(memory.values())
-
-    return both(saved)[:2]
 
 
 def peaks(case: Case, recipe: str, peak: Callable[[Callable[[], None]], int]) -> tuple[int, int]:
@@ -370,38 +331,6 @@ def peaks(case: Case, recipe: str, peak: Callable[[Callable[[], None]], int]) ->
         layer.is_first_microbatch = True
         with flux(FP8):
             return stock, peak(step)
-
-
-class Made(TorchDispatchMode):
-    """Peak of the bytes that operators on CPUs have made, less fp32: kernels on GPUs make none, their stand-ins do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._alive = 0, WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = operator(*args, **(kwargs or {}))
-        if not operator.is_view and not operator._schema.is_mutable:
-            for t in tree_leaves(results):
-                if type(t) is torch.Tensor and t.itemsize < 4:
-                    self._alive[t.untyped_storage()] = t.nbytes
-            self.peak = max(self.peak, sum(self._alive.values()))
-        return results
-
-
-def rank_fp8_peaks(kind: str, recipe: str) -> tuple[int, int]:
-    """Of later micro-batches, by stock and by ours: the least, for gloo may hold tensors a little longer."""
-
-    def peak(step: Callable[[], None]) -> int:
-        step()
-        found = []
-        for _ in range(6):
-            with Made() as made:
-                step()
-            found.append(made.peak)
-        return min(found)
-
-    return peaks(fp8_case(kind, bias=False), recipe, peak)
 
 
 # As in a CUDA graph

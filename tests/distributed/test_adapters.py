@@ -1,7 +1,6 @@
 """The linears that adapters are made of, ranks of 8 to 64: patched against stock, to the bit, and on fused kernels."""
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,55 +8,26 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig
-from tests.distributed import te_stand_in
 from tests.distributed.data import integers
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
-from tests.distributed.te_cases import te_megatron
-from tests.distributed.twins import PLANS, registered
+from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 
 S, B, WIDTH = 8, 2, 32
 RANKS = (8, 16, 64)
 
-on_twin = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-
-def local(kind: str, rank: int, frozen: bool = False, **options: Any) -> Callable[[], torch.nn.Module]:
+def local(kind: str, rank: int, frozen: bool = False, **options: Any) -> torch.nn.Module:
     """A linear of megatron-core's own into ``rank`` numbers ("in") or out of them, as Megatron-Bridge builds it."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    def make() -> torch.nn.Module:
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-        config = model_config(sequence_parallel=False, params_dtype=torch.bfloat16)
-        common = {"config": config, "init_method": config.init_method, "bias": False}
-        sizes = (rank, WIDTH) if kind == "out" else (WIDTH, rank)
-        if kind == "row in":
-            layer = RowParallelLinear(*sizes, input_is_parallel=True, skip_bias_add=True, **common)
-        else:
-            layer = ColumnParallelLinear(*sizes, gather_output=kind == "column in", **common, **options)
-        return filled(layer, frozen)
-
-    return make
-
-
-def over_te(kind: str, rank: int) -> Callable[[], torch.nn.Module]:
-    """A linear over TransformerEngine with sequence parallelism, as mcore-bridge builds it."""
-
-    def make() -> torch.nn.Module:
-        from megatron.core.extensions import transformer_engine as extension
-
-        config = model_config(params_dtype=torch.bfloat16, bf16=True)
-        common = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
-        if kind == "row in":
-            layer = extension.TERowParallelLinear(WIDTH, rank, input_is_parallel=True, skip_bias_add=True, **common)
-        else:
-            layer = extension.TEColumnParallelLinear(rank, WIDTH, gather_output=False, skip_bias_add=False, **common)
-        return filled(layer)
-
-    return make
-
-
-def filled(layer: torch.nn.Module, frozen: bool = False) -> torch.nn.Module:
+    config = model_config(sequence_parallel=False, params_dtype=torch.bfloat16)
+    common = {"config": config, "init_method": config.init_method, "bias": False}
+    sizes = (rank, WIDTH) if kind == "out" else (WIDTH, rank)
+    if kind == "row in":
+        layer = RowParallelLinear(*sizes, input_is_parallel=True, skip_bias_add=True, **common)
+    else:
+        layer = ColumnParallelLinear(*sizes, gather_output=kind == "column in", **common, **options)
     with torch.no_grad():
         layer.weight.copy_(integers(*layer.weight.shape, seed=50 + dist.get_rank(), dtype=torch.bfloat16, high=1))
     layer.weight.requires_grad_(not frozen)
@@ -74,11 +44,10 @@ def results(layer: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple[str, torc
         yield "dw", layer.weight.grad
 
 
-def rank_same(make: str, how: dict[str, Any], backend: str) -> dict[str, int]:
-    with (te_megatron if make == "over_te" else megatron)(dist.get_world_size()), registered(PLANS["halves of tiles"]):
-        layer = {"local": local, "over_te": over_te}[make](**how)()
-        rows = S * (dist.get_world_size() if make == "over_te" and how["kind"] == "row in" else 1)
-        x = integers(rows, B, layer.weight.shape[1], seed=3 + dist.get_rank(), dtype=torch.bfloat16, high=1)
+def rank_same(how: dict[str, Any], backend: str) -> dict[str, int]:
+    with megatron(dist.get_world_size()), registered(PLANS["halves of tiles"]):
+        layer = local(**how)
+        x = integers(S, B, layer.weight.shape[1], seed=3 + dist.get_rank(), dtype=torch.bfloat16, high=1)
         stock = dict(results(layer, x))
         with flux(FluxConfig(strict=True, backend=backend)) as seen:
             ours = dict(results(layer, x))
@@ -102,22 +71,13 @@ LOCAL: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize(("how", "operators"), LOCAL.values(), ids=LOCAL)
 def test_megatron_bridge(world2: WorkerPool, how: dict[str, Any], operators: list[str]) -> None:
     for rank in RANKS:
-        for calls in world2.run(rank_same, "local", how | {"rank": rank}, "reference"):
+        for calls in world2.run(rank_same, how | {"rank": rank}, "reference"):
             assert calls == {f"{name}/reference": 1 for name in operators}
 
 
-@on_twin
+@NEEDS_TRITON
 @pytest.mark.parametrize("kind", ["column in", "out", "row in"])
 def test_megatron_bridge_on_fused_kernels(world2: WorkerPool, kind: str) -> None:
     for rank in RANKS[:2]:
-        for calls in world2.run(rank_same, "local", {"kind": kind, "rank": rank}, "twin"):
+        for calls in world2.run(rank_same, {"kind": kind, "rank": rank}, "twin"):
             assert calls == {"gemm_all_reduce/twin": 1}
-
-
-@te_stand_in.needed
-@pytest.mark.parametrize("kind", ["out", "row in"])
-@pytest.mark.parametrize("backend", ["reference", pytest.param("twin", marks=on_twin)])
-def test_mcore_bridge(te_world2: WorkerPool, kind: str, backend: str) -> None:
-    for rank in RANKS if backend == "reference" else RANKS[:1]:
-        for calls in te_world2.run(rank_same, "over_te", {"kind": kind, "rank": rank}, backend):
-            assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == 1

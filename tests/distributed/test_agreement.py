@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import agreement, shared_memory, slab
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -42,42 +41,26 @@ def failing(times: int) -> Any:
     return mock.patch.object(shared_memory, "_make_sparse", allocate)
 
 
-def no_memory_on_one_rank(times: int) -> tuple[str, str, float, int]:
+@pytest.mark.parametrize("times", [1, 2])
+@on_ranks("world2")
+def test_a_workspace_that_one_rank_has_no_memory_for(times: int) -> None:
+    """That rank gives torch's cache back and tries again once."""
     group, backend = dist.new_group([0, 1]), twin()
     call = call_of(backend, "gemm_reduce_scatter", group=group)
     with failing(times), mock.patch.object(torch.cuda, "empty_cache") as emptied:
-        found = attempt(call[0])
+        kind, said, seconds = attempt(call[0])
     right(call)  # nobody is left behind
-    return *found, emptied.call_count
-
-
-def test_a_workspace_that_one_rank_has_no_memory_for(world2: WorkerPool) -> None:
-    once, twice = world2.run(no_memory_on_one_rank, 1), world2.run(no_memory_on_one_rank, 2)
-    assert [(kind, emptied) for kind, *_, emptied in once] == [("", 0), ("", 1)]
-    for kind, said, seconds, _ in twice:
-        assert kind == "SharedMemoryError"
+    assert emptied.call_count == dist.get_rank()
+    assert kind == ("SharedMemoryError" if times == 2 else "")
+    if times == 2:
         assert seconds < SECONDS
         assert "failed (tp rank 1: RuntimeError: CUDA driver error: out of memory): " in said
         assert "fabric manager" not in said
 
 
+@pytest.mark.parametrize("moment", ["before the workspace", "within it"])
 @on_ranks("world2")
-def test_a_gpu_without_memory_is_no_lack_of_peer_access() -> None:
-    """The words of the GPU's allocator."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    error = NO_MEMORY if dist.get_rank() == 1 else None
-    made = mock.Mock(side_effect=error)
-    with mock.patch.object(symm_mem, "empty", made), pytest.raises(OperatorError) as caught:
-        shared_memory.symmetric(dist.group.WORLD, 800 << 20, torch.device("cpu"))
-    assert made.call_count == 1 + dist.get_rank(), "the rank without memory tries twice"
-    said = str(caught.value)
-    assert said.startswith("sharing 800 MiB of GPU memory among ranks [0, 1] failed (tp rank 1: RuntimeError: CUDA")
-    assert "leave more of the GPU's memory free" in said
-    assert "fabric manager" not in said
-
-
-def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:
+def test_first_calls_that_meet_each_other(moment: str) -> None:
     """Rank 1 runs out of memory in the middle of its first call, catches that and makes another first call."""
     group, backend = dist.new_group([0, 1]), twin()
     first, other = (call_of(backend, operator, group=group) for operator in ("gemm_reduce_scatter", "all_gather_gemm"))
@@ -90,23 +73,11 @@ def caught_alone(moment: str) -> tuple[tuple[str, str, float], ...]:
         found = attempt(first[0])
     right(first)
     right(other)
-    return found
-
-
-@pytest.mark.parametrize("moment", ["before the workspace", "within it"])
-def test_first_calls_that_meet_each_other(world2: WorkerPool, moment: str) -> None:
-    for rank, (kind, said, seconds) in enumerate(world2.run(caught_alone, moment)):
-        assert kind == "OutOfStepError", said
-        assert seconds < SECONDS
-        assert said.startswith(f"rank {rank} (tp rank {rank} of 2): the ranks of this group are at different points")
-        assert "rank 1: comparing calls (all_gather_gemm m=64" in said
-        assert "\n" not in said
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(3) as pool:
-        yield pool
+    kind, said, seconds = found
+    assert (kind, seconds < SECONDS) == ("OutOfStepError", True), said
+    assert said.startswith(f"rank {dist.get_rank()} (tp rank {dist.get_rank()} of 2): the ranks of this group are at ")
+    assert "rank 1: comparing calls (all_gather_gemm m=64" in said
+    assert "\n" not in said
 
 
 def ends_in_between(folder: Path) -> tuple[tuple[str, str, float], ...]:
@@ -119,8 +90,9 @@ def ends_in_between(folder: Path) -> tuple[tuple[str, str, float], ...]:
     return attempt(call[0]), attempt(again[0])
 
 
-def test_a_peer_that_ends_while_a_workspace_is_made(pool: WorkerPool, tmp_path: Path) -> None:
-    outcomes = pool.outcomes(ends_in_between, tmp_path)
+def test_a_peer_that_ends_while_a_workspace_is_made(tmp_path: Path) -> None:
+    with WorkerPool(3) as pool:
+        outcomes = pool.outcomes(ends_in_between, tmp_path)
     assert outcomes[1].error == "the process ended with exit code -9"
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error

@@ -249,20 +249,6 @@ def test_clocks_are_the_slowest_gpus_from_the_second_round_on() -> None:
     assert found["a"]["sm_clock_mhz"] == [None, 1400.0, 1400.0]
 
 
-def attempt(fails_on: int) -> tuple[Any, Any]:
-    def action() -> str:
-        if dist.get_rank() == fails_on:
-            raise ValueError("no\n luck")
-        return "done"
-
-    return harness.attempt(action, dist.group.WORLD)
-
-
-def test_what_fails_on_one_rank_is_left_out_on_all(world2: WorkerPool) -> None:
-    assert world2.run(attempt, 1) == [(None, "rank 1: ValueError: no luck")] * 2
-    assert world2.run(attempt, 7) == [("done", None)] * 2
-
-
 def test_the_worker_leaves_a_whole_folder(warm_python: str, tmp_path: Path) -> None:
     workload = Workload(model="small", seq=16, micro_batch=1, layers=1)
     wanted = LayerRun(

@@ -26,11 +26,11 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import keys, tuner
-from megatron_flux.ops.tuner import trial as trials
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
-from megatron_flux.ops.tuner.trial import Sample, Trial
+from megatron_flux.ops.tuner.trial import Trial
 from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.twins import turns_take
 
 CASES = [
     Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
@@ -94,12 +94,6 @@ def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
     }
 
 
-def begun(trial: Trial, candidate: int, rows: int, cuda: bool) -> Any:
-    ms = TIMES[trial.entries[candidate].label.partition(" ")[0]]
-    trial._samples.append(sample := Sample(candidate, 1, ms))
-    return lambda: setattr(sample, "ended", ms)
-
-
 @contextmanager
 def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
     """A machine with GPUs over the link ``kind``; over ``host`` the real chunked backends with made-up times."""
@@ -120,8 +114,7 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
         else:
             patch.setattr(ops.timing, "gather_rate", lambda *_: 40.0)
             patch.setattr(keys, "by_chunks", lambda *_: True)
-            patch.setattr(trials.Trial, "begin", begun)
-            patch.setattr(trials, "_between", lambda begun, ended: begun)
+            turns_take(lambda trial, candidate: TIMES[trial.entries[candidate].label.partition(" ")[0]], patch)
         try:
             yield tuned
         finally:
@@ -249,14 +242,9 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     assert [line.endswith("(cached)") for line in said] == [True, False, True, True, True]
     assert set(json.loads(cache.read_text())) == set(stored)
 
-
-def test_force_measures_again_and_keeps_other_plans(world2: WorkerPool, tmp_path: Path) -> None:
-    cache = tmp_path / "tuned.json"
-    (done, _, _), _ = world2.run(fill, cache, CASES)
-    stored = json.loads(cache.read_text())
     stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
-    assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4
+    assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4, "forced, all again"
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
 
 

@@ -12,21 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 from megatron_flux.bench import arms, harness, peers, tables
 from megatron_flux.bench.arms import ARMS, Arm, Inputs, Ways
-from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import PeersRun
-from megatron_flux.comm.links import Link
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import WorkerPool
 
 FIELDS = {"device", "op", "model", "m", "n", "k", "dtype", "arm", "ms", "error", "version", "queues"}
-CALLS = [
-    Case(op, "toy", linear, "forward", 32, 48, 64, fp8)  # type: ignore[arg-type]
-    for op, linear in (("all_gather_gemm", "fc1"), ("gemm_reduce_scatter", "fc2"), ("gemm_all_reduce", "fc2"))
-    for fp8 in (None, "current")
-]
 Bend = Callable[[int, Callable[[], torch.Tensor]], torch.Tensor]
 
 
@@ -209,35 +201,3 @@ def test_a_hang_ends_the_run_with_the_arm_s_name(world2: WorkerPool, tmp_path: P
     assert said == (
         "FluxError: arm sleepy has not come back for 2 s from gemm_reduce_scatter tiny m=16; leave it out of --arms"
     )
-
-
-def gathered_bytes(
-    x: torch.Tensor, weights: Any, by_x: Any, by_weights: Any, dim: int, _: str, biases: Any, scales: Any, dtypes: Any,
-    fast: Any,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """torch's fallback, over a gloo that gathers no FP8."""
-    assert (dim, biases, scales) == (0, [None], [None])
-    whole = x.new_empty(2 * x.shape[0], x.shape[1])
-    dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8))
-    (dtype,) = symm_mem._maybe_convert_scalar_types_to_dtypes(dtypes)
-    y = torch._scaled_mm(whole, weights[0], by_x, by_weights[0], None, None, dtype, fast[0])
-    return whole, [y]
-
-
-@pytest.mark.parametrize("case", [case for case in CALLS if case.op != arms.REDUCES], ids=lambda c: f"{c.op}-{c.fp8}")
-@on_ranks("world2")
-def test_torch_s_operators_get_what_they_want(case: Case) -> None:
-    """torch's own fallbacks of its fused operators stand in for the kernels, behind the registered schemas."""
-    group = dist.distributed_c10d._get_default_group()
-    here = harness.Ranks(torch.device("cpu"), group, group, Link("none", ""), print)
-    inputs = arms.inputs_of(case, here)
-    right = peers.reference(inputs)
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("fused_all_gather_scaled_matmul", gathered_bytes, "CPU")
-    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"):
-        library.impl(name, getattr(symm_mem, f"_{name}_fallback"), "CPU")
-    try:
-        with arms.torch_async_tp(inputs) as ways:
-            assert peers.error_of(ways[""](), right) < 5e-3
-    finally:
-        library._destroy()

@@ -9,7 +9,7 @@ from megatron_flux.comm import links
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Beside
 from tests.distributed.megatron_world import megatron
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import on_ranks
 
 
 def asked_anew(group: dist.ProcessGroup) -> Beside:
@@ -29,46 +29,30 @@ def asked(group: dist.ProcessGroup, left: Iterable[dist.ProcessGroup], **variabl
         return asked_anew(group)
 
 
-def tensor_parallel_alone(tp: int) -> tuple[Beside, Beside]:
+@on_ranks("world")
+def test_megatron_waits_for_its_groups_over_the_same_ranks() -> None:
+    """Data parallelism is over others."""
     from megatron.core import parallel_state
 
     left = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}  # by other tests
-    with megatron(tp=tp):
+    with megatron(tp=2):
         group = parallel_state.get_tensor_model_parallel_group()
-        return asked(group, left), asked(group, left, TORCH_NCCL_HIGH_PRIORITY="1")
+        plain, high = asked(group, left), asked(group, left, TORCH_NCCL_HIGH_PRIORITY="1")
+    others = dist.get_world_size() > 2
+    assert plain.others == others
+    assert others or (plain.high_priority, high) == (False, Beside(others=False, high_priority=True))
 
 
-def another_group(ranks: list[int]) -> tuple[Beside, Beside]:
-    """Return the result of the world's ranks, and this one's own."""
-    made = dist.new_group(ranks)
+@on_ranks("world")
+def test_another_group_counts_on_all_ranks() -> None:
+    """On those that are not in it, too: ranks that decided by what they see themselves would run different backends."""
+    made = dist.new_group([0, 1])
     try:
         with pytest.MonkeyPatch.context() as patch:
             # Other tests leave groups of Megatron's.
             patch.setattr(links, "_on_nccl", lambda other: other is made)
-            return asked_anew(dist.group.WORLD), links.seen(dist.group.WORLD)
+            assert asked_anew(dist.group.WORLD).others
+            assert links.seen(dist.group.WORLD).others == (dist.get_rank() < 2)
     finally:
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(made)
-
-
-def test_megatron_waits_for_its_groups_over_the_same_ranks(world2: WorkerPool) -> None:
-    for plain, high in world2.run(tensor_parallel_alone, 2):
-        assert plain == Beside(others=False, high_priority=False)
-        assert high == Beside(others=False, high_priority=True)
-
-
-def test_data_parallelism_is_beside(world4: WorkerPool) -> None:
-    for plain, _ in world4.run(tensor_parallel_alone, 2):
-        assert plain.others
-
-
-def test_another_group_over_the_same_ranks_is_beside(world2: WorkerPool) -> None:
-    for all_of_them, _ in world2.run(another_group, [0, 1]):
-        assert all_of_them == Beside(others=True, high_priority=False)
-
-
-def test_a_group_of_some_ranks_counts_on_all(world4: WorkerPool) -> None:
-    """Ranks that decided by what they see themselves would run different backends, and hang."""
-    found = world4.run(another_group, [0, 1])
-    assert [mine.others for _, mine in found] == [True, True, False, False]
-    assert all(all_of_them.others for all_of_them, _ in found)

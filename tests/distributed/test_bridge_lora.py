@@ -1,7 +1,5 @@
 """LoRA of Megatron-Bridge, as users have it, over a GPTModel of TransformerEngine's layers: all linears run flux."""
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
@@ -9,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FluxConfig, report
-from tests.distributed import recipes, te_stand_in
+from tests.distributed import recipes
 from tests.distributed.megatron_world import FULL, flux, gpt_model, loss_and_gradients, megatron, of_one_rank
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
 
-SOURCE = recipes.source("bridge") / "megatron" / "bridge"
 pytestmark = recipes.needed("bridge", "megatron-bridge==0.3.1")
 
 Tensors = dict[str, torch.Tensor]
@@ -23,10 +20,7 @@ LORA = {"dim": 8, "alpha": 16, "dropout": 0.0}
 
 def adapted(targets: list[str] | None, options: dict[str, Any]) -> torch.nn.Module:
     """A model with frozen weights and adapters, all of its parameters random; the sharded ones of each rank differ."""
-    recipes.import_parts("megatron.bridge", SOURCE)
-    if te_stand_in.SOURCE not in sys.path:
-        sys.path.append(te_stand_in.SOURCE)  # it asks for TransformerEngine's version
-    lora = importlib.import_module("megatron.bridge.peft.lora").LoRA
+    lora = recipes.import_bridge("peft.lora").LoRA
     more = {} if targets is None else {"target_modules": targets}
     model = gpt_model("llama", te=True, **({"num_query_groups": 2} | options))
     (model,) = lora(**LORA, **more)([model], training=True)

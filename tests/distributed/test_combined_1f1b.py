@@ -20,7 +20,9 @@ from tests.distributed.megatron_world import (
     _te_layer,
     batch,
     flux,
+    loss_of,
     model_config,
+    pipeline_stages,
     splits_on_the_host,
 )
 from tests.distributed.pool import WorkerPool
@@ -55,10 +57,7 @@ def no_gpu() -> Iterator[None]:
 
 def stages(pp: int, **options: Any) -> list[torch.nn.Module]:
     """This rank's stages of a model of four layers, the same numbers in every run."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(1234)
@@ -67,31 +66,7 @@ def stages(pp: int, **options: Any) -> list[torch.nn.Module]:
         **FAMILIES["llama"], **OPTIONS, virtual_pipeline_model_parallel_size=virtual, batch_p2p_comm=True, **options
     )
     layer, norm = _te_layer(config, {"num_experts": 4, "moe_grouped_gemm": True})
-    made = []
-    for stage in range(virtual or 1):
-        at: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage if virtual else None}
-        made.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=TransformerBlockSubmodules(
-                    layer_specs=[layer] * (4 // (pp * (virtual or 1))), layer_norm=norm
-                ),
-                vocab_size=VOCABULARY,
-                max_sequence_length=SEQUENCE,
-                position_embedding_type="rope",
-                pre_process=parallel_state.is_pipeline_first_stage(**at),
-                post_process=parallel_state.is_pipeline_last_stage(**at),
-                parallel_output=True,
-                share_embeddings_and_output_weights=False,
-                vp_stage=at["vp_stage"],
-            ).bfloat16()
-        )
-    return made
-
-
-def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    loss = per_token.float().mean()
-    return loss, {"loss": loss.item()}
+    return pipeline_stages(config, layer, norm, VOCABULARY, SEQUENCE, position_embedding_type="rope")
 
 
 def forward_step(batches: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
@@ -111,7 +86,7 @@ def train(pp: int, options: dict[str, Any]) -> tuple[list[float], dict[str, torc
     losses: list[float] = []
     for step in range(STEPS):
         batches = [map(batch, range(10 * step, 10 * step + MICRO_BATCHES)) for _ in models]
-        losses += [one["loss"] for one in run(data_iterator=batches)]
+        losses += [one["loss"].item() for one in run(data_iterator=batches)]
     named = {f"{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert all(p.grad is not None for p in named.values())
     return losses, {name: p.grad for name, p in named.items()}, report(models)["layers"]

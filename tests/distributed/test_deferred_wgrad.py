@@ -14,7 +14,7 @@ from megatron_flux.layers.backward import accumulate
 from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.data import integers, require_equal
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_stock_layers import IN, B, S, make
 
 STRICT = FluxConfig(strict=True, backend="reference")
@@ -56,7 +56,11 @@ def train(layer: Any) -> dict[str, torch.Tensor]:
     return found | {"main_grad": layer.weight.main_grad}
 
 
-def rank_trains(limit: int, options: dict[str, Any]) -> dict[str, int]:
+@pytest.mark.parametrize(("limit", "sequence_parallel"), [(0, True), (2, True), (0, False), (3, False)])
+@on_ranks("world2")
+def test_dy_is_left_for_megatron(limit: int, sequence_parallel: bool) -> None:
+    """Beyond the limit backward computes wgrad, and only then gathers its input."""
+    options = {"sequence_parallel": sequence_parallel}
     with megatron(tp=dist.get_world_size()), gradient_accumulation_fusion():
         stock = train(output_layer(limit, **options))
         with flux(STRICT) as seen:
@@ -65,22 +69,11 @@ def rank_trains(limit: int, options: dict[str, Any]) -> dict[str, int]:
     assert (stock["in backward"] == 7).all() == (limit == 0)
     require_equal(ours, stock)
     assert seen.fallbacks == {}
-    return seen.calls
-
-
-@pytest.mark.parametrize("limit", [0, 2])
-def test_dy_is_left_for_megatron(world2: WorkerPool, limit: int) -> None:
-    """Beyond the limit backward computes wgrad, and only then gathers its input."""
-    calls = {"all_gather_gemm/reference": MICRO_BATCHES, "gemm_reduce_scatter/reference": MICRO_BATCHES}
-    if limit:
+    operators = ["all_gather_gemm", "gemm_reduce_scatter"] if sequence_parallel else ["gemm_all_reduce"]
+    calls = {f"{name}/reference": MICRO_BATCHES for name in operators}
+    if limit and sequence_parallel:
         calls["all_gather/reference"] = MICRO_BATCHES - limit
-    assert world2.run(rank_trains, limit, {}) == [calls] * 2
-
-
-@pytest.mark.parametrize("limit", [0, 3])
-def test_without_sequence_parallelism(world2: WorkerPool, limit: int) -> None:
-    calls = {"gemm_all_reduce/reference": MICRO_BATCHES}
-    assert world2.run(rank_trains, limit, {"sequence_parallel": False}) == [calls] * 2
+    assert seen.calls == calls
 
 
 @on_ranks("world2")

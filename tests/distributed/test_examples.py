@@ -9,15 +9,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_patch_your_script(warm_python: str) -> None:
-    words = [
-        warm_python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "patch_your_script",
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [warm_python, *torchrun, "-m", "patch_your_script"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     how = {"env": environment, "cwd": ROOT / "examples", "capture_output": True, "text": True}
     done = subprocess.run(words, timeout=120, **how)

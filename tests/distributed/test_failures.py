@@ -4,9 +4,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,12 +16,6 @@ from tests.distributed.pool import WorkerPool
 
 SECONDS = 20.0
 K, N = 4, 6
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as pool:
-        yield pool
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -51,8 +44,9 @@ def rank_0_dies() -> dict[str, tuple[str, str, float]]:
     return {name: attempt(call) for name, call in (calls() | backwards).items()}
 
 
-def test_a_killed_peer(pool: WorkerPool) -> None:
-    dead, survivor = pool.outcomes(rank_0_dies, timeout=2 * SECONDS)
+def test_a_killed_peer() -> None:
+    with WorkerPool(2) as pool:
+        dead, survivor = pool.outcomes(rank_0_dies, timeout=2 * SECONDS)
     assert dead.error == "the process ended with exit code -9"
     assert survivor.error is None, survivor.error
     assert survivor.seconds < SECONDS

@@ -1,7 +1,5 @@
 """The operators on FP8 operands: the reference, and the fused kernels in Triton's interpreter."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,13 +11,13 @@ from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.alone import wgrad_of
 from tests.distributed.data import relative_error
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_chunked import WIRES, poisoned, use
-from tests.distributed.twins import NEEDS_TRITON, one_capture, registered, twin, use_tma
+from tests.distributed.twins import NEEDS_TRITON, registered, twin, use_tma
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ["tensor", "blocks"]
@@ -188,58 +186,30 @@ def test_fused_sums_for_all_ranks(world2: WorkerPool, config: AllReduceConfig, s
     world2.run(rank_all_reduce, scaling, config)
 
 
-@on_ranks("world")
-def test_random_numbers() -> None:
-    """Numbers that FP8 rounds: results are those of what was rounded."""
-    group = dist.group.WORLD
-    tp, rank = group.size(), group.rank()
-    for kinds in (("tensor", "tensor"), ("1x128", "128x128")):
-        xs = [quantized(torch.randn(8, 256, generator=torch.Generator().manual_seed(r)), "1x128") for r in range(tp)]
-        if kinds[0] == "tensor":
-            xs = [Fp8Operand(x.data, x.dtype, torch.tensor([0.37])) for x in xs]
-        weight = quantized(torch.randn(24, 256, generator=torch.Generator().manual_seed(9 + rank)), kinds[1])
-        y = ops.all_gather_gemm(xs[rank], weight, out_dtype=torch.float16)
-        want = torch.cat([x.dequantized() for x in xs]).double() @ weight.dequantized().double().t()
-        assert y.dtype == torch.float16
-        assert relative_error(y, want) < 1e-3
-        pending = ops.gemm_reduce_scatter(xs[rank], weight, async_op=True, out_dtype=torch.float16)
-        assert pending.wait().shape == (8 // tp, 24)
-
-
 @on_ranks("world2")
 def test_what_does_not_fit_is_one_line() -> None:
-    wanted = (
-        "both must be Fp8Operand", "transposed out", "wire='int8'", "different k", "use tensor with tensor or 1x128",
-        "use tensor with tensor or 1x128", "both float8_e5m2", "each must be one", "bias must be", "out_dtype must be",
-        "divisible by the group size", "needs CUDA tensors",
-    )  # fmt: skip
     x, weight = pair_of("tensor", 8, 16, 256, 0, E4M3)
     x_blocks, weight_blocks = pair_of("blocks", 8, 16, 256, 0, E4M3)
     narrow = integer_operand(16, 128, "tensor", 0)
     wide = Fp8Operand(x.data, E5M2, x.scale_inv)
     gathered = Fp8Operand(x.data, E4M3, x.scale_inv, "tensor", 2)
-    said = []
-    for operands, given in (
-        ((x, torch.zeros(16, 256)), {}),
-        ((x, weight), {"transposed": True}),
-        ((x, weight), {"wire": "int8"}),
-        ((x, narrow), {}),
-        ((x, weight_blocks), {}),
-        ((x_blocks, weight), {}),
-        ((wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
-        ((gathered, weight), {}),
-        ((x, weight), {"bias": torch.zeros(16)}),
-        ((x, weight), {"out_dtype": torch.float32}),
-        ((integer_operand(7, 256, "tensor", 0), weight), {}),
-        ((x, weight), {"backend": "fused"}),
+    for words, operands, given in (
+        ("both must be Fp8Operand", (x, torch.zeros(16, 256)), {}),
+        ("transposed out", (x, weight), {"transposed": True}),
+        ("wire='int8'", (x, weight), {"wire": "int8"}),
+        ("different k", (x, narrow), {}),
+        ("use tensor with tensor or 1x128", (x, weight_blocks), {}),
+        ("use tensor with tensor or 1x128", (x_blocks, weight), {}),
+        ("both float8_e5m2", (wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
+        ("each must be one", (gathered, weight), {}),
+        ("bias must be", (x, weight), {"bias": torch.zeros(16)}),
+        ("out_dtype must be", (x, weight), {"out_dtype": torch.float32}),
+        ("divisible by the group size", (integer_operand(7, 256, "tensor", 0), weight), {}),
+        ("needs CUDA tensors", (x, weight), {"backend": "fused"}),
     ):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=words) as error:
             ops.gemm_reduce_scatter(*operands, **given)
         assert "\n" not in str(error.value)
-        said.append(str(error.value))
-    assert len(said) == len(wanted)
-    for one, words in zip(said, wanted, strict=True):
-        assert words in one
 
 
 def rank_twin(plan: KernelConfig, tma: bool, scaling: str, shapes: list[tuple[int, ...]] = SHAPES) -> None:
@@ -308,33 +278,3 @@ def test_shards_are_transposed_into_their_places() -> None:
 @NEEDS_TRITON
 def test_fused_is_exact_on_four_ranks(world4: WorkerPool) -> None:
     world4.run(rank_twin, WHOLE, True, "blocks", SHAPES[1::2])
-
-
-@NEEDS_TRITON
-@on_ranks("world2")
-def test_a_captured_dy_is_held_beside_captured_gemms() -> None:
-    """As in a captured backward of two layers: dy is held beside dgrad, and read while the next x is gathered."""
-    from megatron_flux.layers import fp8
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
-    group = dist.group.WORLD
-    tp, rank = group.size(), group.rank()
-    pair = pair_of("tensor", 16, 32, 256, rank, E4M3)
-    wanted_y = ops.all_gather_gemm(*pair, backend="reference")
-    with registered(HALVES):
-        for number in (None, 1, 2, None):
-            torch.manual_seed(number or 0)
-            made = torch.randint(0, 255, (2, tp, 24, 48)).byte()
-            rows = [fp8.Rows(shards[rank].clone(), torch.ones(1)) for shards in made]
-            with captured_calls() if number is None else one_capture(number):
-                for late in (0, 1, None):
-                    held = fp8.gather(rows[0], group, "twin", held=True)
-                    if rank == late:
-                        time.sleep(0.1)
-                    y = ops.all_gather_gemm(*pair, backend="twin")
-                    held.send()
-                    dy = held.wait().data
-                    ahead = fp8.gather(rows[1], group, "twin")
-                    assert torch.equal(y, wanted_y)
-                    assert torch.equal(dy, made[0].reshape(-1, 48).t())
-                    assert torch.equal(ahead.wait().data, made[1].reshape(-1, 48).t())

@@ -24,6 +24,7 @@ from tests.distributed.megatron_world import (
     splits_on_the_host,
 )
 from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.te_cases import te_megatron
 
 
 def skip_what_megatron_refuses(world: WorkerPool, family: str) -> None:
@@ -62,7 +63,7 @@ def require_same(
 
 
 def rank_model(family: str, tied: bool, options: dict[str, Any], tolerance: float) -> dict[str, Any]:
-    with megatron(tp=dist.get_world_size()):
+    with (te_megatron if options.get("te") else megatron)(tp=dist.get_world_size()):
         model = gpt_model(family, tied=tied, **options)
         if options.get("params_dtype") == torch.bfloat16:
             model = model.bfloat16()

@@ -101,15 +101,6 @@ def test_a_message_too_large_for_a_slot_goes_over_the_store() -> None:
     assert counting.requests.count("set") == sum((number + rank) % 3 == 0 for number in range(8))
 
 
-@on_ranks("world2")
-def test_ranks_that_meet_in_shared_memory_compare_what_it_is_about() -> None:
-    group, _ = agreed()
-    kind, said, _ = attempt(lambda: agreement.of_all_ranks(None, group, f"call {dist.get_rank()}"))
-    assert kind == "OutOfStepError"
-    assert "(rank 0: call 0; rank 1: call 1)" in said
-    both("again", group)
-
-
 def is_killed() -> tuple[tuple[str, str, float], ...]:
     group, _ = agreed()
     if dist.get_rank() == 1:

@@ -1,7 +1,6 @@
 """NVIDIA's ModelOpt quantises megatron-core's linears, patched or not, to the same numbers: real nvidia-modelopt."""
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from megatron_flux import FallbackError, FluxConfig, report
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import FAMILIES, flux, megatron, model_config
-from tests.distributed.pool import LIBRARIES, WorkerPool
+from tests.distributed.pool import on_ranks
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
 QUANTISED = "modelopt.torch.quantization.nn.modules.quant_linear._QuantLinear.quantized_linear_fn"
@@ -23,13 +22,6 @@ REASONS = {
         f"_Linear.apply replaced by {TE_QUANTISED}._QuantTELinear.te_quantized_linear_fn",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def quantising() -> Iterator[WorkerPool]:
-    """Two ranks of their own: ModelOpt exchanges more than layers."""
-    with WorkerPool(2, template=LIBRARIES) as pool:
-        yield pool
 
 
 def mlp(layers: str) -> torch.nn.Module:
@@ -59,7 +51,9 @@ def ranges(model: torch.nn.Module) -> dict[str, list[float]]:
     return {name: b.flatten().tolist() for name, b in model.named_buffers() if name.endswith("_amax")}
 
 
-def rank_quantised(layers: str) -> None:
+@pytest.mark.parametrize("layers", ["local", pytest.param("TE", marks=te_stand_in.needed)])
+@on_ranks("libraries_world2")
+def test_a_quantised_model_has_stocks_numbers(layers: str) -> None:
     import modelopt.torch.quantization as mtq
 
     with megatron(tp=2):
@@ -87,8 +81,3 @@ def rank_quantised(layers: str) -> None:
         # Last: an error in a layer's forward leaves ModelOpt's functions where they are.
         with flux(FluxConfig(strict=True)), pytest.raises(FallbackError, match=r"modelopt\.torch\.quantization"):
             run(patched, x)
-
-
-@pytest.mark.parametrize("layers", ["local", pytest.param("TE", marks=te_stand_in.needed)])
-def test_a_quantised_model_has_stocks_numbers(quantising: WorkerPool, layers: str) -> None:
-    quantising.run(rank_quantised, layers)

@@ -150,7 +150,11 @@ def test_one_of_both_is_read(reads: str, returned: str) -> None:
     assert seen.calls == {"all_gather_gemm/reference": 1, "gemm_reduce_scatter/reference": 1}
 
 
-def rank_no_grad(lora: Lora) -> None:
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("returned", ["gathered", "local"])
+@on_ranks("te_world2")
+def test_no_grad(returned: str, skip: bool) -> None:
+    lora = Lora(dtype=FP32, returned=returned, bias=True, skip_bias_add=skip)
     with te_megatron(dist.get_world_size()), torch.no_grad():
         model, x = Adapted(lora), of_this_rank("dx", input_of(lora, 0), lora)
         stock = model.layer(x)
@@ -161,12 +165,6 @@ def rank_no_grad(lora: Lora) -> None:
         for expected, found in zip(*outputs, strict=True):
             assert found.shape == expected.shape
             assert (found - expected).norm() <= 1e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("returned", ["gathered", "local"])
-def test_no_grad(te_world2: WorkerPool, returned: str) -> None:
-    for skip in (False, True):
-        te_world2.run(rank_no_grad, Lora(dtype=FP32, returned=returned, bias=True, skip_bias_add=skip))
 
 
 @pytest.mark.parametrize("returned", ["gathered", "local"])

@@ -1,7 +1,6 @@
 """examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA."""
 
 import ast
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_flux import flux_spec, report, set_backend
 from tests.distributed import recipes
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_spec import process
 
@@ -25,8 +24,7 @@ def model_of(lora: bool, sequence_parallel: bool, *, by_spec: bool = False) -> t
         provider.transformer_layer_spec = flux_spec(provider.transformer_layer_spec)
     model = provider.provide(pre_process=True, post_process=True)
     if lora:
-        peft: Any = importlib.import_module("megatron.bridge.peft.lora")
-        (model,) = peft.LoRA(dim=8, alpha=16, dropout=0.0)([model], training=True)
+        (model,) = recipes.import_bridge("peft.lora").LoRA(dim=8, alpha=16, dropout=0.0)([model], training=True)
     return model
 
 
@@ -44,24 +42,19 @@ def test_stocks_losses(te_world2: WorkerPool, lora: bool, sequence_parallel: boo
     assert first["found"] == [f"decoder.layers.{i}.self_attention.linear_qkv{wrapped}" for i in range(2)]
 
 
-def rank_trains_by_spec(lora: bool) -> dict[str, str]:
+@pytest.mark.parametrize("lora", [False, True])
+@on_ranks("te_world2")
+def test_a_provider_whose_spec_runs_flux(lora: bool) -> None:
+    """Adapters are megatron-core's own layers, built by Bridge."""
     with te_megatron(dist.get_world_size()), process():
         _, losses = recipes.trained(lambda: model_of(lora, False))
         model, ours = recipes.trained(lambda: model_of(lora, False, by_spec=True))
         assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
         assert report()["replaced"] == []
-        return dict(report(model)["layers"])
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_provider_whose_spec_runs_flux(te_world2: WorkerPool, lora: bool) -> None:
-    """Adapters are megatron-core's own layers, built by Bridge."""
-    first, second = te_world2.run(rank_trains_by_spec, lora)
-    assert first == second
-    stock = {name for name, ran in first.items() if ran == "not patched"}
-    assert stock == {name for name in first if name == "output_layer" or ".adapter." in name}
-    assert {ran for name, ran in first.items() if name not in stock} == {"flux"}
-    assert len(first) - len(stock) == 2 * 4
+        layers = report(model)["layers"]
+    stock = {name for name, ran in layers.items() if ran == "not patched"}
+    assert stock == {name for name in layers if name == "output_layer" or ".adapter." in name}
+    assert [ran for name, ran in layers.items() if name not in stock] == ["flux"] * 2 * 4
 
 
 def test_the_script_fits_the_package() -> None:

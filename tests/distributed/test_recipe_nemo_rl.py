@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_flux.patch.megatron_core import check_megatron_core
 from tests.distributed import recipes
 
 SOURCE = recipes.source("nemo-rl") / "nemo_rl"
@@ -59,9 +58,3 @@ def test_the_worker_builds_the_model_behind_its_process_group() -> None:
     builds = [n for name in ("handle_model_import", "setup_model_and_optimizer") for n in calls(worker, name)]
     assert len(builds) == 2
     assert all(groups.lineno < n.lineno for n in builds)
-
-
-@pytest.mark.parametrize("megatron_core", ["0.18.0", "0.20.0"])
-def test_its_megatron_core_is_supported(megatron_core: str) -> None:
-    """v0.6.0's and that of August 2026."""
-    assert check_megatron_core(megatron_core, strict=True)

@@ -3,7 +3,6 @@
 import importlib
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,20 +13,13 @@ import torch.distributed as dist
 
 from megatron_flux import is_patched, set_backend
 from tests.distributed import recipes
-from tests.distributed.pool import LIBRARIES, WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 
 pytestmark = recipes.needed("swift", "mcore-bridge==1.6.5", "peft==0.20.0", "accelerate==1.15.0")
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "ms-swift" / "flux_on.py"
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-
-
-@pytest.fixture(scope="module")
-def swift_world2() -> Iterator[WorkerPool]:
-    """Two ranks of their own: mcore-bridge replaces functions of megatron-core."""
-    with WorkerPool(2, template=LIBRARIES) as pool:
-        yield pool
 
 
 def model_of(lora: bool, sequence_parallel: bool) -> torch.nn.Module:
@@ -74,8 +66,8 @@ def rank_trains(lora: bool, sequence_parallel: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("lora", "sequence_parallel"), [(True, True), (True, False), (False, True)])
-def test_stocks_losses(swift_world2: WorkerPool, lora: bool, sequence_parallel: bool) -> None:
-    first, second = swift_world2.run(rank_trains, lora, sequence_parallel)
+def test_stocks_losses(libraries_world2: WorkerPool, lora: bool, sequence_parallel: bool) -> None:
+    first, second = libraries_world2.run(rank_trains, lora, sequence_parallel)
     count = 2 * (8 if lora else 4) + 1  # of an adapter's halves one is not tensor-parallel
     recipes.require_flux(first["layers"], [first["printed"], second["printed"]], count)
     prefix, wrapped = ("base_model.model.", ".base_layer") if lora else ("", "")
@@ -83,11 +75,8 @@ def test_stocks_losses(swift_world2: WorkerPool, lora: bool, sequence_parallel: 
     assert first["found"] == [*qkv, f"{prefix}output_layer"]
 
 
-def rank_runs_the_plugin() -> bool:
+@on_ranks("libraries_world2")
+def test_the_plugin() -> None:
     with te_megatron(dist.get_world_size()):  # which ends with stock layers
         runpy.run_path(str(PLUGIN))
-        return is_patched()
-
-
-def test_the_plugin(swift_world2: WorkerPool) -> None:
-    assert swift_world2.run(rank_runs_the_plugin) == [True, True]
+        assert is_patched()

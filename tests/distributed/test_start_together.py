@@ -87,16 +87,6 @@ def test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start(late: in
 
 
 @on_ranks("world2")
-def test_alone_nothing_is_waited_for() -> None:
-    with beside_others() as launched:
-        from megatron_flux.comm.group_state import state_of
-
-        with mock.patch.object(state_of(dist.group.WORLD), "beside", Beside(others=False, high_priority=False)):
-            run_all(twin(KernelConfig(**TINY)))
-    assert "start_kernel" not in {name for name, _ in launched}
-
-
-@on_ranks("world2")
 def test_in_a_graph_every_call_starts_together() -> None:
     backend, group = twin(KernelConfig(**TINY)), dist.group.WORLD
     x, w = integers(32, 32, torch.float16), integers(48, 32, torch.float16)

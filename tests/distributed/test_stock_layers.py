@@ -30,22 +30,20 @@ def make(kind: str, config: Any, **options: Any) -> torch.nn.Module:
     return layer
 
 
-def results(layer: torch.nn.Module, x: torch.Tensor, backward: bool = True) -> list[torch.Tensor]:
+def results(layer: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     layer.zero_grad(set_to_none=True)
     y = layer(x)[0]
-    if not backward:
-        return [y.detach()]
     y.backward(integers(*y.shape, seed=8 + dist.get_rank(), dtype=y.dtype))
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-def stock_either_way(kind: str, layer: torch.nn.Module, width: int, reason: str, backward: bool = True) -> None:
+def stock_either_way(kind: str, layer: torch.nn.Module, width: int, reason: str) -> None:
     """The layer gives stock's results under the patch, counts them under ``reason``, and is refused when strict."""
     x = integers(S, B, width, seed=3 + dist.get_rank(), dtype=layer.weight.dtype)
-    stock = results(layer, x, backward)
+    stock = results(layer, x)
     with flux() as seen:
-        ours = results(layer, x, backward)
+        ours = results(layer, x)
     assert seen.fallbacks == {f"{kind}: {reason}": 1}
     assert (seen.active_layers, seen.calls) == (0, {})
     for one, other in zip(ours, stock, strict=True):
@@ -68,26 +66,18 @@ def doubled() -> type:
     return Doubled
 
 
-def expert_on_a_built_layer(kind: str) -> torch.nn.Module:
-    """Return a layer that becomes an expert's after it was built, as in shared experts with overlap."""
-    layer = make(kind, model_config())
-    layer.explicit_expert_comm = True
-    return layer
-
-
 def frozen_with_a_bias() -> torch.nn.Module:
     layer = make("column", model_config(), bias=True, skip_bias_add=False)
     layer.weight.requires_grad_(False)
     return layer
 
 
-WHOLE = {"sequence_parallel": False}
-EXPERT = "expert layer with explicit communication"
 STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
-    "expert column": ("column", EXPERT, lambda: make("column", model_config(), is_expert=True)),
-    "expert row": ("row", EXPERT, lambda: make("row", model_config(**WHOLE), is_expert=True)),
-    "set on a column": ("column", EXPERT, lambda: expert_on_a_built_layer("column")),
-    "set on a row": ("row", EXPERT, lambda: expert_on_a_built_layer("row")),
+    "expert": (
+        "column",
+        "expert layer with explicit communication",
+        lambda: make("column", model_config(), is_expert=True),
+    ),
     "frozen weight": ("column", "trainable bias on a frozen weight", frozen_with_a_bias),
     "subclass": ("row", "Doubled overrides _forward_impl", lambda: make("row", model_config(), cls=doubled())),
 }

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.distributed.test_launcher import begin
-from tests.processes import MARK, end, free_port, left, marked, with_mark
+from tests.processes import MARK, end, free_port, left, with_mark
 
 pytestmark = pytest.mark.slow
 
@@ -69,16 +69,6 @@ def ready(folder: Path, ranks: int = 2) -> list[int]:
     return [int((folder / f"ready-{rank}").read_text()) for rank in range(ranks)]
 
 
-def test_a_failed_run_ends_at_once(start: Start, mark: str, tmp_path: Path) -> None:
-    process = start("node", "raise", tmp_path)
-    ready(tmp_path)
-    began = time.monotonic()
-    _, said = process.communicate(timeout=120)
-    assert time.monotonic() - began < SECONDS, said
-    assert process.returncode != 0
-    assert left(mark, SECONDS) == []
-
-
 def test_a_rank_that_dies_after_the_request_ends_the_others(start: Start, mark: str, tmp_path: Path) -> None:
     process = start("node", "die-later", tmp_path)
     ready(tmp_path)
@@ -97,13 +87,6 @@ def test_a_second_signal_ends_the_ranks_at_once(start: Start, mark: str, tmp_pat
     process.terminate()
     _, said = process.communicate(timeout=120)
     assert "InterruptedRunError: stopped by SIGTERM" in said
-    assert left(mark, SECONDS) == []
-
-
-def test_ranks_end_with_a_killed_launcher(start: Start, mark: str, tmp_path: Path) -> None:
-    process = start("torchrun", "wait", tmp_path)
-    assert set(ready(tmp_path)) <= {process.pid for process in marked(mark)}, "this file's marks find no ranks"
-    process.kill()
     assert left(mark, SECONDS) == []
 
 

@@ -15,10 +15,10 @@ from megatron_flux import FallbackError, FluxConfig, report
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.backends import registry
-from megatron_flux.train.fp8 import own_scales
+from tests.distributed.data import saved_bytes
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import NORMS, Sizes, input_of, setting
+from tests.distributed.te_cases import NORMS, Sizes, input_of, run_frozen, setting
 from tests.distributed.te_fp8_cases import (
     FP8,
     KINDS,
@@ -34,19 +34,14 @@ from tests.distributed.te_fp8_cases import (
     needed,
     rank_fp8_captured,
     rank_fp8_case,
-    rank_fp8_no_grad,
     rank_fp8_pair,
-    rank_fp8_peaks,
     rank_fp8_recompute,
-    rank_fp8_saved,
     rank_fp8_state,
     rank_operands,
-    rank_quantised,
     rank_switches,
     recipe_of,
     require_same,
     require_stocks,
-    state_of,
     train,
 )
 from tests.distributed.twins import NEEDS_TRITON, registered
@@ -85,7 +80,7 @@ WHOLE = {"sequence_parallel": False}
 
 @pytest.mark.parametrize(
     ("kind", "recipe", "more"),
-    [(*how, more) for how, more in zip(product(KINDS, RECIPES), cycle(({}, {"bias": False}, {"fusion": False})))],
+    [(*how, more) for how, more in zip([*EACH, *OTHERS], cycle(({}, {"bias": False}, {"fusion": False}, {})))],
 )
 def test_without_sequence_parallelism(te_world2: WorkerPool, kind: str, recipe: str, more: dict[str, Any]) -> None:
     """One communication a layer: the sum of forward or of dgrad. Primary weights in FP8 where there is no bias."""
@@ -103,38 +98,41 @@ def test_what_is_multiplied_is_stocks_to_the_bit(te_world2: WorkerPool, kind: st
 @pytest.mark.parametrize(
     ("kind", "recipe", "options"),
     [
-        ("norm column", "delayed", {"fusion": False}),
         ("row", "blockwise", {"fusion": False}),
         ("column", "tensorwise", {"bias": False}),
         ("row", "delayed", {"skip_bias_add": True}),
         ("column", "blockwise", {"skip_bias_add": True}),
         ("norm column", "blockwise", {"options": {"disable_parameter_transpose_cache": True}}),
         ("row", "tensorwise", {"options": {"disable_parameter_transpose_cache": True}}),
+        *(("norm column", recipe, {"options": NORMS[norm]}) for norm, recipe in zip(NORMS, cycle(RECIPES))),
+        *((*how, {"fusion": False, "primary": True}) for how in EACH),
     ],
 )
 def test_options(te_world2: WorkerPool, kind: str, recipe: str, options: dict[str, Any]) -> None:
-    te_world2.run(rank_fp8_case, fp8_case(kind, **options), recipe, 2, False)
+    primary = options.pop("primary", False)
+    te_world2.run(rank_fp8_case, fp8_case(kind, **options), recipe, 2, primary)
 
 
-@each
-def test_gradients_of_primary_weights(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    te_world2.run(rank_fp8_case, fp8_case(kind, fusion=False), recipe, 2, True)
-
-
-@pytest.mark.parametrize(("norm", "recipe"), zip(NORMS, cycle(RECIPES)))
-def test_norms(te_world2: WorkerPool, norm: str, recipe: str) -> None:
-    te_world2.run(rank_fp8_case, fp8_case("norm column", options=NORMS[norm]), recipe, 2, False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_recipes_change_between_steps(te_world2: WorkerPool, kind: str) -> None:
     te_world2.run(rank_switches, kind, ("delayed", "tensorwise", None, "blockwise", "delayed", "delayed"))
 
 
 @others
-def test_the_weight_is_quantised_once_a_step(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    for stock, ours in te_world2.run(rank_quantised, kind, recipe):
-        assert ours == stock
+@on_ranks("te_world2")
+def test_the_weight_is_quantised_once_a_step(kind: str, recipe: str) -> None:
+    case = fp8_case(kind, micro_batches=3)
+
+    def count() -> int:
+        import transformer_engine_torch as tex
+
+        layer = built(case)
+        with mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
+            train(case, layer, (recipe,) * 2)
+        return quantize.call_count
+
+    stock, ours, _ = both(count)
+    assert ours == stock
 
 
 @pytest.mark.parametrize(
@@ -144,21 +142,23 @@ def test_recompute(te_world2: WorkerPool, kind: str, recipe: str, by_te: bool) -
     te_world2.run(rank_fp8_recompute, kind, recipe, by_te)
 
 
-@each
-def test_no_grad(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    te_world2.run(rank_fp8_no_grad, kind, recipe)
-
-
 @others
-def test_no_more_is_saved_for_backward(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    for stock, ours in te_world2.run(rank_fp8_saved, kind, recipe):
-        assert 0 < ours <= stock, (stock, ours)
+@on_ranks("te_world2")
+def test_no_more_is_saved_for_backward(kind: str, recipe: str) -> None:
+    """Beside the weight's cache."""
+    case = fp8_case(kind)
 
+    def saved() -> int:
+        layer, x = built(case), input_of(case, 7).requires_grad_()
 
-@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, RECIPES))
-def test_peak_memory_is_not_above_stocks(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    for stock, ours in te_world2.run(rank_fp8_peaks, kind, recipe):
-        assert 0 < ours <= 1.02 * stock, (stock, ours)
+        def forward() -> torch.Tensor:
+            with autocast(recipe_of(recipe)):
+                return layer(x)[0]
+
+        return saved_bytes(forward)
+
+    stock, ours, _ = both(saved)
+    assert 0 < ours <= stock, (stock, ours)
 
 
 @pytest.mark.parametrize(
@@ -175,57 +175,15 @@ def test_as_captured_in_a_cuda_graph(te_world2: WorkerPool, kind: str, recipe: s
         assert calls["all_gather_gemm/reference"] == calls["gemm_reduce_scatter/reference"] == 6
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_two_layers_recomputed(te_world2: WorkerPool, recipe: str) -> None:
-    te_world2.run(rank_fp8_pair, recipe, True, "reference", True)
-
-
-def rank_transposed(kind: str, recipe: str) -> None:
+@NEEDS_TRITON
+@each
+@on_ranks("te_world2")
+def test_what_is_sent_transposed_is_stocks_to_the_bit(kind: str, recipe: str) -> None:
     with registered():
         calls = rank_operands(kind, recipe, "twin")
     gathers = 0 if kind == "row" and recipe != "blockwise" else 2
     assert calls.get("all_gather/twin", 0) == gathers
     assert calls.get("all_gather/reference", 0) == (2 if recipe == "blockwise" else 0), "scales"
-
-
-@NEEDS_TRITON
-@each
-def test_what_is_sent_transposed_is_stocks_to_the_bit(te_world2: WorkerPool, kind: str, recipe: str) -> None:
-    te_world2.run(rank_transposed, kind, recipe)
-
-
-@NEEDS_TRITON
-@others
-def test_what_is_sent_transposed_on_four_ranks(te_world4: WorkerPool, kind: str, recipe: str) -> None:
-    te_world4.run(rank_transposed, kind, recipe)
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("how", ["fusion", "no fusion", "primary", "recompute", "frozen"])
-@on_ranks("te_world2")
-def test_training_with_a_dy_that_is_held(how: str) -> None:
-    """All but wgrad's gathers are those of ``reference``, so that nothing is rounded otherwise."""
-    recipe = "blockwise"
-    case, config = fp8_case("row", fusion=how != "no fusion", micro_batches=3), replace(FP8, wgrad="twin")
-    with registered():
-        if how == "recompute":
-            rank_fp8_recompute("row", recipe, True, config)
-            return
-        if how == "frozen":
-            require_frozen("row", recipe, ("weight",), True, config)
-            return
-        calls = rank_fp8_case(case, recipe, 3, how == "primary", wgrad="twin")
-    assert calls["all_gather/twin"] == 9
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks("te_world2")
-def test_x_is_gathered_beside_a_wgrad_that_reads_dy(recipe: str, ahead: bool) -> None:
-    with registered():
-        calls = rank_fp8_pair(recipe, ahead, wgrad="twin")
-    assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
 
 
 @on_ranks("te_world2")
@@ -267,57 +225,59 @@ def test_a_dy_is_held_until_dgrads_is_sent() -> None:
     assert seen == ["begin", "dgrad", "send", "wait"]
 
 
+TWO_LAYERS = [
+    # the backend, that of wgrad's gathers, recomputed, and with which recipes
+    ("reference", None, False, RECIPES),
+    ("reference", None, True, RECIPES),
+    ("chunked", None, False, ("tensorwise", "blockwise")),
+    ("twin", None, False, ("delayed", "blockwise")),
+    ("reference", "twin", False, ("tensorwise", "blockwise")),
+]
+
+
 @NEEDS_TRITON
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("backend", "wgrad", "recompute", "recipe"), [(*how, recipe) for *how, recipes in TWO_LAYERS for recipe in recipes]
+)
 @on_ranks("te_world2")
-def test_two_layers_on_fused_kernels(recipe: str) -> None:
-    """Gathered tensors lie in memory of the group, which later calls write to."""
+def test_two_layers(backend: str, wgrad: str | None, recompute: bool, recipe: str) -> None:
+    """Fused kernels gather into memory of the group, which later calls write to."""
+    blocks, gathers = recipe == "blockwise", wgrad or backend
     with registered():
-        calls = rank_fp8_pair(recipe, True, "twin")
-        assert calls["all_gather/twin"] == 3 * (2 if recipe == "blockwise" else 1)
-        assert calls["all_gather_gemm/twin"] == calls["gemm_reduce_scatter/twin"] == 6
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_two_layers_over_host_memory(te_world2: WorkerPool, recipe: str) -> None:
-    for calls in te_world2.run(rank_fp8_pair, recipe, True, "chunked"):
-        assert calls["all_gather_gemm/chunked"] == calls["gemm_reduce_scatter/chunked"] == 6
-        assert calls.get("all_gather/chunked", 0) == (6 if recipe == "blockwise" else 0), "x is kept but in blocks"
-
-
-def rank_kept(kind: str, recipe: str, backend: str, budget: int | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Calls, and what was kept."""
-    case = fp8_case(kind)
-    before = report()["kept_gathered"]
-    config = replace(FP8, backend=backend, keep_gathered=True, keep_gathered_bytes=budget)
-    keep.reset_peak()
-    calls = require_same(case, (recipe,) * 2, config=config)
-    kept = report()["kept_gathered"]
-    return calls, {name: kept[name] - (before[name] if name != "peak_bytes" else 0) for name in kept}
+        for ahead in (True,) if recompute else (True, False):
+            calls = rank_fp8_pair(recipe, ahead, backend, recompute, wgrad)
+            assert calls[f"all_gather_gemm/{backend}"] == 6 + 3 * recompute
+            assert calls[f"gemm_reduce_scatter/{backend}"] == 6 + 3 * recompute
+            one = {"reference": 4 if blocks else 1, "chunked": 2 * blocks, "twin": 1 + blocks}[gathers]
+            assert calls.get(f"all_gather/{gathers}", 0) == 3 * one, "over host memory x is kept, but not in blocks"
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "backend"),
+    ("kind", "recipe", "backend", "room"),
     [
-        ("norm column", "delayed", "reference"),
-        ("column", "tensorwise", "chunked"),
-        ("norm column", "blockwise", "chunked"),
+        ("norm column", "delayed", "reference", True),
+        ("column", "tensorwise", "chunked", True),
+        ("column", "tensorwise", "chunked", False),
+        ("norm column", "blockwise", "chunked", True),
     ],
 )
-def test_gathered_inputs_are_kept_as_bytes(te_world2: WorkerPool, kind: str, recipe: str, backend: str) -> None:
-    nbytes = 2 * SIZES.s_per_rank * SIZES.b * SIZES.k
-    for calls, kept in te_world2.run(rank_kept, kind, recipe, backend, 1 << 24):
-        if recipe == "blockwise":
-            assert calls[f"all_gather/{backend}"] >= 4, "what forward gathers has its scales by rows"
-            assert kept["total"] == 0
-        else:
-            assert f"all_gather/{backend}" not in calls
-            assert (kept["total"], kept["peak_bytes"], kept["bytes"]) == (4, nbytes, 0)
-
-
-def test_what_has_no_room_is_gathered_again(te_world2: WorkerPool) -> None:
-    for calls, kept in te_world2.run(rank_kept, "column", "tensorwise", "chunked", 100):
-        assert (calls["all_gather/chunked"], kept["total"], kept["no_room"]) == (4, 0, 4)
+@on_ranks("te_world2")
+def test_gathered_inputs_are_kept_as_bytes(kind: str, recipe: str, backend: str, room: bool) -> None:
+    before = report()["kept_gathered"]
+    config = replace(FP8, backend=backend, keep_gathered=True, keep_gathered_bytes=1 << 24 if room else 100)
+    keep.reset_peak()
+    calls = require_same(fp8_case(kind), (recipe,) * 2, config=config)
+    now = report()["kept_gathered"]
+    total, no_room = (now[name] - before[name] for name in ("total", "no_room"))
+    if recipe == "blockwise":
+        assert calls[f"all_gather/{backend}"] >= 4, "what forward gathers has its scales by rows"
+        assert total == 0
+    elif room:
+        assert f"all_gather/{backend}" not in calls
+        nbytes = 2 * SIZES.s_per_rank * SIZES.b * SIZES.k
+        assert (total, now["peak_bytes"], now["bytes"]) == (4, nbytes, before["bytes"])
+    else:
+        assert (calls[f"all_gather/{backend}"], total, no_room) == (4, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -357,33 +317,9 @@ def test_nccl_never_waits_for_sms_beside_fused_kernels(queue: bool, captured: bo
     assert seen == (["scales", "dgrad"] if settled else ["dgrad", "scales"])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ahead"), [*((recipe, True) for recipe in RECIPES), ("delayed", False), ("blockwise", False)]
-)
-def test_two_layers(te_world2: WorkerPool, recipe: str, ahead: bool) -> None:
-    for calls in te_world2.run(rank_fp8_pair, recipe, ahead):
-        assert calls["all_gather/reference"] == 3 * (4 if recipe == "blockwise" else 1)
-
-
 @each
 def test_checkpoints_and_extra_state(te_world2: WorkerPool, kind: str, recipe: str) -> None:
     te_world2.run(rank_fp8_state, kind, recipe)
-
-
-@on_ranks("te_world2")
-def test_two_models_take_turns() -> None:
-    """TransformerEngine updates the scales of all models of a process, as if those whose turn it is not had seen 0."""
-    case = fp8_case("column")
-    with fp8_megatron():
-        alone = train(case, built(case), ("delayed",) * 4)
-        fresh()
-        layers: list[tuple[Any, dict[str, Any]]] = [(built(case), {}) for _ in range(2)]
-        for layer, scales in layers:
-            with own_scales(scales):
-                train(case, layer, ("delayed",) * 4).require_same(alone, "a turn of its own")
-        for layer, _ in layers:  # the first one's passes lie before the other's
-            for name, expected in state_of(layer).items():
-                assert torch.equal(alone.state[f"3 {name}"], expected), name
 
 
 @pytest.mark.parametrize(
@@ -400,29 +336,11 @@ def test_two_models_take_turns() -> None:
 )
 @on_ranks("te_world2")
 def test_frozen_parameters(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool) -> None:
-    require_frozen(kind, recipe, names, input_grad)
-
-
-def require_frozen(kind: str, recipe: str, names: tuple[str, ...], input_grad: bool, config: FluxConfig = FP8) -> None:
     case = fp8_case(kind, fusion=False, skip_bias_add=True)
-
-    def run() -> dict[str, torch.Tensor | None]:
-        layer = built(case)
-        for name in names:
-            getattr(layer, name).requires_grad_(False)
-        x = input_of(case, 7).requires_grad_(input_grad)
-        with autocast(recipe_of(recipe)):
-            y, _ = layer(x)
-        y.backward(torch.ones_like(y))
-        gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
-        return {"y": y.detach(), "dx": x.grad, **gradients}
-
-    stock, ours, seen = both(run, config)
-    assert "all_gather/twin" not in seen.calls or "weight" not in names, "of a frozen weight nothing is gathered"
+    stock, ours, _ = both(lambda: run_frozen(case, built(case), names, input_grad, autocast(recipe_of(recipe))))
+    assert ours.keys() == stock.keys()
     for name, expected in stock.items():
-        assert (ours[name] is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
+        torch.testing.assert_close(ours[name], expected, rtol=2**-7, atol=2**-5)
 
 
 def _patched(path: str, **how: Any) -> Callable[[Any], Any]:
@@ -436,7 +354,6 @@ def _reason(recipe: Any = "tensorwise", change: Any = None, config: Any = None, 
 
 TE = "transformer_engine.pytorch"
 REASONS = {
-    "fp8 (autocast)": _reason(config={"fp8": False}),
     "fp8 recipe MXFP8BlockScaling": _reason("mxfp8"),
     "fp8 recipe NVFP4BlockScaling": _reason("nvfp4"),
     "fp8 recipe CustomRecipe": _reason(("CustomRecipe", {"qfactory": lambda role: None})),
@@ -445,7 +362,6 @@ REASONS = {
         ("Float8BlockScaling", {"w_block_scaling_dim": 1})
     ),
     "fp8 in blocks with 64 rows": _reason("blockwise", sizes=Sizes(32, 2, 256, 384)),
-    "userbuffers (tp_comm_overlap)": _reason(change=setting(ub_overlap_ag_fprop=True)),
     "delayed fp8 scaling with save_original_input": _reason("delayed", change=setting(save_original_input=True)),
     "fp8 over backend chunked_int8": _reason(config={"wgrad": "chunked_int8"}),
     "fp8 of a Tensor in torch.float32": _reason(dtype=torch.float32),
@@ -511,26 +427,9 @@ def test_the_original_input_is_saved(kind: str, recipe: str) -> None:
     require_stocks(run, f"{kind}, {recipe}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks("te_world2")
-def test_outside_of_the_autocast_layers_are_in_bf16(kind: str) -> None:
-    """A layer in bf16 of a model in FP8, as ``first_last_layers_bf16`` has it."""
-    case = fp8_case(kind)
-
-    def run() -> Training:
-        layer = built(case)
-        layer.config.fp8 = "hybrid"
-        training = train(case, layer, ("delayed", None))
-        assert not layer.fp8
-        assert layer.state_dict()["_extra_state"].numel() == 0
-        return training
-
-    require_stocks(run, kind)
-
-
-@pytest.mark.parametrize("kind", KINDS[:1])
-@on_ranks("te_world2")
-def test_runs_stock_where_that_is_asked_for(kind: str) -> None:
+def test_runs_stock_where_that_is_asked_for() -> None:
+    kind = "norm column"
     case = fp8_case(kind)
     stock, ours, seen = both(lambda: train(case, built(case), ("delayed",) * 2), FluxConfig(fp8=False))
     ours.require_same(stock, kind)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import te_stand_in
+from tests.distributed import te_stand_in, test_gpt
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import (
     FAMILIES,
@@ -19,20 +19,13 @@ from tests.distributed.megatron_world import (
 )
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
-from tests.distributed.test_gpt import LAYERS, expected_calls, require_same
+from tests.distributed.test_gpt import LAYERS, expected_calls
 
 pytestmark = te_stand_in.needed
 
 
 def rank_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
-    with te_megatron(dist.get_world_size()):
-        model = gpt_model(family, te=True, **options)
-        stock = loss_and_gradients(model)
-        with flux(STRICT) as seen:
-            ours = loss_and_gradients(model)
-        parameters = {name for name, _ in model.named_parameters()}
-        require_same(stock, ours, parameters, model_tolerance())
-        return seen.as_dict()
+    return test_gpt.rank_model(family, False, {"te": True, **options}, model_tolerance())
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -71,34 +64,6 @@ def test_data_parallel_with_main_grad() -> None:
         for name, gradient in stock.items():
             assert gradient.any(), name
             require_close(name, ours[name], gradient, model_tolerance())
-
-
-@on_ranks("te_world2")
-def test_checkpoint_contents() -> None:
-    """The keys and shards of a checkpoint: patched as stock, and TransformerEngine's spec as the local one."""
-
-    def shards(model: Any) -> dict[str, Any]:
-        from megatron.core import parallel_state
-
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        found = model.sharded_state_dict(metadata=metadata)
-        attributes = ("global_shape", "global_offset", "local_shape", "axis_fragmentations", "replica_id", "dtype")
-        return {v.key: (type(v), *(getattr(v, a, None) for a in attributes)) for v in found.values()}
-
-    with te_megatron(dist.get_world_size()):
-        model = gpt_model("gpt3", te=True)
-        stock, plain = shards(model), list(model.state_dict())
-        with flux(STRICT):
-            loss_and_gradients(model)
-            assert shards(model) == stock
-            patched = gpt_model("gpt3", te=True)
-            assert shards(patched) == stock
-            assert list(patched.state_dict()) == plain
-        local = shards(gpt_model("gpt3"))
-        tensors = {key for key in stock if "_extra_state" not in key}
-        assert tensors == {key for key in local if "_extra_state" not in key}
-        assert {key: local[key] for key in tensors} == {key: stock[key] for key in tensors}
-        assert len(tensors) == 4 + 12 + 1
 
 
 def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:

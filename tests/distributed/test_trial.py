@@ -6,8 +6,6 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +34,8 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import TrialPlan
-from tests.distributed.data import attempt, summed
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.data import summed
+from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, integers
 
 pytestmark = NEEDS_TRITON
@@ -290,25 +288,6 @@ def test_a_plan_from_the_file_runs_once_it_is_compiled(tmp_path: Path) -> None:
 
 
 @on_ranks("world2")
-def test_what_stands_between_a_calls_begin_and_its_wait_counts(tmp_path: Path) -> None:
-    group, plans = dist.group.WORLD, state_of(dist.group.WORLD).plans
-    with training(tmp_path) as (by, clock):
-        for _ in range(20):
-            x, w = integers(32, 16, torch.float16), integers(32, 16, torch.float16)
-            call = OperatorCall("gemm_reduce_scatter", x, w, group, async_op=True)
-            if call.key not in plans:
-                plans[call.key] = by.plan(call)
-            turns = len(clock.turns)
-            pending = plans[call.key].run(call)
-            going_on = [sample for sample in trials(by)[0]._samples if sample.ended is None]
-            assert len(going_on) == len(clock.turns) - turns
-            if isinstance(pending, Pending):
-                pending.wait()
-            assert all(sample.ended is not None for sample in going_on)
-        assert {0, 1, 2} == set(clock.turns), "of fused calls too, which are finished when they return"
-
-
-@on_ranks("world2")
 def test_ranks_of_which_one_is_late_and_one_tries_nothing_agree(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE", ("off", "on")[dist.get_rank()])
@@ -361,29 +340,6 @@ def test_calls_that_nobody_waits_for_run_stock_in_the_end(tmp_path: Path) -> Non
         for begun in pending:
             timing.finish(begun)
     assert not (tmp_path / "tuned.json").exists()
-
-
-@on_ranks("world2")
-def test_the_first_call_of_a_candidate_may_fail_whichever_turn_it_is(tmp_path: Path) -> None:
-    """Its first turn may go to an m that it cannot run."""
-    run, fits = FusedPlan._first, candidates.runs
-
-    def broken(plan: FusedPlan, *operands: Any, **how: Any) -> None:
-        if plan.config == FAST:
-            raise RuntimeError("CUDA refused a launch")
-        run(plan, *operands, **how)
-
-    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedPlan, "_first", broken)
-        for module in (trial, tuner):
-            patch.setattr(
-                module, "runs", lambda call, entry: fits(call, entry) and (entry.plan != FAST or call.m == 32)
-            )
-        rows = [32] * (3 + trial.GAP) + [36] + [32] * 200
-        for m in rows:
-            step(by, m)
-        (one,) = trials(by)
-        assert (one.failed, one.decided.backend) == ({1}, "reference")
 
 
 @on_ranks("world2")
@@ -454,27 +410,6 @@ def test_nobody_waits_for_a_rank_that_is_some_calls_late() -> None:
         assert max(waited[:-1]) < late / 2
         assert (waited[-1] > late / 2) == (dist.get_rank() == 0 and before_end > 0)
         dist.barrier()
-
-
-def ends_before_it_sends() -> tuple[str, str, float]:
-    agreement.of_all_ranks(None, dist.group.WORLD)  # which tells each the other's process
-    one, call = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8)
-    for _ in range(len(one._round) - trial.AHEAD):
-        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(trial.AHEAD):
-        one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
-    return attempt(lambda: one.turn(call, dist.group.WORLD))  # type: ignore[arg-type]
-
-
-def test_a_peer_that_has_ended_is_named_where_its_times_are_read() -> None:
-    with WorkerPool(2) as pool:
-        outcomes = pool.outcomes(ends_before_it_sends)
-    kind, said, seconds = outcomes[0].value
-    assert (kind, outcomes[1].error) == ("OperatorError", "the process ended with exit code -9")
-    assert said.endswith("trying candidates of a call: the processes of peer rank(s) [1] have ended")
-    assert seconds < 10
 
 
 @on_ranks("world2")

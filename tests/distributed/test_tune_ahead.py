@@ -138,23 +138,18 @@ def test_layers_over_transformer_engine(te_world2: WorkerPool, tmp_path: Path) -
         require_all_ahead(te_world2, tmp_path / str(len(options)), ("gpt3", False, None, True, options))
 
 
-def chosen_by_direction(folder: Path) -> set[tuple[str, bool]]:
-    with megatron(tp=2), counting(folder) as tuned:
-        model = gpt_model("gpt3")
+@on_ranks("world2")
+def test_only_directions_that_are_tuned(tmp_path: Path) -> None:
+    with megatron(tp=2), counting(tmp_path) as tuned:
         with flux(FluxConfig(dgrad="reference")):
-            megatron_flux.tune_model(model, SEQUENCE, BATCH)
-        return {(call[0], call[4]) for call in tuned.measured}
-
-
-def test_only_directions_that_are_tuned(world2: WorkerPool, tmp_path: Path) -> None:
-    found = world2.run(chosen_by_direction, tmp_path)
-    assert found == [{("all_gather_gemm", False), ("gemm_reduce_scatter", False)}] * 2
+            megatron_flux.tune_model(gpt_model("gpt3"), SEQUENCE, BATCH)
+        found = {(call[0], call[4]) for call in tuned.measured}
+    assert found == {("all_gather_gemm", False), ("gemm_reduce_scatter", False)}
 
 
 @on_ranks("world2")
 def test_ahead_of_inference(tmp_path: Path) -> None:
-    folder = tmp_path
-    with megatron(tp=2), counting(folder) as tuned:
+    with megatron(tp=2), counting(tmp_path) as tuned:
         model = gpt_model("gpt3", sequence_parallel=False)
         model.output_layer.weight.requires_grad_(False)
         with flux(), torch.inference_mode():
@@ -194,32 +189,26 @@ class Zeros:
         return {"tokens": row, "labels": row, "loss_mask": torch.ones(self._length), "position_ids": row}
 
 
-def arm_of_a_training(folder: Path, name: str) -> tuple[int, int]:
-    """Return what the variant had measured before its first step, and after it."""
-
+@pytest.mark.parametrize(("name", "calls"), [("flux", 8), ("baseline", 0)])
+@on_ranks("world2")
+def test_train_and_compare_tune_before_the_first_step(tmp_path: Path, name: str, calls: int) -> None:
+    """QKV, proj, FC1 (in this model the output layer's shape too), FC2, forward and dgrad."""
     from megatron_flux.run.folder import make
     from megatron_flux.train import description
     from megatron_flux.train.config import resolve
     from megatron_flux.train.options import TrainOptions
     from megatron_flux.train.variant import Variant
 
-    with megatron(tp=2), counting(folder) as tuned:
+    with megatron(tp=2), counting(tmp_path) as tuned:
         options = TrainOptions(num_layers=1, seq_length=32, micro_batch_size=2, global_batch_size=2, sample_interval=0)
-        config = resolve(options, world_size=2, device="cpu", out=folder / "run")
+        config = resolve(options, world_size=2, device="cpu", out=tmp_path / "run")
         if dist.get_rank() == 0:
             make(config.out, description.description(config), overwrite=False)
         dist.barrier()
         with Variant(name, config, Zeros(32), torch.device("cpu")) as variant:
             before = len(tuned.measured)
             next(variant.steps(1))
-        return before, len(tuned.measured)
-
-
-def test_train_and_compare_tune_before_the_first_step(world2: WorkerPool, tmp_path: Path) -> None:
-    ((before, after), *others) = world2.run(arm_of_a_training, tmp_path, "flux")
-    assert before == after == 8, "QKV, proj, FC1 (in this model the output layer's shape too), FC2, forward and dgrad"
-    assert others == [(before, after)]
-    assert world2.run(arm_of_a_training, tmp_path / "stock", "baseline") == [(0, 0)] * 2
+        assert before == len(tuned.measured) == calls
 
 
 def test_a_model_that_is_not_patched_is_refused() -> None:

@@ -14,7 +14,7 @@ from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_fp8_cases import fp8_megatron, fresh, needed, state_of
+from tests.distributed.te_fp8_cases import autocast, fp8_megatron, fresh, needed, recipe_of, state_of
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
 pytestmark = needed
@@ -111,11 +111,6 @@ def test_without_sequence_parallelism(te_world2: WorkerPool, tmp_path: Path) -> 
     assert {call[0].partition(" of ")[0] for call in wanted} == {"gemm_all_reduce", "gemm_all_reduce beside wgrad"}
 
 
-def test_without_fp8_as_any_other_over_links_by_chunks(te_world2: WorkerPool, tmp_path: Path) -> None:
-    wanted = require_all_ahead(te_world2, tmp_path, chunks=True)
-    assert {call[3] for call in wanted if call[0] == "all_gather"} == {128}
-
-
 @pytest.mark.parametrize("options", [{"add_bias_linear": True}, {"first_last_layers_bf16": True, "num_layers": 3}])
 def test_layers_that_differ(te_world2: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     wanted = require_all_ahead(te_world2, tmp_path, **transformer_options("current"), **options)
@@ -130,10 +125,7 @@ def test_layers_that_run_stock_are_left_out(te_world2: WorkerPool, tmp_path: Pat
 
 @on_ranks("te_world2")
 def test_inside_of_an_autocast(tmp_path: Path) -> None:
-    from tests.distributed.te_fp8_cases import autocast, recipe_of
-
-    folder = tmp_path
-    with fp8_megatron(), counting(folder) as tuned:
+    with fp8_megatron(), counting(tmp_path) as tuned:
         model = llama()
         with flux(FluxConfig(backend="tuned", fp8=True)), torch.no_grad(), autocast(recipe_of("blockwise")):
             megatron_flux.tune_model(model, SEQUENCE, BATCH)

@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from tests.distributed.data import integers
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import on_ranks
 
 
 class Noting(ReferenceBackend):
@@ -34,7 +35,10 @@ class Noting(ReferenceBackend):
         )
 
 
-def rank_order(frozen: bool) -> list[str]:
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks("world2")
+def test_wgrad_runs_beside_the_sum_of_dgrad(frozen: bool) -> None:
+    """Beside a frozen weight there is nothing."""
     notes: list[str] = []
 
     def noted(*given: Any) -> Any:
@@ -48,15 +52,7 @@ def rank_order(frozen: bool) -> list[str]:
         y = column_parallel_linear(x, weight, None, dist.group.WORLD, sequence_parallel=False, backend="noting")
         assert notes == []
         y.sum().backward()
-    return notes
-
-
-def test_wgrad_runs_beside_the_sum_of_dgrad(world2: WorkerPool) -> None:
-    assert world2.run(rank_order, False) == [["begins", "wgrad", "wait"]] * 2
-
-
-def test_beside_a_frozen_weight_there_is_nothing(world2: WorkerPool) -> None:
-    assert world2.run(rank_order, True) == [["runs"]] * 2
+    assert notes == (["runs"] if frozen else ["begins", "wgrad", "wait"])
 
 
 @on_ranks("world2")

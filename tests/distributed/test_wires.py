@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,14 @@ from megatron_flux.comm import links
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.tuner import keys, trial, tuner
+from megatron_flux.ops.tuner import keys, tuner
 from megatron_flux.ops.tuner.cache import load
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import on_ranks
+from tests.distributed.twins import turns_take
 
 FORWARD = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
 """And the gather of x for wgrad; dgrad's calls have their weight transposed."""
-
-
-def begun(one: trial.Trial, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
-    """What comes last is the fastest."""
-    one._samples.append(sample := trial.Sample(candidate, 1, 1.0 / (candidate + 1)))
-    return lambda: setattr(sample, "ended", 0.0)
 
 
 @contextlib.contextmanager
@@ -49,8 +44,7 @@ def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(keys, "by_chunks", lambda *_: True)
-        patch.setattr(trial.Trial, "begin", begun)
-        patch.setattr(trial, "_between", lambda begun, ended: begun)
+        turns_take(lambda _, candidate: 1.0 / (candidate + 1), patch)
         try:
             yield ran
         finally:

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.kernel_config import KernelConfig
+from megatron_flux.ops.tuner import trial
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TINY: dict[str, Any] = {"bm": 16, "bn": 32, "bk": 16}
@@ -48,6 +49,17 @@ def one_capture(number: int | None) -> Iterator[None]:
 
     with captured_calls(), mock.patch.object(slab, "capture_id", return_value=number):
         yield
+
+
+def turns_take(ms: Callable[[trial.Trial, int], float], patch: pytest.MonkeyPatch) -> None:
+    """Let a turn of a tuner's trial take ``ms(trial, candidate)``, whatever runs."""
+
+    def begun(one: trial.Trial, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
+        one._samples.append(sample := trial.Sample(candidate, rows, ms(one, candidate)))
+        return lambda: setattr(sample, "ended", 0.0)
+
+    patch.setattr(trial.Trial, "begin", begun)
+    patch.setattr(trial, "_between", lambda begun, ended: begun)
 
 
 def use_tma(tma: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.distributed.pool import WorkerPool
+
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+NEEDS_TE = pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = (item.get_closest_marker("gpus") or pytest.mark.gpus(1).mark).args[0]
         if count < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {count}"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WorkerPool]:
+    """Two of a file's own: graphs change the process's random generators and streams."""
+    with WorkerPool(2, backend="nccl") as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

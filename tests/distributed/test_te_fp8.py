@@ -35,6 +35,7 @@ from tests.distributed.te_fp8_cases import (
     rank_fp8_captured,
     rank_fp8_case,
     rank_fp8_pair,
+    rank_fp8_peaks,
     rank_fp8_recompute,
     rank_fp8_state,
     rank_operands,
@@ -435,3 +436,9 @@ def test_runs_stock_where_that_is_asked_for() -> None:
     ours.require_same(stock, kind)
     assert seen.fallbacks == {f"TE {kind}: fp8 (autocast)": 4}
     assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@pytest.mark.parametrize(("kind", "recipe"), product(KINDS, RECIPES))
+def test_peak_memory_is_not_above_stocks(te_world2: WorkerPool, kind: str, recipe: str) -> None:
+    for stock, ours in te_world2.run(rank_fp8_peaks, kind, recipe):
+        assert 0 < ours <= 1.02 * stock, (stock, ours)

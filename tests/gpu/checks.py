@@ -156,6 +156,19 @@ def plans(group):
     return "; ".join(done)
 
 
+def repeated(group):
+    """Check that 100 calls, back to back, both operators alternating, give the same bits."""
+    xs, xl, w = operands(group, 256, 2048, 1024, torch.bfloat16, False)
+    y0 = ops.all_gather_gemm(xs, w, group, backend=NAME)
+    z0 = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(100):
+        differ += (ops.all_gather_gemm(xs, w, group, backend=NAME) != y0).sum()
+        differ += (ops.gemm_reduce_scatter(xl, w, group, backend=NAME) != z0).sum()
+    assert differ.item() == 0, f"{differ.item()} elements differ over 100 repetitions"
+    return "100 x 2"
+
+
 def bias(group):
     """A bias in the epilogue: as near to fp32 as torch's own, with another bias in every call of the same kind."""
     for mp, n, k, transposed in ((256, 1024, 512, False), (256, 520, 1032, True), (100, 520, 264, False)):
@@ -500,6 +513,17 @@ def nccl_beside_graphs(group, rounds=60):
     return said
 
 
+def gather_async(group):
+    """all_gather behind a gemm_reduce_scatter, as in the backward pass of a column-parallel layer."""
+    xs, xl, w = operands(group, 512, 1024, 512, torch.bfloat16, False)
+    want = gather(xs, group)
+    for _ in range(20):
+        pending = ops.all_gather(xs, group, backend=NAME)
+        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
+        assert torch.equal(pending.wait(), want)
+    return "20"
+
+
 def across_streams(group):
     """Gathers begun on one stream and waited for on another, while the one before is still to come on the first. Plain
     kernels are launched by Triton every time.
@@ -637,6 +661,18 @@ def time_limit(group):
     with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8" if os_says else "1"):
         assert settings.one_queue() == os_says, "CUDA has started with another value"
     return "as said"
+
+
+def mismatch(group):
+    """Different shapes on different ranks are an error."""
+    from megatron_flux.errors import UserError
+
+    xs, _, w = operands(group, 64 * (1 + group.rank() % 2), 256, 256, torch.bfloat16, False)
+    try:
+        ops.all_gather_gemm(xs, w, group, backend=NAME)
+    except UserError as err:
+        return str(err)[:120]
+    raise AssertionError("no error")
 
 
 # Faults that most runs hide: a wait, a fence or an epoch that is missing shows only where somebody is late.
@@ -895,8 +931,10 @@ CHECKS: dict[str, Check] = {
     "own_gathered": own_gathered,
     "any_rows": any_rows,
     "elsewhere": elsewhere,
+    "repeated": repeated,
     "poisoned_shard": poisoned_shard,
     "streams": streams,
+    "gather_async": gather_async,
     "time_limit": time_limit,
     "across_streams": across_streams,
     "exceptions": exceptions,
@@ -904,6 +942,7 @@ CHECKS: dict[str, Check] = {
     "broken_capture": broken_capture,
     "nccl_beside": nccl_beside,
     "nccl_beside_graphs": nccl_beside_graphs,
+    "mismatch": mismatch,
     "random_shapes": random_shapes,
     **OF_REAL_GROUPS,
 }
@@ -911,7 +950,7 @@ CHECKS: dict[str, Check] = {
 
 NOT_EMULATED = (
     "addend", "own_gathered", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
-    "nccl_beside", "nccl_beside_graphs",
+    "nccl_beside", "nccl_beside_graphs", "mismatch",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux import ops
 from megatron_flux.comm import links
+from megatron_flux.kernels.transpose import transpose
 from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
@@ -403,7 +404,30 @@ def transposed(group):
         graph.replay()
         for found, shards in zip(got, made, strict=True):
             right(found, *shards, y)
-    return f"{calls} calls, 4 replays"
+    return f"{calls} calls, 4 replays; {transposed_times(group)}"
+
+
+def transposed_times(group, mp=16384, k=4096):
+    """Medians of 20 bursts of 4, for the record: the kernel alone, the gather alone, and that of rows."""
+    rows = fp8.Rows(torch.zeros(mp, k, dtype=torch.uint8, device="cuda"), torch.ones(1, device="cuda"))
+    whole, cache = rows.data.new_empty(k, group.size() * mp), {}
+
+    def median(run):
+        times = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(4):
+                run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 4)
+        return sorted(times)[10]
+
+    kernel = median(lambda: transpose(rows.data, whole[:, :mp], cache))
+    columns = median(lambda: fp8.gather(rows, group, NAME).wait())
+    plain = median(lambda: ops.all_gather(rows.data.view(torch.bfloat16), group, backend=NAME).wait())
+    return f"[{mp}, {k}] bytes: transposing {kernel:.4f} ms, gather with it {columns:.4f}, of rows {plain:.4f}"
 
 
 def tuned(group):

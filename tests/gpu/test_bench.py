@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.gpu.conftest import HAVE_TE, NEEDS_TE
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.slow]
 
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 COMMAND = ["-m", "megatron_flux.cli"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CALLS = ["--preset", "llama2-70b", "--set", "linears=qkv,proj", "--tokens", "1024"]
@@ -163,7 +164,7 @@ def test_fused_backend_computes_the_same(tmp_path: Path) -> None:
     assert (local["breakdown"], local["trace"]) == ({}, None)
 
 
-@NEEDS_TE
+@pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 def test_fp8(tmp_path: Path, recipe: str) -> None:
     names = ("--variants", "te,flux_te,no_communication,unsynchronised", "--backend", "fused")

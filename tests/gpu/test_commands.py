@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from megatron_flux.metrics.recorder import read_records
-from tests.gpu.conftest import NEEDS_TE
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -38,7 +38,13 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
 
 
-TE = pytest.param(("--transformer-impl", "transformer_engine"), id="te", marks=NEEDS_TE)
+TE = pytest.param(
+    ("--transformer-impl", "transformer_engine"),
+    id="te",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+    ),
+)
 LAYERS = pytest.mark.parametrize("layers", [pytest.param((), id="local"), TE])
 CLOSE = 1e-2
 """TransformerEngine's GEMMs round apart from torch's."""

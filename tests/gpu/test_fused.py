@@ -26,13 +26,11 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 from megatron_flux import ops
-rows, k = 128, 256
-x = torch.randn(size * rows, k, device="cuda", dtype=torch.bfloat16)
-w = torch.randn(k, k, device="cuda", dtype=torch.bfloat16)
+x = torch.randn(size * 128, 256, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
 torch.cuda.synchronize()
 dist.barrier()
-torch.cuda.synchronize()
 if rank == size - 1:
     os.kill(os.getpid(), 9)
 ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")

@@ -7,11 +7,31 @@ import time
 
 import pytest
 
-from tests.gpu.test_fused import GPUS, TIMEOUT_S, TUNES, VICTIM, run_checks, start
+from tests.gpu.test_fused import GPUS, TIMEOUT_S, TUNES, run_checks, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
 
-CHUNKED_VICTIM = VICTIM.replace('"fused"', '"chunked"').replace("rows, k = 128, 256", "rows, k = 1024, 4096")
+VICTIM = """
+import os, torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ["MEGATRON_FLUX_LINK"] = "LINK_ASKED_FOR"
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+from megatron_flux import ops
+x = torch.randn(size * 1024, 4096, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+for _ in range(2):
+    ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="chunked")
+torch.cuda.synchronize()
+dist.barrier()
+torch.cuda.synchronize()
+if rank == size - 1:
+    os.kill(os.getpid(), 9)
+ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="chunked")
+torch.cuda.synchronize()
+print("still alive")
+os._exit(0)
+"""
 
 
 @pytest.mark.slow
@@ -28,8 +48,7 @@ def test_checks(way: str, queues: str) -> None:
 def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str, disk: str) -> None:
     began = time.monotonic()
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)" if disk else ""
-    asked = f"\nimport os; os.environ['MEGATRON_FLUX_LINK'] = '{link}'"
-    survivor, victim = start(full + asked + CHUNKED_VICTIM)
+    survivor, victim = start(full + VICTIM.replace("LINK_ASKED_FOR", link))
     said = "".join(part or "" for part in survivor.communicate(timeout=120))
     victim.communicate()
     assert victim.returncode == -9

@@ -94,7 +94,18 @@ def check_trace(folder: Path, side: str) -> None:
 
 
 def test_names_for_nsys(tmp_path: Path) -> None:
-    steps = ("--steps", "4", "--set=nvtx=true", "--profile-steps", "3-4")
-    run("train", "--nproc", "2", *steps, *SMALL, "--out", tmp_path / "run")
+    run(
+        "train",
+        "--nproc",
+        "2",
+        "--steps",
+        "4",
+        "--set=nvtx=true",
+        "--profile-steps",
+        "3-4",
+        *SMALL,
+        "--out",
+        tmp_path / "run",
+    )
     assert not (tmp_path / "run" / "flux" / "trace").exists()
     assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4

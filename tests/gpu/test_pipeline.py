@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import FluxConfig
-from tests.distributed.megatron_world import flux, loss_of, megatron, model_config, on_gpu, pipeline_stages
+from tests.distributed.megatron_world import flux, megatron, model_config, on_gpu
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.gpus(4)
@@ -35,7 +35,10 @@ def sequence() -> int:
 
 def chunks() -> list[torch.nn.Module]:
     """This rank's two virtual stages, of one layer each, the same numbers in every run."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from megatron_flux.train.shims import SequenceParallelNorm
 
@@ -53,7 +56,21 @@ def chunks() -> list[torch.nn.Module]:
     )
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    return pipeline_stages(config, layer, SequenceParallelNorm, VOCABULARY, sequence())
+    made = []
+    for stage in range(2):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer], layer_norm=SequenceParallelNorm),
+            vocab_size=VOCABULARY,
+            max_sequence_length=sequence(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage,
+        )
+        made.append(model.to(dtype).cuda() if on_gpu() else model)
+    return made
 
 
 def text() -> Iterator[torch.Tensor]:
@@ -71,7 +88,12 @@ def forward_step(late: random.Random, batches: Iterator[torch.Tensor], model: to
     positions = torch.arange(sequence(), device=tokens.device).expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, sequence(), sequence(), dtype=torch.bool, device=tokens.device), 1)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
-    return output, loss_of
+    return output, partial(loss_of)
+
+
+def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach()}
 
 
 def rank_train(patched: bool) -> dict[str, Any]:

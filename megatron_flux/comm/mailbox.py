@@ -1,7 +1,7 @@
 """Small messages between ranks of one host, through memory that they share: a box for each rank, which it alone writes.
 
-For :mod:`~megatron_flux.comm.agreement`, which says when a message may go, and what else there is where there is no
-box. A look into a peer's box takes a microsecond; a request to the job's store takes from 0.1 to 1 ms.
+Used by :mod:`~megatron_flux.comm.agreement`, which takes the job's store where a rank has no box. A look into a peer's
+box takes a microsecond; a request to the store takes from 0.1 to 1 ms.
 
 Contract
     * Messages are numbered. Number n lies in slot n % :data:`SLOTS`, from :meth:`OwnBox.put` to :meth:`OwnBox.free`. A

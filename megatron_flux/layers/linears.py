@@ -34,12 +34,12 @@ The precision supplies the operands (:mod:`layers.precision`). In FP8
     * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
       bf16;
     * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
-      ``dy``: of those that are gathered each rank transposes its shard before (:mod:`layers.fp8`);
+      ``dy``, which ranks transpose before the gather or behind it (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
       parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
-    * a row-parallel layer gathers ``dy`` twice where dgrad hides both gathers, and in blocks of 128, as
-      TransformerEngine does: dgrad's operand has its scales by columns, wgrad's by rows. The second gather travels
-      behind the first, beside dgrad, in memory that the gather of the column-parallel layer's ``x`` leaves alone;
+    * in blocks of 128 a row-parallel layer gathers ``dy`` twice, as TransformerEngine does: dgrad's operand has its
+      scales by columns, wgrad's by rows. Where the backend can hold a gather back, the second one travels behind the
+      first, beside dgrad, in memory that the gather of the column-parallel layer's ``x`` leaves alone;
     * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
 Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd

@@ -185,9 +185,9 @@ def all_gather(
 
     ``transposed``: the elements of ``x`` ``[m/tp, k/2]`` are pairs of bytes, and ``fused`` gives them as ``[k, m/2]``;
     the result's ``transposed`` says whether it did. With ``columns`` ``x`` is ``[k, m/tp/2]`` already; other backends
-    know only rows. ``held``: ``fused`` begins the transfers when the result's
-    ``send()`` is called, behind those of operators that were called in between, but before these are finished; and the
-    result is valid until the next one that is held, whatever else is gathered. Other backends begin at once.
+    know only rows. ``held``: ``fused`` begins the transfers when the result's ``send()`` is called, behind those of
+    operators that were called in between, but before these are finished; and the result is valid until the next one
+    that is held, whatever else is gathered. Other backends begin at once.
     """
     if group is None:
         group = _default_group()

@@ -3,8 +3,8 @@
 Contract
     * All candidates give right results, so a turn costs no step more than a slower candidate differs.
     * Which candidate a call runs follows from the number of such calls alone. Once a round all ranks exchange their
-      times and what is compiled, over the job's store: sent :data:`AHEAD` calls before the round ends, read at its end.
-      So a rank waits only for peers that are later than these calls take.
+      times and what is compiled (:mod:`~megatron_flux.comm.agreement`): sent :data:`AHEAD` calls before the round ends,
+      read at its end. So a rank waits only for peers that are later than these calls take.
     * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
       its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
     * A turn counts where the GPU was behind the host, on all ranks. Elsewhere the time is the host's, and says nothing

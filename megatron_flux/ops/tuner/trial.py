@@ -299,13 +299,10 @@ class TrialPlan(Plan):
         trial: Trial,
         backends: Backends,
         decided: Callable[..., Entry],
-        *,
-        alone: bool = False,
     ) -> None:
         """``decided`` is called with the call, the entry once there is one, and all entries that have run; it returns
-        what such calls run from then on. ``alone``: nothing else runs, so that the host's time is that of the call.
+        what such calls run from then on.
         """
-        self._alone = alone
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
@@ -334,8 +331,7 @@ class TrialPlan(Plan):
             return plan.run(call)
         end = trial.begin(candidate, call.m, self._cuda)
         result = plan.run(call)
-        if not self._alone:
-            trial.enqueued(self._cuda)
+        trial.enqueued(self._cuda)
         if isinstance(result, Pending) or call.async_op:  # what stands between its begin and its wait counts
             return (result if isinstance(result, Pending) else Pending(result)).then(end)
         end()

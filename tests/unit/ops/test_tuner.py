@@ -612,6 +612,14 @@ def test_the_wgrad_that_runs_beside_an_all_reduce(shape: tuple[int, ...]) -> Non
     assert alone.wgrad_of(call)().shape == (8, 4)
 
 
+def test_other_work_stands_before_each_call(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the GPU is behind the host, and a short call does not time the host."""
+    monkeypatch.setattr(alone, "work_before", lambda call: lambda: timed.log.append("work"))
+    timed.tuner.decide(OperatorCall("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(64, 4), GROUP))
+    assert timed.log[::2] == ["work"] * (len(timed.log) // 2)
+    assert "work" not in timed.log[1::2]
+
+
 def test_a_wgrad_stands_between_such_a_call_s_begin_and_its_wait(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "wgrad_of", lambda call: lambda: timed.log.append("wgrad"))
     for beside in (False, True):

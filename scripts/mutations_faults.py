@@ -180,6 +180,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/ops/test_tuner.py::test_where_a_plan_holds_that_ships",),
     ),
     _fault(
+        "while the kernel of what ships is compiled, calls run stock whatever is compiled for another m",
+        f"{OPS}/tuner/tuner.py",
+        "known=True, meanwhile=2, ran=[2])",
+        "known=True)",
+        ("tests/unit/ops/test_tuner.py::test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m",),
+    ),
+    _fault(
         "what ships keeps a machine from measuring",
         f"{OPS}/tuner/tuner.py",
         " or (full and entry.run is not None):",

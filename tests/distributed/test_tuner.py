@@ -232,7 +232,7 @@ def test_what_ships_for_the_first_rank_holds_for_all(tmp_path: Path) -> None:
         patch.setattr(shipped, "find", lambda key, m: ({8: entry}, {})[dist.get_rank()])
         tuned = made()
         train(tuned, the_call())
-        assert [one.entries for one in trials(tuned)] == [[candidates.UNMEASURED, entry]]
+        assert [one.timed for one in trials(tuned)] == [[]]
         assert tuned.tuner.plan(the_call())._options == {"config": PLANS[0]}  # type: ignore[attr-defined]
 
 

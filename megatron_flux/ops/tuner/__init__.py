@@ -3,7 +3,8 @@
 A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
     1. This process, then the JSON file (:mod:`~megatron_flux.ops.tuner.cache`), by a key of all that its speed depends
        on (:mod:`~megatron_flux.ops.tuner.keys`). Where the file has nothing in the bucket of m, what ships with the
-       package (:mod:`~megatron_flux.ops.tuner.shipped`). Calls run stock until the kernels of such a plan are compiled.
+       package (:mod:`~megatron_flux.ops.tuner.shipped`). Until the kernels of such a plan are compiled, calls run
+       that of the nearest m which has them, or stock.
     2. The nearest m of the same bucket, where this call can run its plan, with tiles of the width that takes the fewest
        rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`). A bucket is a factor of
        :data:`~megatron_flux.ops.tuner.tuner.BUCKET` wide.

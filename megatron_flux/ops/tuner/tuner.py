@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache as once
@@ -44,8 +45,12 @@ class Kind:
 
     def near(self, call: OperatorCall, m: int) -> Entry | None:
         """Return what is known of the nearest m in the bucket that ``call`` can run."""
-        there = sorted(self.known_like(m), key=lambda other: abs(math.log(other / m)))
-        return next((self.known[other] for other in there if runs(call, self.known[other])), None)
+        return next(self.by_distance(call, m, self.known_like(m)), None)
+
+    def by_distance(self, call: OperatorCall, m: int, known: Iterable[int]) -> Iterator[Entry]:
+        """Yield what is known of these values of m that ``call`` can run, the nearest to ``m`` first."""
+        there = sorted(known, key=lambda other: abs(math.log(other / m)))
+        return (self.known[other] for other in there if runs(call, self.known[other]))
 
     def known_like(self, m: int) -> list[int]:
         """Return the values of m in the bucket of ``m`` that something is known of."""
@@ -180,8 +185,8 @@ class Tuner:
         return plan
 
     def _known(self, call: OperatorCall, entry: Entry) -> Plan:
-        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run the one of the
-        bucket that it follows from, or stock.
+        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run that of the nearest
+        m that is, or stock.
         """
         if entry.plan is None or call.captured or not self._tries(call.group):
             return self._planned(call, entry)
@@ -201,9 +206,11 @@ class Tuner:
         decisions, alike = self.decisions(call.group), call.alike
         key = ("known", alike, entry.plan)
         if (trial := decisions.trials.get(key)) is None:
-            near = self._kind(call, captured=False).near(call, call.m)
-            first = near if near is not None and (alike, near.plan) in decisions.at_once else UNMEASURED
-            trial = decisions.trials[key] = Trial([first, entry], words_of(call), known=True)
+            kind = self._kind(call, captured=False)
+            near = kind.by_distance(call, call.m, kind.known)
+            compiled = (one for one in near if (alike, one.plan) in decisions.at_once and _for_any_m(one))
+            entries = [UNMEASURED, entry, next(compiled, UNMEASURED)]
+            trial = decisions.trials[key] = Trial(entries, words_of(call), known=True, meanwhile=2, ran=[2])
         return trial
 
     def _note_at_once(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
@@ -232,9 +239,7 @@ class Tuner:
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
                 chosen, at_once, alike = near[-1].decided, self.decisions(call.group).at_once, call.alike
-                # Kernels of shots are compiled for few values of m.
-                any_m = [i for i, e in enumerate(entries) if not isinstance(e.plan, AllReduceConfig) or e.plan.tiles]
-                ran = [i for i in any_m if (alike, entries[i].plan) in at_once]
+                ran = [i for i, one in enumerate(entries) if (alike, one.plan) in at_once and _for_any_m(one)]
                 if chosen is not None:
                     likely = next((i for i, one in enumerate(entries) if one.label == chosen.label), 1)
                     meanwhile = likely if likely in ran else 0
@@ -308,6 +313,11 @@ def _kept(key: str, m: int) -> dict[int, Entry]:
     own = cache.find(key, m)
     buckets = {_bucket(other) for other in own}
     return {other: one for other, one in shipped.find(key, m).items() if _bucket(other) not in buckets} | own
+
+
+def _for_any_m(entry: Entry) -> bool:
+    """Return True if what another m has compiled runs a call. Kernels of shots are compiled for few values of m."""
+    return not isinstance(entry.plan, AllReduceConfig) or entry.plan.tiles is not None
 
 
 def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:

@@ -351,7 +351,7 @@ def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
     assert timed(x=torch.zeros(6, 4)) == ("fused", only_six)
     timed.forget()
     assert timed() == ("fused", FULL[-1])
-    assert [len(one.entries) for one in timed.trials] == [2], "from the file, once it is compiled"
+    assert [one.timed for one in timed.trials] == [[]], "from the file, once it is compiled"
 
 
 def test_trials_are_forgotten_in_the_end(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +491,21 @@ def test_what_ships_runs_once_it_is_compiled_and_nothing_is_tried(timed: Tuned) 
     assert [(one.rounds, one.timed) for one in timed.trials] == [(1, [])]
     assert [(one.run, bool(one.ms)) for _, one in timed.tuner.entries()] == [("run", m == 8) for m in (8, 10, 6, 11)]
     assert not cache.cache_path().exists(), "nothing was measured that could be kept"
+
+
+def test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m(
+    timed: Tuned, ships: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = KernelConfig(reducers=7), KernelConfig(reducers=3)
+    ships(far, m=128)
+    ships(near, m=32)
+    assert [timed(x=torch.zeros(rows, 4)) for rows in (128, 8)] == [("fused", far), ("fused", SHIPPED)]
+    at = len(timed.log)
+    monkeypatch.setattr(candidates, "fits", lambda op, plan, rows, *_: plan != SHIPPED or rows != 13)
+    timed.plan(call_of(28)).run(call_of(28))
+    timed.plan(call_of(26)).run(call_of(26))
+    assert timed.log[at:] == [("fused", SHIPPED), STOCK], "and stock where that cannot run"
+    assert timed(x=torch.zeros(28, 4)) == ("fused", near)
 
 
 def test_what_ships_as_stock_is_no_second_best(timed: Tuned, ships: Callable[..., None]) -> None:

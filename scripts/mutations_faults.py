@@ -158,9 +158,40 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "kept answer is not broadcast",
         f"{OPS}/tuner/tuner.py",
-        "agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, m))",
-        "cache.find(key, m)",
-        ("tests/distributed/test_tuner.py::test_the_first_ranks_file_holds_for_all",),
+        "agreement.first_rank(self.backends.processes(call.group), about, lambda: _kept(key, m))",
+        "_kept(key, m)",
+        (
+            "tests/distributed/test_tuner.py::test_the_first_ranks_file_holds_for_all",
+            "tests/distributed/test_tuner.py::test_what_ships_for_the_first_rank_holds_for_all",
+        ),
+    ),
+    _fault(
+        "what ships takes the place of what this machine has measured",
+        f"{OPS}/tuner/tuner.py",
+        "if _bucket(other) not in buckets} | own",
+        "} | own",
+        ("tests/unit/ops/test_tuner.py::test_the_own_file_counts_before_what_ships",),
+    ),
+    _fault(
+        "what ships holds where stock may be faster than it was measured",
+        f"{OPS}/tuner/shipped.py",
+        '"nvls=0" in settings or " tp=2 " in kind',
+        "True",
+        ("tests/unit/ops/test_tuner.py::test_where_a_plan_holds_that_ships",),
+    ),
+    _fault(
+        "while the kernel of what ships is compiled, calls run stock whatever is compiled for another m",
+        f"{OPS}/tuner/tuner.py",
+        "known=True, meanwhile=2, ran=[2])",
+        "known=True)",
+        ("tests/unit/ops/test_tuner.py::test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m",),
+    ),
+    _fault(
+        "what ships keeps a machine from measuring",
+        f"{OPS}/tuner/tuner.py",
+        " or (full and entry.run is not None):",
+        ":",
+        ("tests/unit/ops/test_tuner.py::test_all_candidates_are_measured_whatever_ships",),
     ),
     _fault(
         "each m of a training is compared",

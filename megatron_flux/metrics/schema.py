@@ -55,7 +55,11 @@ _ALWAYS: Fields = {
     "flux/kept_bytes": (Count | None, "byte", "peak of gathered inputs that its column-parallel layers kept for wgrad"),
     "flux/host_memory_bytes": (Count | None, "byte", "on CPUs: resident memory of the largest process after the step"),
     "flux/sampled": (bool | None, "", "this step has the sampled fields"),
-    "flux/choices": (Object | None, "", "the tuner's plans by call, ms by candidate; at the start, when one was added"),
+    "flux/choices": (
+        Object | None,
+        "",
+        "the tuner's plans by call, ms by candidate, the run of what ships; at the start, when one was added",
+    ),
     "flux/wait_timeouts": (Count | None, "", "waits of rank 0's operators that reached their limit so far"),
     "flux/metrics_ms": (Number | None, "ms", "rank 0's host time to record the previous step"),
     "flux/run": (Object | None, "", "the process that writes, see below; first record after a start"),

@@ -229,7 +229,7 @@ def _backend(call: Call) -> str:
 
 def choices() -> dict[str, dict[str, Any]]:
     """Return the tuner's plans in this process, by call (its key up to the bar, without device and versions)."""
-    shown = ("backend", "plan", "pieces", "ms")
+    shown = ("backend", "plan", "pieces", "ms", "run")
     return {
         key.partition(" | ")[0]: {name: value for name, value in entry.to_json().items() if name in shown}
         for key, entry in _tuner().entries()

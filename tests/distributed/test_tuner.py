@@ -15,7 +15,6 @@ from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import drop_slabs
 from megatron_flux.comm.links import Link
-from megatron_flux.ops import shipped_plans
 from megatron_flux.ops.backend import BackendPlan, Plan
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
@@ -23,10 +22,8 @@ from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.shipped_plans import Entry as Shipped
-from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import cache as tuner_cache
-from megatron_flux.ops.tuner import candidates, trial, tuner
+from megatron_flux.ops.tuner import candidates, shipped, trial, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.keys import key_of
@@ -218,15 +215,25 @@ def tune_with_a_broken_reader(cache: Path) -> None:
 
 @on_ranks("world2")
 def test_the_first_ranks_list_holds_for_all(tmp_path: Path) -> None:
-    """Plans ship for the first rank's GPU, not for the second's: ranks may run other releases of a driver."""
-    found = (Shipped(Shape("gemm_reduce_scatter", "[n,k]", 2, *SHAPE), KernelConfig(reducers=8), 0.5, "run"),)
+    """The second's is another one: ranks may run other releases of a driver."""
     with without_gpus(tmp_path / "tuned.json"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "_gpu", lambda call: ("NVIDIA H200", "")[dist.get_rank()])
-        patch.setattr(shipped_plans, "entries", lambda: found)
+        patch.setattr(candidates, "candidates", lambda *_, promoted: list(PLANS)[: 2 - dist.get_rank()])
         tuned = made()
         train(tuned, the_call())
         (one,) = trials(tuned)
-        assert [entry.label for entry in one.entries] == ["reference", "fused reducers=8", "fused default"]
+        assert [entry.label for entry in one.entries] == ["reference", "fused default", "fused reducers=7"]
+
+
+@on_ranks("world2")
+def test_what_ships_for_the_first_rank_holds_for_all(tmp_path: Path) -> None:
+    """Ranks may be told other things about NCCL's multicast."""
+    entry = Entry(backend="fused", plan=PLANS[0], ms={"reference": 1.0}, run="run")
+    with without_gpus(tmp_path / "tuned.json"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipped, "find", lambda key, m: ({8: entry}, {})[dist.get_rank()])
+        tuned = made()
+        train(tuned, the_call())
+        assert [one.timed for one in trials(tuned)] == [[]]
+        assert tuned.tuner.plan(the_call())._options == {"config": PLANS[0]}  # type: ignore[attr-defined]
 
 
 @on_ranks("world2")

@@ -2,23 +2,23 @@
 
 A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
     1. This process, then the JSON file (:mod:`~megatron_flux.ops.tuner.cache`), by a key of all that its speed depends
-       on (:mod:`~megatron_flux.ops.tuner.keys`). Calls run stock until the kernels of the file's plan are compiled.
+       on (:mod:`~megatron_flux.ops.tuner.keys`). Where the file has nothing in the bucket of m, what ships with the
+       package (:mod:`~megatron_flux.ops.tuner.shipped`). Until the kernels of such a plan are compiled, calls run
+       that of the nearest m which has them, or stock.
     2. The nearest m of the same bucket, where this call can run its plan, with tiles of the width that takes the fewest
        rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`). A bucket is a factor of
        :data:`~megatron_flux.ops.tuner.tuner.BUCKET` wide.
     3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn. Until it is
        over they run the fastest so far, at first what was chosen in another bucket, or stock.
-    4. ``MEGATRON_FLUX_TUNE=off``: the plan that ships for the very call, GPU and NCCL without multicast, where that has
-       saved 3 % of reference's time; else stock, counted as degraded.
+    4. ``MEGATRON_FLUX_TUNE=off``: what is known runs at once, else stock, counted as degraded.
 
     ``tune``, ``tune_model`` and calls that CUDA graphs capture do not wait for a training: they make calls until the
-    trial of this very m is over (:mod:`~megatron_flux.ops.tuner.alone`).
+    trial of this very m is over (:mod:`~megatron_flux.ops.tuner.alone`). ``tune`` measures all, whatever ships.
 
 Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
-    ``reference``, which others must beat by 1 %, and fused plans: those that shipped plans suggest and the one chosen
-    by rule. All that there are where nothing ships for the GPU, or all are asked for. For another m of a call that was
-    tried, what was close there. Where transfers go by chunks: ``reference`` and ``chunked``, with the 8-bit wire format
-    that the call allows; plain gathers are tried there, too.
+    ``reference``, which others must beat by 1 %, and the likeliest fused plans by rule, or all where these are asked
+    for. For another m of a call that was tried, what was close there. Where transfers go by chunks: ``reference`` and
+    ``chunked``, with the 8-bit wire format that the call allows; plain gathers are tried there, too.
 
 Agreement
     All ranks of a group decide together: the first rank's setting, file and list count, and its file alone is written.
@@ -35,6 +35,7 @@ Limits
     * In a CUDA graph's capture nothing is tried and no file is read: a call that has not run in this process takes
       ``reference``, with a warning. Calls that will be captured take the entry of eager ones where they have none, but
       for an all-reduce.
+    * A plan that ships and cannot run here leaves its calls to stock, with a warning; ``tune`` finds another one.
     * What is remembered is bounded (:class:`~megatron_flux.comm.group_state.Cache`); nothing of it holds the group.
 
 Hazards

@@ -41,6 +41,8 @@ class Entry(BaseModel):
     """Number of pieces of a chunked backend."""
     ms: dict[str, Milliseconds] = {}
     """Median times, by candidate; empty: not measured, or the plan of another m."""
+    run: str | None = None
+    """File below results/ of the run that these are from, of an entry that ships; None: measured on this machine."""
 
     @field_validator("plan", mode="before")
     @classmethod

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import agreement, links, transports
+from megatron_flux.comm import agreement, transports
 from megatron_flux.kernels.wire_format import EXACT
-from megatron_flux.ops import kernel_config, shipped_plans
+from megatron_flux.ops import kernel_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
@@ -20,13 +18,12 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.device import sm_count
 from megatron_flux.ops.kernel_config import KernelConfig, candidates, fits
-from megatron_flux.ops.shipped_plans import Shape
 from megatron_flux.ops.tuner import keys
 from megatron_flux.ops.tuner.cache import Entry, Plan
 
 MARGIN = 0.99  # of reference's time, which others must beat
-FP8_SHORT = 4
-"""Candidates of FP8 calls, for which no plans ship: the first lost 1.4 % at most (results/fp8-h200x2, fp8-scatter)."""
+SHORT = 4
+"""Plans that are tried unless all are asked for, the first by rule: results/shipped-plans says what that loses."""
 
 UNMEASURED = Entry(backend="reference")
 
@@ -62,7 +59,7 @@ class Backends:
 
 
 def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list[Entry]:
-    """Return the candidates, stock first. Collective. ``full``: not only those near shipped plans."""
+    """Return the candidates, stock first. Collective. ``full``: all of them, not :data:`SHORT`."""
     if keys.by_chunks(call.x, call.group):
         return [UNMEASURED, *_chunked(call, backends)]
     about = f"candidates of {keys.words_of(call)}"
@@ -80,16 +77,13 @@ def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
 
 
 def list_plans(call: OperatorCall, full: bool) -> list[Plan]:
-    """Return the plans to try; ``full``: not only those near shipped plans."""
+    """Return the plans to try, the choice by rule first; ``full``: all of them, not :data:`SHORT`."""
     tp = call.group.size()
     if call.operator == "gemm_all_reduce":
         return [*all_reduce_candidates(call)]
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
-    full_list = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
-    near: list[KernelConfig] = []
-    if not full and shipped_plans.suggests_for(_gpu(call)):
-        near = full_list[:FP8_SHORT] if call.fp8 else shipped_plans.suggested(_shape(call), shipped_plans.entries())
-    return [*dict.fromkeys([*near, *full_list[:1]])] if near else [*full_list]
+    plans = candidates(*operands, promoted=None if call.fp8 is None else call.fp8.promoted)
+    return [*plans] if full else [*plans[:SHORT]]
 
 
 def runs(call: OperatorCall, entry: Entry) -> bool:
@@ -107,25 +101,3 @@ def in_fewest_rounds(call: OperatorCall, entry: Entry) -> Entry:
     tp = call.group.size()
     plan = kernel_config.in_fewest_rounds(entry.plan, call.m // tp, call.n, tp, sm_count(call.x.device))
     return entry if plan is entry.plan else Entry.model_construct(backend=entry.backend, plan=plan)  # unchecked: faster
-
-
-def shipped(call: OperatorCall) -> Entry | None:
-    """Return what to take without a trial instead of stock, None where stock is the safer choice."""
-    alike = os.environ.get("NCCL_NVLS_ENABLE") == "0" and call.weight is not None and call.x.dtype is torch.bfloat16
-    if not alike or keys.by_chunks(call.x, call.group):  # other than in the runs that the plans are from
-        return None
-    plan = shipped_plans.unmeasured(_shape(call), _gpu(call), shipped_plans.entries())
-    return None if plan is None else Entry(backend="fused", plan=plan)
-
-
-def _shape(call: OperatorCall) -> Shape:
-    """Return the call in the form of shipped plans."""
-    return Shape(call.operator, "[k,n]" if call.transposed else "[n,k]", call.group.size(), call.m, call.n, call.k)
-
-
-def _gpu(call: OperatorCall) -> str:
-    """Return the GPU's name where shipped plans hold (warp-specialised kernels over NVLink), else an empty one."""
-    if not call.x.is_cuda:
-        return ""
-    holds = hopper_kernels(call) and links.probe(call.group, call.x.device).is_nvlink
-    return torch.cuda.get_device_name(call.x.device) if holds else ""

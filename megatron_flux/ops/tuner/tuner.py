@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache as once
@@ -18,9 +19,9 @@ from megatron_flux.log_once import log_once
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.tuner import alone, cache
+from megatron_flux.ops.tuner import alone, cache, shipped
 from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, in_fewest_rounds, runs, shipped
+from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, in_fewest_rounds, runs
 from megatron_flux.ops.tuner.keys import LONG_M, key_of, operator_of, words_of
 from megatron_flux.ops.tuner.trial import Trial, TrialPlan
 from megatron_flux.settings import tunes
@@ -40,12 +41,16 @@ class Kind:
         self.entries: Cache[int, Entry] = Cache()
         """Entries that calls run, by m."""
         self.known: Cache[int, Entry] = Cache()
-        """The file's entries when such a call first came, and those of trials since; by m."""
+        """Those of the file, or that ship, when such a call first came, and those of trials since; by m."""
 
     def near(self, call: OperatorCall, m: int) -> Entry | None:
         """Return what is known of the nearest m in the bucket that ``call`` can run."""
-        there = sorted(self.known_like(m), key=lambda other: abs(math.log(other / m)))
-        return next((self.known[other] for other in there if runs(call, self.known[other])), None)
+        return next(self.by_distance(call, m, self.known_like(m)), None)
+
+    def by_distance(self, call: OperatorCall, m: int, known: Iterable[int]) -> Iterator[Entry]:
+        """Yield what is known of these values of m that ``call`` can run, the nearest to ``m`` first."""
+        there = sorted(known, key=lambda other: abs(math.log(other / m)))
+        return (self.known[other] for other in there if runs(call, self.known[other]))
 
     def known_like(self, m: int) -> list[int]:
         """Return the values of m in the bucket of ``m`` that something is known of."""
@@ -147,19 +152,21 @@ class Tuner:
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
         """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
 
-        ``full``: try all candidates, not only those near shipped plans, whatever MEGATRON_FLUX_TUNE says.
+        ``full``: try all candidates, whatever MEGATRON_FLUX_TUNE says and whatever ships.
         """
         if not full and not self._tries(call.group):
             return self._looked_up(call) or self._untried(call)
         kind, m = self._kind(call, call.captured, anew=True), call.m
         entry = kind.known.get(m)
-        if entry is None or not entry.ms or not runs(call, entry):
+        if entry is None or not entry.ms or not runs(call, entry) or (full and entry.run is not None):
             if call.captured and call.x.is_cuda and call.operator == "gemm_all_reduce" and call.m <= LONG_M:
                 entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
             else:
                 entry = alone.decide(call, self._trial(call, (*call.alike, "alone", call.m), full=full), self.backends)
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
             agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
+        elif entry.run is not None and entry.plan is not None:  # its kernels were not compiled here by a trial
+            entry = alone.decide(call, self._compiling(call, entry), self.backends)
         kind.entries[m] = entry
         self._note_at_once(call, entry)
         return entry
@@ -178,8 +185,8 @@ class Tuner:
         return plan
 
     def _known(self, call: OperatorCall, entry: Entry) -> Plan:
-        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run the one of the
-        bucket that it follows from, or stock.
+        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run that of the nearest
+        m that is, or stock.
         """
         if entry.plan is None or call.captured or not self._tries(call.group):
             return self._planned(call, entry)
@@ -189,14 +196,22 @@ class Tuner:
             if len(like := kind.known_like(call.m)) == 1:
                 decisions.further[alike, _bucket(call.m)] = kind, kind.known[like[0]]
             return self._planned(call, entry)
-        key = ("known", alike, entry.plan)
-        if (trial := decisions.trials.get(key)) is None:
-            near = self._kind(call, captured=False).near(call, call.m)
-            first = near if near is not None and (alike, near.plan) in decisions.at_once else UNMEASURED
-            trial = decisions.trials[key] = Trial([first, entry], words_of(call), known=True)
+        trial = self._compiling(call, entry)
         if trial.decided is not None:
             return self._planned(call, trial.decided)
         return TrialPlan(call, trial, self.backends, self._note_at_once)
+
+    def _compiling(self, call: OperatorCall, entry: Entry) -> Trial:
+        """Return the trial that is over once the kernels of a known ``entry`` are compiled."""
+        decisions, alike = self.decisions(call.group), call.alike
+        key = ("known", alike, entry.plan)
+        if (trial := decisions.trials.get(key)) is None:
+            kind = self._kind(call, captured=False)
+            near = kind.by_distance(call, call.m, kind.known)
+            compiled = (one for one in near if (alike, one.plan) in decisions.at_once and _for_any_m(one))
+            entries = [UNMEASURED, entry, next(compiled, UNMEASURED)]
+            trial = decisions.trials[key] = Trial(entries, words_of(call), known=True, meanwhile=2, ran=[2])
+        return trial
 
     def _note_at_once(self, call: OperatorCall, entry: Entry, *ran: Entry) -> Entry:
         for one in (entry, *ran):
@@ -224,9 +239,7 @@ class Tuner:
                 close = [one for one in near[-1].close if runs(call, one)]
                 entries = [*{one.label: one for one in [entries[0], *widths.values(), *close]}.values()]
                 chosen, at_once, alike = near[-1].decided, self.decisions(call.group).at_once, call.alike
-                # Kernels of shots are compiled for few values of m.
-                any_m = [i for i, e in enumerate(entries) if not isinstance(e.plan, AllReduceConfig) or e.plan.tiles]
-                ran = [i for i in any_m if (alike, entries[i].plan) in at_once]
+                ran = [i for i, one in enumerate(entries) if (alike, one.plan) in at_once and _for_any_m(one)]
                 if chosen is not None:
                     likely = next((i for i, one in enumerate(entries) if one.label == chosen.label), 1)
                     meanwhile = likely if likely in ran else 0
@@ -260,11 +273,9 @@ class Tuner:
 
     def _untried(self, call: OperatorCall) -> Entry:
         """Return what runs ``call`` where nothing may be tried."""
-        processes = self.backends.processes(call.group)
-        entry = agreement.first_rank(processes, f"a plan for {words_of(call)}", lambda: shipped(call))
-        if entry is None and call.group.rank() == 0:
+        if call.group.rank() == 0:
             log_once("MEGATRON_FLUX_TUNE is off: calls without a kept plan run stock's GEMM and collective")
-        return entry or UNMEASURED
+        return UNMEASURED
 
     def _keep(self, call: OperatorCall, entry: Entry, *, later: bool = True) -> Entry:
         """Remember what was decided for ``call``; the first rank writes it to the file, without a wait."""
@@ -278,20 +289,35 @@ class Tuner:
         return entry
 
     def _kind(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Kind:
-        """Return what is known of such calls; the file is read once or ``anew``. Collective that time: a later m costs
+        """Return what is known of such calls; files are read once or ``anew``. Collective that time: a later m costs
         neither a file's reading nor a word between ranks.
         """
         kinds, of, m = self.decisions(call.group).kinds, _differ_in_m(call, captured), call.m
         kind = kinds.get(of)
         if kind is None or anew:
             key, about = key_of(call, captured=captured), f"plans kept for {words_of(call)}"
-            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: cache.find(key, m))
+            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: _kept(key, m))
             if kind is None:
                 kind = kinds[of] = Kind(key, m)
             for other, entry in found.items():
-                kind.known[other] = entry
+                if entry.run is None or other not in kind.known:  # which may not be in a file that cannot be written
+                    kind.known[other] = entry
             self.decisions(call.group).further.clear()
         return kind
+
+
+def _kept(key: str, m: int) -> dict[int, Entry]:
+    """Return the file's entries for calls like that under ``key``, whose rows are ``m``, by m, and those that ship for
+    buckets where it has none.
+    """
+    own = cache.find(key, m)
+    buckets = {_bucket(other) for other in own}
+    return {other: one for other, one in shipped.find(key, m).items() if _bucket(other) not in buckets} | own
+
+
+def _for_any_m(entry: Entry) -> bool:
+    """Return True if what another m has compiled runs a call. Kernels of shots are compiled for few values of m."""
+    return not isinstance(entry.plan, AllReduceConfig) or entry.plan.tiles is not None
 
 
 def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import OperatorError
 from megatron_flux.log_once import log_once
-from megatron_flux.ops import shipped_plans, timing
+from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -28,9 +28,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.shipped_plans import Entry as Shipped
-from megatron_flux.ops.shipped_plans import Shape
-from megatron_flux.ops.tuner import alone, cache, candidates, keys, trial
+from megatron_flux.ops.tuner import alone, cache, candidates, keys, shipped, trial
 from megatron_flux.ops.tuner import tuner as module
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import Backends
@@ -353,7 +351,7 @@ def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
     assert timed(x=torch.zeros(6, 4)) == ("fused", only_six)
     timed.forget()
     assert timed() == ("fused", FULL[-1])
-    assert [len(one.entries) for one in timed.trials] == [2], "from the file, once it is compiled"
+    assert [one.timed for one in timed.trials] == [[]], "from the file, once it is compiled"
 
 
 def test_trials_are_forgotten_in_the_end(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,66 +463,129 @@ def test_a_candidate_that_cannot_be_captured(
 
 
 FULL = [KernelConfig(reducers=count) for count in (4, 5, 6)]
-SHAPE = Shape("gemm_reduce_scatter", "[n,k]", 2, 8, 6, 4)
+KIND = "gemm_reduce_scatter n=6 k=4 float32 [n,k] tp=2 nvlink | NVIDIA H100"
+SHIPPED = KernelConfig(reducers=9)
 
 
 @pytest.fixture
-def on_h200(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> list[Shipped]:
-    """Ship plans for the GPU: of shapes farther and farther away."""
-    known = [Shipped(SHAPE._replace(m=m), KernelConfig(reducers=m), 0.5, "run") for m in (64, 32, 16)]
-    monkeypatch.setattr(candidates, "_gpu", lambda call: "NVIDIA H200")
-    monkeypatch.setattr(shipped_plans, "entries", lambda: tuple(known))
-    return known
+def ships(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let plans ship for the GPU that this one says to be."""
+    kinds: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(shipped, "_kinds", lambda: kinds)
+    monkeypatch.setattr(keys, "_machine", lambda device: "NVIDIA H100 | flux 1")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+
+    def ship(plan: KernelConfig | None = SHIPPED, m: int = 8, kind: str = KIND) -> None:
+        entry = Entry(backend="reference" if plan is None else "fused", plan=plan, ms={"reference": 1.0}, run="run")
+        kinds.setdefault(kind, {})[str(m)] = entry.to_json()
+
+    ship()
+    return ship
 
 
-def test_the_nearest_plans_and_the_first_candidate_are_tried_or_all(timed: Tuned, on_h200: list[Shipped]) -> None:
-    assert timed() == ("fused", FULL[0])
-    labels = ["fused default", "fused reducers=16", "fused reducers=32", "reference"]
-    assert sorted(entry.label for entry in timed.trials[0].entries) == labels
-    assert candidates.list_plans(call_of(), full=True) == FULL
+@pytest.mark.usefixtures("ships")
+def test_what_ships_runs_once_it_is_compiled_and_nothing_is_tried(timed: Tuned) -> None:
+    for rows in (8, 10, 6, 11):
+        assert timed(x=torch.zeros(rows, 4)) == ("fused", SHIPPED)
+    assert timed.log[0] == STOCK, "until then"
+    assert [(one.rounds, one.timed) for one in timed.trials] == [(1, [])]
+    assert [(one.run, bool(one.ms)) for _, one in timed.tuner.entries()] == [("run", m == 8) for m in (8, 10, 6, 11)]
+    assert not cache.cache_path().exists(), "nothing was measured that could be kept"
 
 
-@pytest.mark.usefixtures("on_h200")
-def test_of_fp8_the_first_candidates_are_tried_where_plans_ship(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m(
+    timed: Tuned, ships: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = KernelConfig(reducers=7), KernelConfig(reducers=3)
+    ships(far, m=128)
+    ships(near, m=32)
+    assert [timed(x=torch.zeros(rows, 4)) for rows in (128, 8)] == [("fused", far), ("fused", SHIPPED)]
+    at = len(timed.log)
+    monkeypatch.setattr(candidates, "fits", lambda op, plan, rows, *_: plan != SHIPPED or rows != 13)
+    timed.plan(call_of(28)).run(call_of(28))
+    timed.plan(call_of(26)).run(call_of(26))
+    assert timed.log[at:] == [("fused", SHIPPED), STOCK], "and stock where that cannot run"
+    assert timed(x=torch.zeros(28, 4)) == ("fused", near)
+
+
+def test_what_ships_as_stock_is_no_second_best(timed: Tuned, ships: Callable[..., None]) -> None:
+    ships(None)
+    assert (timed(), timed.trials, timed.tuner.plan(call_of()).degraded) == (STOCK, [], ())
+
+
+def test_the_own_file_counts_before_what_ships(timed: Tuned, ships: Callable[..., None]) -> None:
+    """In a bucket where it has something; another one has what ships."""
+    own = KernelConfig(reducers=7)
+    keep(plan=own, m=6)
+    ships(m=32)
+    assert [timed(x=torch.zeros(rows, 4)) for rows in (8, 32)] == [("fused", own), ("fused", SHIPPED)]
+
+
+@pytest.mark.parametrize(
+    ("other", "holds"),
+    [
+        ({}, True),
+        ({"machine": "NVIDIA H100 NVL | flux 1"}, False),
+        ({"machine": "NVIDIA H100 | flux 2"}, True),
+        ({"link": "p2p"}, False),
+        ({"tp": 4}, False),  # stock may be faster by multicast
+        ({"tp": 4, "nvls": "1"}, False),
+        ({"tp": 4, "nvls": "0"}, True),
+        ({"nvls": "1"}, True),  # NCCL has none for two
+        ({"dtype": torch.float16}, False),
+        ({"transposed": True}, False),
+        ({"m": 32}, False),
+    ],
+)
+def test_where_a_plan_holds_that_ships(
+    tuner: Tuned, ships: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    other: dict[str, Any], holds: bool,
+) -> None:  # fmt: skip
+    """As in the runs that it is from. Without trials it runs at once; elsewhere stock does."""
+    ships(kind=KIND.replace("tp=2", "tp=4"))
+    log_once.cache_clear()
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "off")
+    monkeypatch.setattr(keys, "_machine", lambda device: other.get("machine", "NVIDIA H100 | flux 1"))
+    monkeypatch.setattr(links, "probe", lambda group, device: Link(other.get("link", "nvlink"), ""))
+    if "nvls" in other:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", other["nvls"])
+    x, w = (torch.zeros(size, 4, dtype=other.get("dtype", torch.float32)) for size in (other.get("m", 8), 6))
+    transposed = "transposed" in other
+    call = OperatorCall("gemm_reduce_scatter", x, w.t().contiguous() if transposed else w, group_of(other.get("tp", 2)))
+    timing.finish(call._replace(transposed=transposed).run(tuner))
+    assert tuner.log == [("fused", SHIPPED) if holds else STOCK]
+    assert caplog.text.count("calls without a kept plan run stock's") == (not holds)
+
+
+def test_what_ships_is_compiled_ahead_and_not_measured(timed: Tuned, ships: Callable[..., None]) -> None:
+    timed.decide(call_of())
+    assert (timed.log[0], timed.log[-1]) == (STOCK, ("fused", SHIPPED)), "while its kernel is compiled, and then"
+    assert [one.timed for one in timed.trials] == [[]]
+    timed.log.clear()
+    timed()
+    assert timed.log == [("fused", SHIPPED)]
+    ships(m=32)
+    timed.decide(call_of(40))
+    assert kept().plan == FULL[-1], "what is asked for ahead is tried where another m ships"
+
+
+@pytest.mark.usefixtures("ships")
+def test_all_candidates_are_measured_whatever_ships(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1]
+    assert (timed(), kept().run) == (("fused", FULL[-1]), None)
+    timed.forget()
+    clock(monkeypatch, lambda candidate: pytest.fail("it is known"))
+    assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1], "it is this machine's own"
+
+
+def test_the_likeliest_candidates_are_tried_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [KernelConfig(reducers=number) for number in range(1, 10)]
     monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: found)
     pair = Fp8Pair(quantized(torch.ones(16, 16), "tensor"), quantized(torch.ones(32, 16), "tensor"))
     call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, GROUP, fp8=pair)
-    assert candidates.list_plans(call, False) == found[:4]
-    assert candidates.list_plans(call, True) == found
-
-
-@pytest.mark.parametrize(
-    ("other", "taken"),
-    [
-        ({}, True),
-        ({"gain": 0.029}, False),
-        ({"gain": None}, False),  # two GPUs emulated eight
-        ({"m": 16}, False),
-        ({"gpu": "NVIDIA H100 80GB HBM3"}, False),
-        ({"nvls": "1"}, False),  # stock may be faster than it was in the runs
-        ({"dtype": torch.float16}, False),
-    ],
-)
-def test_without_a_trial_only_a_plan_that_was_clearly_faster_is_taken(
-    timed: Tuned,
-    on_h200: list[Shipped],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    other: dict[str, Any],
-    taken: bool,
-) -> None:
-    plan = KernelConfig(reducers=8)
-    on_h200[:] = [Shipped(SHAPE._replace(m=other.get("m", 8)), plan, other.get("gain", 0.03), "run")]
-    log_once.cache_clear()
-    monkeypatch.setattr(candidates, "_gpu", lambda call: other.get("gpu", "NVIDIA H200"))
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "off")
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", other.get("nvls", "0"))
-    for _ in ("first", "again"):
-        assert timed(x=X.to(other.get("dtype", torch.bfloat16))) == (("fused", plan) if taken else STOCK)
-        timed.forget()
-    assert caplog.text.count("calls without a kept plan run stock's") == (not taken)
-    assert not cache.cache_path().exists(), "nothing was measured that could be kept"
+    for one in (call, call_of()):
+        assert candidates.list_plans(one, False) == found[: candidates.SHORT]
+        assert candidates.list_plans(one, True) == found
 
 
 # Transfers by chunks

@@ -61,10 +61,6 @@ KIND = re.compile(r"(\w+) n=(\d+) k=(\d+) (.+) \S+ tp=(\d) nvlink( stand-in)? \|
 SMS = 132
 TOKENS = tuple(1 << power for power in range(10, 16))
 LEAST = 0.01  # a loss that is called one
-DISTURBED = 1.2
-"""How much longer a row takes than with half as many rows and with twice as many, where something else ran beside the
-trial: what it chose does not ship.
-"""
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, were measured again at the power limit
 
 Times = Mapping[str, float]
@@ -148,18 +144,12 @@ def entry_of(call: Tuned) -> Entry:
 
 
 def shipped(found: Iterable[Tuned]) -> dict[str, dict[int, Entry]]:
-    """Return the entries by kind and m, without those of trials that were disturbed."""
+    """Return the entries by kind and m."""
     made: dict[str, dict[int, Entry]] = defaultdict(dict)
     for call in found:
         if not call.emulated and call.m not in made[call.kind]:
             made[call.kind][call.m] = entry_of(call)
-    return {kind: {m: of_kind[m] for m in of_kind if not disturbed(of_kind, m)} for kind, of_kind in made.items()}
-
-
-def disturbed(of_kind: Mapping[int, Entry], m: int) -> bool:
-    """Return True if the entry for ``m`` is one of :data:`DISTURBED`."""
-    a_row, *others = (e.ms[e.label] / rows for rows in (m, m // 2, 2 * m) if (e := of_kind.get(rows)) is not None)
-    return len(others) == 2 and a_row > DISTURBED * max(others)
+    return made
 
 
 def written(entries: Mapping[str, Mapping[int, Entry]]) -> str:

@@ -16,7 +16,7 @@ OPERATORS = {
     "gemm_reduce_scatter": "GEMM + reduce-scatter",
     "gemm_all_reduce": "GEMM + all-reduce",
 }
-MODELS = {"llama3-8b": "8B", "llama2-70b": "70B", "qwen2.5-32b": "32B"}
+MODELS = {"llama3-8b": "8B", "llama2-70b": "70B", "qwen2.5-32b": "32B", "gpt3-175b": "175B"}
 ARMS = {"nccl_symm": "#bab0ac", "torch_async_tp": "#f28e2b", "te_userbuffers": "#4e79a7", "flux": "#e15759"}
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     figure.update_yaxes(range=[0, 1.7], gridcolor="#ddd")
     figure.update_yaxes(title_text="times NCCL's speed", col=1)
     figure.update_layout(
-        template="plotly_white", font={"family": "sans-serif", "size": 11}, width=1100, height=560, bargap=0.25,
+        template="plotly_white", font={"family": "sans-serif", "size": 11}, width=1300, height=560, bargap=0.25,
         legend={"orientation": "h", "y": 1.13}, margin={"l": 60, "r": 10, "t": 70, "b": 50},
     )  # fmt: skip
     figure.write_image(HERE.parents[1] / "docs" / "peers.svg")

@@ -7,7 +7,8 @@ Contract
     * where another replacement came on top, ``unpatch()`` refuses rather than throw it away;
     * subclasses for layer specs (:mod:`megatron_flux.patch.spec`) share configuration and counts; they outlive
       ``unpatch()``;
-    * TransformerEngine's layers are replaced where megatron-core could import it, and it is never imported for that.
+    * TransformerEngine's layers are replaced where megatron-core could import it, and wrappers of adapters
+      (:mod:`megatron_flux.patch.adapters`) where they are imported; nothing is imported for that.
 
 Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
 """
@@ -29,7 +30,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import compiled, first_linear, te_seam, tuning
+from megatron_flux.patch import adapters, compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
@@ -53,7 +54,7 @@ class Replacement(NamedTuple):
 
     owner: type
     name: str
-    kind: str  # of layer, as fallbacks are counted; empty: inference-optimized
+    kind: str  # of layer, as fallbacks are counted; empty: no linear that runs flux
     stock: Callable[..., Any]
     flux: Callable[..., Any]
     inherited: bool  # the class had no such attribute of its own: undoing removes it
@@ -146,6 +147,8 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
         ]
         if (mlp := fused_mlp(over_te)) is not None:
             methods.append((mlp, "forward", "", linears.fused_mlp_forward))
+    for wrapper, form_of in adapters.wrappers():
+        methods.append((wrapper, "forward", "", partial(adapters.forward_of, linears, form_of)))
     replacements = []
     for owner, name, kind, make in methods:
         current, inherited = getattr(owner, name), name not in owner.__dict__

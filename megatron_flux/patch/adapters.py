@@ -1,0 +1,192 @@
+"""Low-rank adapters (LoRA) of known frameworks: which calls :mod:`megatron_flux.layers.adapter` runs as a whole.
+
+A wrapper holds a linear (``to_wrap``) and its adapter; its ``forward`` is replaced. Any adapter here is two linears of
+megatron-core, A (``linear_in``) and B (``linear_out``), a scale, and functions of megatron-core's between them. Where
+something else is asked for, the wrapper's own ``forward`` runs: it calls A and B, which are patched by themselves. So
+nothing here runs stock, and no reason is counted.
+
+=========================  ============================================================================================
+Megatron-Bridge            ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2, imported before ``patch()``
+``megatron-flux train``    :class:`megatron_flux.train.lora.AdaptedLinear`
+=========================  ============================================================================================
+
+Not run as a whole
+    * activations between A and B, dropout behind B, experts, ``a2a_experimental``;
+    * a column-parallel linear's adapter that gathers its input itself: over local layers, with ``tp_comm_overlap`` or
+      ``sequence_parallel_input_regather``;
+    * a linear that leaves its sum to others (``explicit_expert_comm``);
+    * A or B of other classes than megatron-core's, with a ``forward`` or hooks of their own (but for those of Megatron's
+      DistributedDataParallel, which wait for parameters), or with a reason to run stock
+      (:mod:`megatron_flux.patch.reasons`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from megatron_flux.config import Backends
+from megatron_flux.layers.adapter import Adapter, adapted
+from megatron_flux.patch import seams
+from megatron_flux.patch.reasons import backends_of
+
+if TYPE_CHECKING:
+    from megatron_flux.patch.linears import LinearPatch
+
+logger = logging.getLogger("megatron_flux")
+
+_BRIDGE = "megatron.bridge.peft"
+BRIDGE_SEAMS = {
+    f"{_BRIDGE}.lora_layers:LoRALinear.forward": ("98cbe5b82b64", "b08099832b29"),
+    f"{_BRIDGE}.adapter_wrapper:AdapterWrapper.base_linear_forward": ("123330966c2d", "123330966c2d"),
+    f"{_BRIDGE}.utils:ParallelLinearAdapter.forward": ("6234b270b458", "b494dd5a5dfb"),
+}
+"""Code that is done anew here, with its digests in 0.3.1 and 0.6.2 (``megatron_flux.patch.seams.digest``)."""
+
+
+class Form(NamedTuple):
+    """An adapter's parts, as its wrapper has them now."""
+
+    inner: Any  # A, a ColumnParallelLinear with a gathered output, or a RowParallelLinear
+    outer: Any  # B, a ColumnParallelLinear
+    row: bool
+    communicates: bool  # it gathers its input (column), or cuts its output to the local rows (row)
+    scale: float
+    dropout: Any = None  # a module that its input goes through
+
+
+def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
+    """Yield the wrappers that are imported, each with what gives an adapter's form; None: not one for here."""
+    if (own := sys.modules.get("megatron_flux.train.lora")) is not None:
+        yield own.AdaptedLinear, lambda wrapper: wrapper.adapter.form
+    layers, utils = (sys.modules.get(f"{_BRIDGE}.{name}") for name in ("lora_layers", "utils"))
+    if layers is None or utils is None:
+        return
+    root = Path(str(layers.__file__)).resolve().parents[3]
+    found = {path: seams.digest(root, path) for path in BRIDGE_SEAMS}
+    if tuple(found.values()) not in zip(*BRIDGE_SEAMS.values(), strict=True):
+        moved = [path for path, known in BRIDGE_SEAMS.items() if found[path] not in known] or list(found)
+        logger.warning("megatron_flux: adapters of this Megatron-Bridge run by their linears: other code in %s", moved)
+        return
+    kind: type = utils.ParallelLinearAdapter
+
+    def form_of(wrapper: Any) -> Form | None:
+        adapter = wrapper._modules["adapter"]
+        return _form_of_bridge(adapter) if type(adapter) is kind and wrapper._adapter_enabled else None
+
+    yield layers.LoRALinear, form_of
+
+
+def _form_of_bridge(adapter: Any) -> Form | None:
+    modules, row = adapter._modules, adapter.input_is_parallel
+    dropout = modules["dropout"]
+    if type(dropout) is torch.nn.Identity:
+        dropout = None
+    if (
+        type(modules["activation"]) is not torch.nn.Identity
+        or (dropout is not None and adapter.dropout_position != "pre")
+        or adapter.is_expert
+        or adapter.use_a2a
+        or (not row and adapter.__dict__.get("sequence_parallel_input_regather", False))
+        or adapter.config.cpu_offloading
+    ):
+        return None
+    communicates = not adapter.disable_sequence_parallel_comm
+    return Form(modules["linear_in"], modules["linear_out"], row, communicates, adapter.alpha / adapter.dim, dropout)
+
+
+def forward_of(
+    linears: LinearPatch, form_of: Callable[[Any], Form | None], stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the replacement of a wrapper's ``forward``."""
+
+    def forward(wrapper: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        adapter = None if (form := form_of(wrapper)) is None else _adapter(linears, wrapper, form, x)
+        if form is None or adapter is None:
+            return stock(wrapper, x, *args, **kwargs)
+        found = wrapper.to_wrap(x, *args, **kwargs)
+        y, bias, *normed = found
+        if isinstance(y, tuple):
+            y, *normed = y
+        if normed:
+            (x,) = normed
+        for module in (wrapper.adapter, form.inner, form.outer):
+            for hook in module._forward_pre_hooks.values():  # a wait for parameters
+                hook(module, ())
+        if form.dropout is not None:
+            x = form.dropout(x)
+        linears.activate(form.inner)
+        linears.activate(form.outer)
+        return adapted(y, x, adapter), bias
+
+    return forward
+
+
+def _adapter(linears: LinearPatch, wrapper: Any, form: Form, x: torch.Tensor) -> Adapter | None:
+    """Return the adapter of a call on ``x``, or None where the wrapper's own ``forward`` is to run."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    inner, outer, row, communicates = form[:4]
+    if (type(inner), type(outer)) != (RowParallelLinear if row else ColumnParallelLinear, ColumnParallelLinear):
+        return None
+    group, base = inner.tp_group, wrapper._modules["to_wrap"].__dict__
+    sequence_parallel = communicates if row else inner.disable_grad_reduce
+    backends = backends_of(inner, linears.config.backends)
+    a, b = inner._parameters["weight"], outer._parameters["weight"]
+    if (
+        not isinstance(backends, Backends)
+        or backends_of(outer, linears.config.backends) != backends
+        or (communicates and not row)
+        or base.get("sequence_parallel") is not sequence_parallel
+        or base.get("parallel_mode", "") is None
+        or base.get("explicit_expert_comm", False)
+        or group is None
+        or outer.tp_group is not group
+        or outer.gather_output is not row
+        or not outer.allreduce_dgrad
+        or not (inner.input_is_parallel if row else inner.gather_output)
+        or (not row and inner.allreduce_dgrad is sequence_parallel)
+        or inner.sequence_parallel
+        or _is_hooked(wrapper.adapter, inner, outer)
+        or type(a) is not torch.nn.Parameter
+        or type(b) is not torch.nn.Parameter
+    ):
+        return None
+    common = {"gradient_accumulation_fusion": False, "sequence_parallel": False, "tp_group": group, "bias": inner.bias}
+    why_column = linears.why_stock_column
+    if row:
+        reason = linears.why_stock_row(inner, x, a, (), {})
+    else:
+        reason = why_column(inner, x, a, (), common | {"allreduce_dgrad": inner.allreduce_dgrad})
+    if reason or why_column(outer, x, b, (), common | {"allreduce_dgrad": True, "bias": outer.bias}):
+        return None
+    if inner.bias is not None or outer.bias is not None:
+        return None
+    main_grads = [
+        getattr(weight, "main_grad", None) if layer.gradient_accumulation_fusion else None
+        for layer, weight in ((inner, a), (outer, b))
+    ]
+    return Adapter(a, b, form.scale, row, sequence_parallel, group, backends, (main_grads[0], main_grads[1]))
+
+
+def _is_hooked(*modules: torch.nn.Module) -> bool:
+    """Return True if a call of one of these does more than its class's ``forward``, or than to wait for parameters."""
+    for module in modules:
+        if (
+            module._forward_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+            or "_forward_impl" in module.__dict__
+        ):
+            return True
+        for hook in module._forward_pre_hooks.values():
+            if not getattr(hook, "__module__", "").startswith("megatron.core.distributed"):
+                return True
+    return bool(_has_any_global_hook())

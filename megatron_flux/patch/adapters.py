@@ -15,18 +15,19 @@ Not run as a whole
     * a column-parallel linear's adapter that gathers its input itself: over local layers, with ``tp_comm_overlap`` or
       ``sequence_parallel_input_regather``;
     * a linear that leaves its sum to others (``explicit_expert_comm``);
-    * A or B of other classes than megatron-core's, with a ``forward`` or hooks of their own (but for those of Megatron's
-      DistributedDataParallel, which wait for parameters), or with a reason to run stock
-      (:mod:`megatron_flux.patch.reasons`).
+    * A or B of other classes than megatron-core's, with a reason to run stock (:mod:`megatron_flux.patch.reasons`), or
+      with a ``forward`` or hooks of their own, but for those of Megatron's DistributedDataParallel, which wait for
+      parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -34,10 +35,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from megatron_flux.config import Backends
 from megatron_flux.layers.adapter import Adapter, adapted
 from megatron_flux.patch import seams
+from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.reasons import backends_of
-
-if TYPE_CHECKING:
-    from megatron_flux.patch.linears import LinearPatch
 
 logger = logging.getLogger("megatron_flux")
 
@@ -64,15 +63,11 @@ class Form(NamedTuple):
 def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
     """Yield the wrappers that are imported, each with what gives an adapter's form; None: not one for here."""
     if (own := sys.modules.get("megatron_flux.train.lora")) is not None:
-        yield own.AdaptedLinear, lambda wrapper: wrapper.adapter.form
+        yield own.AdaptedLinear, lambda wrapper: wrapper._modules["adapter"].form
     layers, utils = (sys.modules.get(f"{_BRIDGE}.{name}") for name in ("lora_layers", "utils"))
     if layers is None or utils is None:
         return
-    root = Path(str(layers.__file__)).resolve().parents[3]
-    found = {path: seams.digest(root, path) for path in BRIDGE_SEAMS}
-    if tuple(found.values()) not in zip(*BRIDGE_SEAMS.values(), strict=True):
-        moved = [path for path, known in BRIDGE_SEAMS.items() if found[path] not in known] or list(found)
-        logger.warning("megatron_flux: adapters of this Megatron-Bridge run by their linears: other code in %s", moved)
+    if not _is_known(Path(str(layers.__file__)).resolve().parents[3]):
         return
     kind: type = utils.ParallelLinearAdapter
 
@@ -81,6 +76,17 @@ def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
         return _form_of_bridge(adapter) if type(adapter) is kind and wrapper._adapter_enabled else None
 
     yield layers.LoRALinear, form_of
+
+
+@functools.cache
+def _is_known(release: Path) -> bool:
+    """Return True if the code of Megatron-Bridge in the folder ``release`` is that of a known one."""
+    found = {path: seams.digest(release, path) for path in BRIDGE_SEAMS}
+    if tuple(found.values()) in zip(*BRIDGE_SEAMS.values(), strict=True):
+        return True
+    moved = [path for path, known in BRIDGE_SEAMS.items() if found[path] not in known] or list(found)
+    logger.warning("megatron_flux: Megatron-Bridge's adapters run by their linears alone, for other code in %s", moved)
+    return False
 
 
 def _form_of_bridge(adapter: Any) -> Form | None:
@@ -110,13 +116,13 @@ def forward_of(
         adapter = None if (form := form_of(wrapper)) is None else _adapter(linears, wrapper, form, x)
         if form is None or adapter is None:
             return stock(wrapper, x, *args, **kwargs)
-        found = wrapper.to_wrap(x, *args, **kwargs)
-        y, bias, *normed = found
+        # Output and bias, and where a norm's output is returned that too, as third or beside the output.
+        y, bias, *normed = wrapper.to_wrap(x, *args, **kwargs)
         if isinstance(y, tuple):
             y, *normed = y
         if normed:
             (x,) = normed
-        for module in (wrapper.adapter, form.inner, form.outer):
+        for module in (wrapper._modules["adapter"], form.inner, form.outer):
             for hook in module._forward_pre_hooks.values():  # a wait for parameters
                 hook(module, ())
         if form.dropout is not None:
@@ -153,7 +159,7 @@ def _adapter(linears: LinearPatch, wrapper: Any, form: Form, x: torch.Tensor) ->
         or not (inner.input_is_parallel if row else inner.gather_output)
         or (not row and inner.allreduce_dgrad is sequence_parallel)
         or inner.sequence_parallel
-        or _is_hooked(wrapper.adapter, inner, outer)
+        or _is_hooked(wrapper._modules["adapter"], inner, outer)
         or type(a) is not torch.nn.Parameter
         or type(b) is not torch.nn.Parameter
     ):

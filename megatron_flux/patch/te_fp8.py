@@ -242,12 +242,10 @@ class Fp8Call(Precision):
         self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
         self._returns_norm = returns_norm
         self._norm_output: torch.Tensor | None = None
-        names = ("bias", "layer_norm_weight", "layer_norm_bias")
-        trained = (x, weight, *(getattr(layer, name, None) for name in names))
-        # The end of backward updates the scales of all layers: that of the first layer of an autocast does.
-        self.updates_scales = (
-            grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in trained) and te.is_first()
-        )
+        # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
+        # by name are slow to get, and with a gradient of x they do not matter.
+        trained = grad and (x.requires_grad or any(p.requires_grad for p in layer.parameters(recurse=False)))
+        self.updates_scales = trained and te.is_first()
 
     def _weight_of(self, layer: Any, weight: torch.Tensor, for_dgrad: bool) -> Any:
         """Return the quantised weight, from the layer's cache from its second micro-batch on.

@@ -99,8 +99,9 @@ class Adapter(torch.nn.Module):
     @property
     def form(self) -> Form:
         """Its parts, for :mod:`megatron_flux.patch.adapters`."""
-        row = self._row
-        return Form(self.linear_in, self.linear_out, row, self._scatters if row else self.gathers, self._scale)
+        row, modules = self._row, self._modules
+        communicates = self._scatters if row else self.gathers
+        return Form(modules["linear_in"], modules["linear_out"], row, communicates, self._scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the adapter's summand of the output for the input ``x``."""

@@ -6,7 +6,7 @@ something else is asked for, the wrapper's own ``forward`` runs: it calls A and 
 nothing here runs stock, and no reason is counted.
 
 =========================  ============================================================================================
-Megatron-Bridge            ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2, imported before ``patch()``
+Megatron-Bridge            ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2
 ``megatron-flux train``    :class:`megatron_flux.train.lora.AdaptedLinear`
 =========================  ============================================================================================
 
@@ -62,25 +62,32 @@ class Form(NamedTuple):
 
 def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
     """Yield the wrappers that are imported, each with what gives an adapter's form; None: not one for here."""
-    if (own := sys.modules.get("megatron_flux.train.lora")) is not None:
-        yield own.AdaptedLinear, lambda wrapper: wrapper._modules["adapter"].form
-    layers, utils = (sys.modules.get(f"{_BRIDGE}.{name}") for name in ("lora_layers", "utils"))
-    if layers is None or utils is None:
+    if (own := _found("megatron_flux.train.lora", "AdaptedLinear")) is not None:
+        yield own, lambda wrapper: wrapper._modules["adapter"].form
+    wrapper, kind = _found(f"{_BRIDGE}.lora_layers", "LoRALinear"), _found(f"{_BRIDGE}.utils", "ParallelLinearAdapter")
+    if wrapper is None or kind is None or not _is_known(Path(sys.modules[kind.__module__].__file__ or "")):
         return
-    if not _is_known(Path(str(layers.__file__)).resolve().parents[3]):
-        return
-    kind: type = utils.ParallelLinearAdapter
+    forward = kind.forward
+    if (wrapper.forward.__module__, forward.__module__) != (wrapper.__module__, kind.__module__):
+        return  # another library's
 
     def form_of(wrapper: Any) -> Form | None:
         adapter = wrapper._modules["adapter"]
-        return _form_of_bridge(adapter) if type(adapter) is kind and wrapper._adapter_enabled else None
+        known = type(adapter) is kind and kind.forward is forward and wrapper._adapter_enabled
+        return _form_of_bridge(adapter) if known else None
 
-    yield layers.LoRALinear, form_of
+    yield wrapper, form_of
+
+
+def _found(module: str, name: str) -> Any:
+    """Return a class of a module, if that is imported."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 @functools.cache
-def _is_known(release: Path) -> bool:
-    """Return True if the code of Megatron-Bridge in the folder ``release`` is that of a known one."""
+def _is_known(utils: Path) -> bool:
+    """Return True if the code of Megatron-Bridge with the file ``utils`` is that of a known release."""
+    release = utils.resolve().parents[3]
     found = {path: seams.digest(release, path) for path in BRIDGE_SEAMS}
     if tuple(found.values()) in zip(*BRIDGE_SEAMS.values(), strict=True):
         return True

@@ -169,17 +169,17 @@ def _adapter(linears: LinearPatch, wrapper: Any, form: Form, x: torch.Tensor) ->
         or _is_hooked(wrapper._modules["adapter"], inner, outer)
         or type(a) is not torch.nn.Parameter
         or type(b) is not torch.nn.Parameter
+        or inner._parameters["bias"] is not None
+        or outer._parameters["bias"] is not None
     ):
         return None
-    common = {"gradient_accumulation_fusion": False, "sequence_parallel": False, "tp_group": group, "bias": inner.bias}
+    common = {"gradient_accumulation_fusion": False, "sequence_parallel": False, "tp_group": group, "bias": None}
     why_column = linears.why_stock_column
     if row:
         reason = linears.why_stock_row(inner, x, a, (), {})
     else:
         reason = why_column(inner, x, a, (), common | {"allreduce_dgrad": inner.allreduce_dgrad})
-    if reason or why_column(outer, x, b, (), common | {"allreduce_dgrad": True, "bias": outer.bias}):
-        return None
-    if inner.bias is not None or outer.bias is not None:
+    if reason is not None or why_column(outer, x, b, (), common | {"allreduce_dgrad": True}) is not None:
         return None
     main_grads = [
         getattr(weight, "main_grad", None) if layer.gradient_accumulation_fusion else None

@@ -118,18 +118,25 @@ def forward_of(
     linears: LinearPatch, form_of: Callable[[Any], Form | None], stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the replacement of a wrapper's ``forward``."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    kinds = {False: (ColumnParallelLinear, ColumnParallelLinear), True: (RowParallelLinear, ColumnParallelLinear)}
 
     def forward(wrapper: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        adapter = None if (form := form_of(wrapper)) is None else _adapter(linears, wrapper, form, x)
-        if form is None or adapter is None:
+        form = form_of(wrapper)
+        if form is None or (type(form.inner), type(form.outer)) != kinds[form.row]:
+            return stock(wrapper, x, *args, **kwargs)
+        modules = wrapper._modules
+        adapter = _adapter(linears, modules["to_wrap"].__dict__, modules["adapter"], form, x)
+        if adapter is None:
             return stock(wrapper, x, *args, **kwargs)
         # Output and bias, and where a norm's output is returned that too, as third or beside the output.
-        y, bias, *normed = wrapper.to_wrap(x, *args, **kwargs)
+        y, bias, *normed = modules["to_wrap"](x, *args, **kwargs)
         if isinstance(y, tuple):
             y, *normed = y
         if normed:
             (x,) = normed
-        for module in (wrapper._modules["adapter"], form.inner, form.outer):
+        for module in (modules["adapter"], form.inner, form.outer):
             for hook in module._forward_pre_hooks.values():  # a wait for parameters
                 hook(module, ())
         if form.dropout is not None:
@@ -141,17 +148,16 @@ def forward_of(
     return forward
 
 
-def _adapter(linears: LinearPatch, wrapper: Any, form: Form, x: torch.Tensor) -> Adapter | None:
-    """Return the adapter of a call on ``x``, or None where the wrapper's own ``forward`` is to run."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    inner, outer, row, communicates = form[:4]
-    if (type(inner), type(outer)) != (RowParallelLinear if row else ColumnParallelLinear, ColumnParallelLinear):
-        return None
-    group, base = inner.tp_group, wrapper._modules["to_wrap"].__dict__
+def _adapter(
+    linears: LinearPatch, base: dict[str, Any], module: torch.nn.Module, form: Form, x: torch.Tensor
+) -> Adapter | None:
+    """Return the adapter of a call on ``x`` beside a linear with the attributes ``base``, or None where the wrapper's
+    own ``forward`` is to run.
+    """
+    inner, outer, row, communicates, scale, _ = form
+    group, a, b = inner.tp_group, inner._parameters["weight"], outer._parameters["weight"]
     sequence_parallel = communicates if row else inner.disable_grad_reduce
     backends = backends_of(inner, linears.config.backends)
-    a, b = inner._parameters["weight"], outer._parameters["weight"]
     if (
         not isinstance(backends, Backends)
         or backends_of(outer, linears.config.backends) != backends
@@ -160,32 +166,29 @@ def _adapter(linears: LinearPatch, wrapper: Any, form: Form, x: torch.Tensor) ->
         or base.get("parallel_mode", "") is None
         or base.get("explicit_expert_comm", False)
         or group is None
+        or group.size() == 1
         or outer.tp_group is not group
         or outer.gather_output is not row
         or not outer.allreduce_dgrad
         or not (inner.input_is_parallel if row else inner.gather_output)
         or (not row and inner.allreduce_dgrad is sequence_parallel)
         or inner.sequence_parallel
-        or _is_hooked(wrapper._modules["adapter"], inner, outer)
-        or type(a) is not torch.nn.Parameter
-        or type(b) is not torch.nn.Parameter
+        or inner.explicit_expert_comm
+        or outer.explicit_expert_comm
         or inner._parameters["bias"] is not None
         or outer._parameters["bias"] is not None
+        or type(a) is not torch.nn.Parameter
+        or type(b) is not torch.nn.Parameter
+        or _is_hooked(module, inner, outer)
+        or linears.why_stock_exchanged("column") is not None
+        or (row and linears.why_stock_exchanged("row") is not None)
+        or linears.why_stock_common(inner, x, a) is not None
+        or linears.why_stock_common(outer, x, b) is not None
     ):
         return None
-    common = {"gradient_accumulation_fusion": False, "sequence_parallel": False, "tp_group": group, "bias": None}
-    why_column = linears.why_stock_column
-    if row:
-        reason = linears.why_stock_row(inner, x, a, (), {})
-    else:
-        reason = why_column(inner, x, a, (), common | {"allreduce_dgrad": inner.allreduce_dgrad})
-    if reason is not None or why_column(outer, x, b, (), common | {"allreduce_dgrad": True}) is not None:
-        return None
-    main_grads = [
-        getattr(weight, "main_grad", None) if layer.gradient_accumulation_fusion else None
-        for layer, weight in ((inner, a), (outer, b))
-    ]
-    return Adapter(a, b, form.scale, row, sequence_parallel, group, backends, (main_grads[0], main_grads[1]))
+    main_a = getattr(a, "main_grad", None) if inner.gradient_accumulation_fusion else None
+    main_b = getattr(b, "main_grad", None) if outer.gradient_accumulation_fusion else None
+    return Adapter(a, b, scale, row, sequence_parallel, group, backends, (main_a, main_b))
 
 
 def _is_hooked(*modules: torch.nn.Module) -> bool:

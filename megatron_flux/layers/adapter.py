@@ -20,7 +20,8 @@ row           ``low_MR = x_Mk @ a_Rk.T;  sum -> low_MR``        ``dlow_mR = dy_m
 
 That is with sequence parallelism. Without it a column-parallel linear's ``dx`` is whole, of ``a_rK -> a_RK``, and a
 row-parallel one's ``dy`` is, so that nothing is exchanged in backward. In the row layer's backward ``dlow`` and the
-ranks' parts of ``db`` travel in one gather, and every rank adds the parts of its own rows in the order of ranks.
+ranks' parts of ``db`` travel in one gather, and every rank adds the parts of its own rows in the order of ranks. The
+gather of ``b`` begins before the linear (:meth:`Adapter.begin`).
 
 ``y`` is changed in place where it belongs to nobody else. Only then nothing of its size is allocated.
 """
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import accumulate, first_derivative_only, rows, unread_gradient
 
@@ -53,6 +55,22 @@ class Adapter:
     main_grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     """To which the gradients of ``a`` and ``b`` are added."""
     autocast: torch.dtype | None = None
+    _whole_b: Pending | None = None
+
+    def begin(self) -> None:
+        """Start what needs no ``x``, for a row-parallel linear that comes before :func:`adapted`: the gather of ``b``.
+        Both must run on the same backend, so that no kernel of NCCL waits beside a fused one.
+        """
+        if self.row:
+            self._whole_b = ops.all_gather(self.b, self.group, own_gathered=True, backend=self.backends.forward)
+
+    def whole_b(self) -> torch.Tensor:
+        """Return ``b`` of all ranks ``[n, R]``."""
+        if self._whole_b is None:
+            self.begin()
+        pending, self._whole_b = self._whole_b, None
+        assert pending is not None  # noqa: S101 - of a row-parallel linear
+        return pending.wait()
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -120,7 +138,7 @@ def _low(x: torch.Tensor, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]
     low = rows(ops.gemm_all_reduce(x, a, group, backend=backend))
     if adapter.sequence_parallel:
         low = low.chunk(group.size())[group.rank()]
-    return low.mul_(adapter.scale), ops.all_gather(b, group, own_gathered=True, backend=backend).wait()
+    return low.mul_(adapter.scale), adapter.whole_b()
 
 
 def _add(y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, in_place: bool) -> torch.Tensor:

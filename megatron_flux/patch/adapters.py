@@ -130,6 +130,8 @@ def forward_of(
         adapter = _adapter(linears, modules["to_wrap"].__dict__, modules["adapter"], form, x)
         if adapter is None:
             return stock(wrapper, x, *args, **kwargs)
+        if backends_of(modules["to_wrap"], linears.config.backends) == adapter.backends:
+            adapter.begin()
         # Output and bias, and where a norm's output is returned that too, as third or beside the output.
         y, bias, *normed = modules["to_wrap"](x, *args, **kwargs)
         if isinstance(y, tuple):

@@ -21,7 +21,8 @@ row           ``low_MR = x_Mk @ a_Rk.T;  sum -> low_MR``        ``dlow_mR = dy_m
 That is with sequence parallelism. Without it a column-parallel linear's ``dx`` is whole, of ``a_rK -> a_RK``, and a
 row-parallel one's ``dy`` is, so that nothing is exchanged in backward. In the row layer's backward ``dlow`` and the
 ranks' parts of ``db`` travel in one gather, and every rank adds the parts of its own rows in the order of ranks. The
-gather of ``b`` begins before the linear (:meth:`Adapter.begin`).
+gather of ``b`` begins before the linear (:meth:`Adapter.begin`). Where that has run here, its backward, which comes
+next, adds ``dlow @ a`` to its own ``dx``: no second tensor of that size is made and added.
 
 ``y`` is changed in place where it belongs to nobody else. Only then nothing of its size is allocated.
 """
@@ -38,6 +39,8 @@ from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import accumulate, first_derivative_only, rows, unread_gradient
+from megatron_flux.layers.linears import row_state
+from megatron_flux.layers.precision import LinearState
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class Adapter:
     main_grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     """To which the gradients of ``a`` and ``b`` are added."""
     autocast: torch.dtype | None = None
+    linear: LinearState | None = None
+    """That of a row-parallel linear which adds this adapter's ``dx`` to its own."""
     _whole_b: Pending | None = None
 
     def begin(self) -> None:
@@ -78,17 +83,20 @@ class Adapter:
         return self.a
 
 
-def adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+def adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter, *, reads_input: bool = False) -> torch.Tensor:
     """Return ``y + scale * (x @ a.T) @ b.T``; differentiable.
 
     ``x`` is what the linear multiplies: of a column-parallel one ``[s, b, k]``, gathered and behind its norm, and with
     sequence parallelism every rank gets a part of its gradient; of a row-parallel one ``[s, b, k/tp]``. ``y``, the
-    linear's result, may be changed in place. The ranks of the group call this in the same order.
+    linear's result, may be changed in place. ``reads_input``: ``x`` is the very input of the linear. The ranks of the
+    group call this in the same order.
     """
     in_place = y.is_contiguous() and not y._is_view()
     if not torch.is_grad_enabled():
         low, b = _low(x, adapter)
         return _add(y, low, b, in_place)
+    if reads_input and x.requires_grad and (linear := row_state(y, x.shape)) is not None:
+        adapter.linear, x = linear, x.detach()
     result: torch.Tensor = _Adapted.apply(y, x, adapter.a, adapter.b, adapter, in_place)
     return result
 
@@ -114,8 +122,10 @@ class _Adapted(torch.autograd.Function):
         x, low, a, b = ctx.saved_tensors
         need_dy, need_dx, need_da, need_db, *_ = ctx.needs_input_grad
         of = _row_gradients if adapter.row else _column_gradients
-        dlow, mine, db = of(adapter, rows(dy), low, b, need_dx or need_da, need_db)
+        dlow, mine, db = of(adapter, rows(dy), low, b, need_dx or need_da or adapter.linear is not None, need_db)
         dx = da = None
+        if adapter.linear is not None:
+            adapter.linear.low_rank = dlow, a
         if need_da:
             da = _gradient(adapter.a, mine, rows(x), adapter.main_grads[0])
         if need_dx:

@@ -141,11 +141,12 @@ def forward_of(
         for module in (modules["adapter"], form.inner, form.outer):
             for hook in module._forward_pre_hooks.values():  # a wait for parameters
                 hook(module, ())
+        reads_input = form.row and form.dropout is None
         if form.dropout is not None:
             x = form.dropout(x)
         linears.activate(form.inner)
         linears.activate(form.outer)
-        return adapted(y, x, adapter), bias
+        return adapted(y, x, adapter, reads_input=reads_input), bias
 
     return forward
 
@@ -158,7 +159,7 @@ def _adapter(
     """
     inner, outer, row, communicates, scale, _ = form
     group, a, b = inner.tp_group, inner._parameters["weight"], outer._parameters["weight"]
-    sequence_parallel = communicates if row else inner.disable_grad_reduce
+    sequence_parallel = bool(communicates if row else inner.disable_grad_reduce)
     backends = backends_of(inner, linears.config.backends)
     if (
         not isinstance(backends, Backends)

@@ -1,5 +1,6 @@
 """Adapters that run as one function: numbers against TP 1, what ranks exchange, and where their linears run instead."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,7 +67,8 @@ class Adapted:
         y = x @ p["weight"].t() + ALPHA / RANK * (x @ p["a"].t()) @ p["b"].t()
         for _ in range(self.micro_batches):
             y.backward(self.whole("dy").float(), retain_graph=True)
-        return {"y": y.detach()} | {f"d{name}": p[name].grad for name in ("x", "a", "b")}  # type: ignore[misc]
+        gradients = {f"d{name}": p[name].grad for name in ("x", "a", "b")}
+        return {"y": y.detach()} | {name: t for name, t in gradients.items() if t is not None}
 
     def build(self) -> Any:
         from megatron_flux.train.lora import AdaptedLinear, Adapter
@@ -203,6 +205,37 @@ def test_a_result_that_is_others_stays(row: bool) -> None:
     inside = of_layers.adapted(y, x, call)
     assert inside.data_ptr() == y.data_ptr() != out.data_ptr()
     assert torch.equal(inside, out)
+
+
+@pytest.mark.parametrize("how", ["twice", "of x alone", "of A and B alone", "dropout"])
+@on_ranks("te_world2")
+def test_a_row_parallel_linear_adds_its_adapters_dx(how: str) -> None:
+    """In whatever order gradients are asked for; else the adapter gives it itself."""
+    case = Adapted(row=True, dtype=torch.float32)
+    with te_megatron(2):
+        model = case.build()
+        leaf = case.mine("x", case.whole("x")).clone().requires_grad_()
+        weights = [model.adapter.linear_in.weight, model.adapter.linear_out.weight]
+        dy = case.mine("dy", case.whole("dy"))
+        with flux(STRICT), contextlib.ExitStack() as stack:
+            if how == "dropout":
+                form = model.adapter.form._replace(dropout=torch.nn.Identity())
+                stack.enter_context(mock.patch.object(type(model.adapter), "form", form))
+            y = model(leaf)[0]
+        node = y.grad_fn.next_functions[0][0]
+        assert type(node).__name__ == "_RowParallelLinearBackward"
+        if how == "of A and B alone":
+            torch.autograd.grad(y, weights, dy, retain_graph=True)
+        if how == "of x alone":
+            (dx,) = torch.autograd.grad(y, [leaf], dy)
+        else:
+            dx, *_ = torch.autograd.grad(y, [leaf, *weights], dy, retain_graph=how == "twice")
+        if how == "twice":
+            again, *_ = torch.autograd.grad(y, [leaf, *weights], dy)
+            assert torch.equal(again, dx)
+        assert node.linear.low_rank is None
+        error = errors(case, {"dx": dx}, case.oracle())["dx"]
+        assert error < 1e-5
 
 
 class Hook:

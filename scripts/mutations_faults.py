@@ -486,6 +486,36 @@ FAULTS: tuple[Fault, ...] = (
         "acc += 0 * tl.load(addend + at,",
         ("tests/distributed/test_addend.py::test_sums_of_both",),
     ),
+    # Adapters that run as one function.
+    _fault(
+        "a rank's part of b's gradient is taken for the sum",
+        "megatron_flux/layers/adapter.py",
+        "[:, :own].sum(0)",
+        "[:, :own][0]",
+        ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
+    ),
+    _fault(
+        "without sequence parallelism an adapter's dx is of the rank's columns of A alone",
+        "megatron_flux/layers/adapter.py",
+        "                a = ops.all_gather(a, adapter.group, backend=adapter.backends.dgrad).wait()\n"
+        "                mine = dlow\n",
+        "                pass\n",
+        ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
+    ),
+    _fault(
+        "a row-parallel linear keeps its adapter's dx for the next backward",
+        "megatron_flux/layers/linears.py",
+        "low_rank, linear.low_rank = linear.low_rank, None",
+        "low_rank, linear.low_rank = None, linear.low_rank",
+        ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
+    ),
+    _fault(
+        "an adapter reads parameters before they have arrived",
+        "megatron_flux/patch/adapters.py",
+        "hook(module, ())",
+        "pass",
+        ("tests/distributed/test_adapted.py::test_linears_run_where_more_is_asked_for",),
+    ),
     _fault(
         "an adapter's dx is summed although nobody asked for it",
         "megatron_flux/patch/linears.py",

@@ -9,8 +9,8 @@ Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Ov
 within a budget (``keep``).
 
 Reading order: ``linears``, ``precision`` (the operands; ``fp8``: quantised rows), ``prefetch`` (the gather for
-wgrad, started early), ``keep`` (no such gather), ``backward`` (shared by both backwards), ``release`` (memory between
-steps).
+wgrad, started early), ``keep`` (no such gather), ``backward`` (shared by both backwards), ``adapter`` (LoRA beside a
+linear), ``release`` (memory between steps).
 """
 
 from megatron_flux.layers.linears import column_parallel_linear, row_parallel_linear

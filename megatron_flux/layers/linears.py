@@ -280,7 +280,19 @@ class _RowParallelLinear(torch.autograd.Function):
             dw = precision.wgrad(linear, x, dy_for_wgrad)
         if precision.updates_scales:
             precision.end_backward()
-        return None if dx is None else _shaped(dx, ctx.shape), dw, None
+        low_rank, linear.low_rank = linear.low_rank, None
+        if dx is None:
+            return None, dw, None
+        if low_rank is not None:
+            dx = rows(dx).addmm_(*low_rank)
+        return _shaped(dx, ctx.shape), dw, None
+
+
+def row_state(y: torch.Tensor, shape: torch.Size) -> LinearState | None:
+    """Return the state of the row-parallel layer that has made ``y`` of an input of this ``shape``; None: none has."""
+    node: Any = y.grad_fn
+    of_row = type(node) is _RowParallelLinear._backward_cls and node.shape == shape  # type: ignore[attr-defined]
+    return node.linear if of_row else None
 
 
 def _row(
@@ -370,7 +382,7 @@ def column_parallel_linear(
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed,
-        kernels,
+        norm=kernels,
     )  # fmt: skip
     linear.reduce_dgrad, linear.returned, linear.deferred = reduce_dgrad, returned, deferred
     if sequence_parallel and deferred is None:

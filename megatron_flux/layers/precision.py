@@ -80,6 +80,10 @@ class LinearState:
     precision: Precision
     delayed: DelayedWgrad | None = None
     """Owner that computes wgrad after backward. None: backward computes it."""
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``[m, R]`` and ``[R, k]``, whose product a row-parallel layer's backward adds to ``dx``: of an adapter
+    (:mod:`layers.adapter`), whose backward came before.
+    """
 
     @property
     def own_gathered(self) -> bool:

@@ -54,9 +54,12 @@ def padded(size: int) -> int:
     return -(-size // 4) * 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Fp8Operand:
-    """See the module. Raises UserError: tensors that do not fit each other."""
+    """See the module. Raises UserError: tensors that do not fit each other.
+
+    Not to be changed. A frozen class takes three times as long to make, and a layer makes dozens.
+    """
 
     data: torch.Tensor  # uint8 [rows, k]
     dtype: torch.dtype  # of the bytes: float8_e4m3fn or float8_e5m2

@@ -7,7 +7,8 @@ Contract
     * where another replacement came on top, ``unpatch()`` refuses rather than throw it away;
     * subclasses for layer specs (:mod:`megatron_flux.patch.spec`) share configuration and counts; they outlive
       ``unpatch()``;
-    * TransformerEngine's layers are replaced where megatron-core could import it, and it is never imported for that.
+    * TransformerEngine's layers are replaced where megatron-core could import it, and wrappers of adapters
+      (:mod:`megatron_flux.patch.adapters`) where they are imported; nothing is imported for that.
 
 Hazard: the process has one megatron-core, so there is one patch; ``patched()`` nests and restores what was there.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_flux import settings
 from megatron_flux.comm import links
@@ -29,7 +31,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import compiled, first_linear, te_seam, tuning
+from megatron_flux.patch import adapters, compiled, first_linear, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
@@ -53,7 +55,7 @@ class Replacement(NamedTuple):
 
     owner: type
     name: str
-    kind: str  # of layer, as fallbacks are counted; empty: inference-optimized
+    kind: str  # of layer, as fallbacks are counted; empty: no linear that runs flux
     stock: Callable[..., Any]
     flux: Callable[..., Any]
     inherited: bool  # the class had no such attribute of its own: undoing removes it
@@ -146,18 +148,41 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
         ]
         if (mlp := fused_mlp(over_te)) is not None:
             methods.append((mlp, "forward", "", linears.fused_mlp_forward))
-    replacements = []
-    for owner, name, kind, make in methods:
-        current, inherited = getattr(owner, name), name not in owner.__dict__
+    for owner, name, kind, _ in methods:
         if kind in CALLED and (kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine)):
-            linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", current)
-        stock = current if inherited else owner.__dict__[name]
-        flux = torch.compiler.disable(make(current))  # torch.compile would trace the state of groups
-        flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-        flux.__doc__ = stock.__doc__
-        flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-        replacements.append(Replacement(owner, name, kind, stock, flux, inherited))
-    return replacements
+            linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", getattr(owner, name))
+    return [*(_replacement(*method) for method in methods), *_of_wrappers(linears)]
+
+
+def _replacement(owner: type, name: str, kind: str, make: Callable[..., Any]) -> Replacement:
+    current, inherited = getattr(owner, name), name not in owner.__dict__
+    stock = current if inherited else owner.__dict__[name]
+    flux = torch.compiler.disable(make(current))  # torch.compile would trace the state of groups
+    flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+    flux.__doc__ = stock.__doc__
+    flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+    return Replacement(owner, name, kind, stock, flux, inherited)
+
+
+def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
+    """Yield the replacements of adapters' wrappers that are imported and not replaced."""
+    replaced = {r.owner for r in _replacements}
+    for wrapper, form_of in adapters.wrappers():
+        if wrapper not in replaced:
+            yield _replacement(wrapper, "forward", "", partial(adapters.forward_of, linears, form_of))
+
+
+def _reach_wrappers(*_: object) -> None:
+    """Replace wrappers that were imported since ``patch()``."""
+    for r in _of_wrappers(_linears) if _replacements and _linears is not None else ():
+        setattr(r.owner, r.name, r.flux)
+        _replacements.append(r)
+        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
+
+
+# Before a wrapper is built, its adapter's parameters are registered. patch() may be called by such a hook itself, and
+# another must not come while hooks run: so this one is there from the start.
+register_module_parameter_registration_hook(_reach_wrappers)
 
 
 def unpatch() -> None:

@@ -97,7 +97,7 @@ class StockReasons:
         bias = kwargs["bias"]
         if bias is not None and bias.requires_grad and not weight.requires_grad:
             return _FROZEN
-        return self._why_stock_exchanged("column") or self.why_stock_common(layer, x, weight)
+        return self.why_stock_exchanged("column") or self.why_stock_common(layer, x, weight)
 
     def why_stock_row(
         self, layer: Any, x: torch.Tensor, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,7 +116,7 @@ class StockReasons:
         cls = type(layer)
         if cls._forward_impl is not self._row._forward_impl and _owner(cls, "_forward_impl") is not self._row:
             return f"{cls.__name__} overrides _forward_impl"
-        return self._why_stock_exchanged("row") or self.why_stock_common(layer, x, weight)
+        return self.why_stock_exchanged("row") or self.why_stock_common(layer, x, weight)
 
     def why_stock_te(
         self,
@@ -141,7 +141,7 @@ class StockReasons:
         if getattr(layer, "te_quant_params", None) is not None:
             return "quantization of single modules (te_quant_params)"
         fp8 = self.runs_fp8()
-        reason = self._why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
+        reason = self.why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
         reason = reason or self.why_stock_common(layer, x, weight)
         if reason is None and fp8 and (offloading := _offloading(layer.config)) is not None:
             reason = f"{offloading} in fp8"
@@ -162,7 +162,7 @@ class StockReasons:
         """Return True if a call over TransformerEngine is to run in FP8 now."""
         return self.config.fp8 and isinstance(self.te, TransformerEngine) and self.te.in_fp8()
 
-    def _why_stock_exchanged(self, kind: str) -> str | None:
+    def why_stock_exchanged(self, kind: str) -> str | None:
         """Name another library's object where stock would call the release's own."""
         if batch_invariant():
             return "batch-invariant mode (batch_invariant_mode)"

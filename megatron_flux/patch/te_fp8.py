@@ -111,7 +111,7 @@ class TransformerEngineFp8:
             return "fp8 without reduce_amax"
         if self.api.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
-        if getattr(layer, "save_original_input", False) and recipe.delayed():
+        if layer.__dict__.get("save_original_input", False) and recipe.delayed():
             return "delayed fp8 scaling with save_original_input"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
@@ -194,7 +194,8 @@ class TransformerEngineFp8:
         self, linear: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, operands: Any, **options: Any
     ) -> torch.Tensor:
         """Run ``linear`` of :mod:`megatron_flux.layers` in FP8; ``operands`` beside ``x``, the weight first."""
-        with getattr(layer, "prepare_forward_ctx", layer.prepare_forward)(x) as x:
+        cls = type(layer)  # a module is slow to say that it has no such attribute
+        with getattr(cls, "prepare_forward_ctx", cls.prepare_forward)(layer, x) as x:
             returns_norm = options.get("returned") is not None
             call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options, returns_norm=returns_norm)
             return linear(x, *operands, precision=call, **options)
@@ -242,12 +243,10 @@ class Fp8Call(Precision):
         self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
         self._returns_norm = returns_norm
         self._norm_output: torch.Tensor | None = None
-        names = ("bias", "layer_norm_weight", "layer_norm_bias")
-        trained = (x, weight, *(getattr(layer, name, None) for name in names))
-        # The end of backward updates the scales of all layers: that of the first layer of an autocast does.
-        self.updates_scales = (
-            grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in trained) and te.is_first()
-        )
+        # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
+        # by name are slow to get, and with a gradient of x they do not matter.
+        trained = grad and (x.requires_grad or any(p.requires_grad for p in layer.parameters(recurse=False)))
+        self.updates_scales = trained and te.is_first()
 
     def _weight_of(self, layer: Any, weight: torch.Tensor, for_dgrad: bool) -> Any:
         """Return the quantised weight, from the layer's cache from its second micro-batch on.

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron_flux.errors import FluxError
+from megatron_flux.patch.adapters import Form
 from megatron_flux.train.options import LORA_TARGETS
 
 _ROW = ("linear_proj", "linear_fc2")
@@ -80,7 +81,7 @@ class Adapter(torch.nn.Module):
         row, tp = name in _ROW, parallel_state.get_tensor_model_parallel_world_size()
         out_features, in_features = base.weight.shape
         out_features, in_features = (out_features, in_features * tp) if row else (out_features * tp, in_features)
-        self._scale, self._gated = alpha / rank, name == "linear_fc1" and config.gated_linear_unit
+        self._row, self._scale, self._gated = row, alpha / rank, name == "linear_fc1" and config.gated_linear_unit
         self.gathers = config.sequence_parallel and not row
         self._scatters = config.sequence_parallel and row
         how: dict[str, Any] = {"config": config, "bias": False}
@@ -94,6 +95,13 @@ class Adapter(torch.nn.Module):
                 more = {"gather_output": True, "disable_grad_reduce": unsummed}
                 self.linear_in = ColumnParallelLinear(in_features, rank, init_method=init_a, **more, **how)
             self.linear_out = ColumnParallelLinear(rank, out_features, init_method=init_b, gather_output=row, **how)
+
+    @property
+    def form(self) -> Form:
+        """Its parts, for :mod:`megatron_flux.patch.adapters`."""
+        row, modules = self._row, self._modules
+        communicates = self._scatters if row else self.gathers
+        return Form(modules["linear_in"], modules["linear_out"], row, communicates, self._scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the adapter's summand of the output for the input ``x``."""

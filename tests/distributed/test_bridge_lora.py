@@ -1,15 +1,18 @@
 """LoRA of Megatron-Bridge, as users have it, over a GPTModel of TransformerEngine's layers: all linears run flux."""
 
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, report
+from megatron_flux import FluxConfig, patch, report, unpatch
+from megatron_flux.patch import adapters
 from tests.distributed import recipes
 from tests.distributed.megatron_world import FULL, flux, gpt_model, loss_and_gradients, megatron, of_one_rank
-from tests.distributed.pool import WorkerPool
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import te_megatron
 
 pytestmark = recipes.needed("bridge", "megatron-bridge==0.3.1")
@@ -75,3 +78,37 @@ def test_gradients_are_those_of_tp_1(
         assert (stock > 0.1) == bool(returned), "TransformerEngine drops the gradient of a gathered norm output"
         assert found["layers"] == {"flux"}
         assert found["added"] == returned
+
+
+@on_ranks("te_world2")
+def test_adapters_that_are_imported_later() -> None:
+    """``patch()`` at the top of a script reaches them as they are built."""
+    name = "megatron.bridge.peft.lora_layers"
+    with te_megatron(dist.get_world_size()):
+        layers: Any = recipes.import_bridge("peft.lora_layers")
+        stock = layers.LoRALinear.forward
+        with mock.patch.dict(sys.modules), flux(FluxConfig(strict=True, backend="reference")):
+            if name in sys.modules:  # patched at once
+                unpatch()
+                del sys.modules[name]
+                patch(FluxConfig(strict=True, backend="reference"))
+            assert layers.LoRALinear.forward is stock
+            sys.modules[name] = layers
+            adapted(["linear_qkv"], {})
+            assert f"{name}.LoRALinear.forward" in report()["replaced"]
+            assert layers.LoRALinear.forward is not stock
+        assert layers.LoRALinear.forward is stock
+
+
+@on_ranks("te_world2")
+def test_adapters_of_other_code_run_by_their_linears() -> None:
+    path = "megatron.bridge.peft.utils:ParallelLinearAdapter.forward"
+    with te_megatron(dist.get_world_size()):
+        layers: Any = recipes.import_bridge("peft.lora_layers")
+        stock = layers.LoRALinear.forward
+        adapters._is_known.cache_clear()
+        with mock.patch.dict(adapters.BRIDGE_SEAMS, {path: ("0", "1")}), flux():
+            assert layers.LoRALinear.forward is stock
+        adapters._is_known.cache_clear()
+        with flux():
+            assert layers.LoRALinear.forward is not stock

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import te_stand_in
-from tests.distributed.data import TOLERANCE, require_close, require_equal
+from tests.distributed.data import TOLERANCE, require_close
 from tests.distributed.megatron_world import FULL, flux, gpt_model, megatron, of_one_rank, step
 from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_one_rank(family: str, options: dict[str, Any]) -
         assert len(trained) == model.config.num_layers * 4 * 2
         stock = step(model)
         with flux() as seen:
-            require_equal(step(model), stock)
+            ours = step(model)
         assert seen.active_layers > 4 * model.config.num_layers, "no adapter runs flux"
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with megatron(1):
@@ -49,9 +49,10 @@ def test_gradients_are_those_of_one_rank(family: str, options: dict[str, Any]) -
         model.load_state_dict(of_one_rank(weights, shapes, family == "llama"), strict=False)
         expected = step(model)
         assert expected.keys() == {"loss", *trained}
-        gradients = of_one_rank(stock, {**shapes, "loss": stock["loss"].shape}, family == "llama")
-        for name, gradient in expected.items():
-            require_close(name, gradients[name], gradient, 5 * TOLERANCE)
+        for found in (stock, ours):
+            gradients = of_one_rank(found, {**shapes, "loss": stock["loss"].shape}, family == "llama")
+            for name, gradient in expected.items():
+                require_close(name, gradients[name], gradient, 5 * TOLERANCE)
 
 
 @te_stand_in.needed

@@ -262,7 +262,8 @@ def test_unpatch_restores_the_identical_objects() -> None:
         assert len(own) >= 3
         megatron_flux.patch()
         report = megatron_flux.report()
-        assert len(report["replaced"]) == 5 + len(own)
+        of_core = [path for path in report["replaced"] if path.startswith("megatron.core.")]  # others: of adapters
+        assert len(of_core) == 5 + len(own)
         assert all(any(path.endswith(f"{name}.forward") for path in report["replaced"]) for name in CLASSES.values())
         changed = [[k for k in vars(c) if vars(c)[k] is not b.get(k)] for c, b in zip(classes, before, strict=True)]
         assert changed == [["forward"], ["forward"], ["forward"], [], *([["forward"]] * len(own))]

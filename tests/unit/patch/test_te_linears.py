@@ -62,7 +62,8 @@ def test_inference_optimized_layers_run_stock_and_are_counted(
     layers = [getattr(optimized, name)().eval() for name in names]
     monkeypatch.setattr(LinearPatch, "why_stock_te", lambda self, kind, *_: f"base of {kind}")
     with megatron_flux.patched():
-        assert megatron_flux.report()["replaced"][5:] == [f"{INFERENCE_LAYERS}.{name}.forward" for name in names]
+        replaced = megatron_flux.report()["replaced"][5:8]  # behind these: of adapters, where they are imported
+        assert replaced == [f"{INFERENCE_LAYERS}.{name}.forward" for name in names]
         assert [layer(X) for layer in layers] == ["optimized"] * 3
         assert optimized.InferenceLinear().eval()(X) == "optimized"  # no tensor-parallel layer
         said = INFERENCE_OPTIMIZED

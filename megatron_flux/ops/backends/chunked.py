@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.host_link import HostGather
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
@@ -105,14 +106,17 @@ class ChunkedBackend(Backend):
         x, (m, n, k), (gemm, weight) = call.x, call.sizes, _gemm(call)
         y, full = x.new_empty(m, n), x.new_empty(m, k)
         gather = _Gathered(self, call, full, pieces)
-        inputs, outputs, own = gather.blocks, y.split_with_sizes(gather.cut.sizes), gather.cut.own
+        inputs, cut = gather.blocks, gather.cut
+        outputs, own, places = y.split_with_sizes(cut.sizes), cut.own, cut.places
         with poison_on_error(gather.link, call.operator):
-            gather.begin()
+            flight = gather.begin()
             gemm(x, weight, out=outputs[own])
             if call.return_gathered:
                 inputs[own].copy_(x)
-            for which in gather.flight:
-                at = gather.decoded(which)
+            for which in flight:
+                at = places[which]
+                if gather.encoded:
+                    gather.decode(which)
                 gemm(inputs[at], weight, out=outputs[at])
         return y, full
 
@@ -129,18 +133,18 @@ class ChunkedBackend(Backend):
         gather, cut = gathers[-1], gathers[-1].cut
         outputs = y.split_with_sizes(cut.sizes)
         with poison_on_error(gather.link, call.operator):
-            for ahead in gathers[:-1]:
-                ahead.begin()
-                ahead.flight.enqueue()
-            gather.begin()
+            begun = [ahead.begin() for ahead in gathers[:-1]]
+            for ahead in begun:
+                ahead.enqueue()
+            flight = gather.begin()
             fp8_gemm(pair, call.bias, out=outputs[cut.own])
             if call.return_gathered:
                 gather.blocks[cut.own].copy_(x.data)
-            for ahead in gathers[:-1]:
-                ahead.flight.wait()
+            for ahead in begun:
+                ahead.wait()
                 all_scales[rank].copy_(scales)
             gathered = Fp8Operand(full, x.dtype, all_scales, x.scaling, tp)
-            for peer, piece in gather.flight:
+            for peer, piece in flight:
                 part = gathered.shard(peer).part(cut.rows[piece], cut.rows[piece + 1])
                 fp8_gemm(pair._replace(x=part), call.bias, out=outputs[cut.places[peer, piece]])
         return y, gathered
@@ -151,17 +155,16 @@ class ChunkedBackend(Backend):
         full = x.new_empty(m, k)
         gather = _Gathered(self, call, full, pieces)
         with poison_on_error(gather.link, call.operator):
-            gather.begin()
-            gather.flight.enqueue()
+            flight = gather.begin()
+            flight.enqueue()
             gather.blocks[gather.cut.own].copy_(x)
         begun = _current_stream(x)
 
         def wait() -> None:
             with poison_on_error(gather.link, call.operator):
-                gather.flight.wait()
-                if self.wire != wires.EXACT:
-                    for which in gather.cut.places:
-                        gather.decoded(which)
+                flight.wait()
+                for which in gather.cut.places if gather.encoded else ():
+                    gather.decode(which)
             _used_behind(begun, gather.arrived)
 
         return Pending(full, wait, keep=(x, full))
@@ -172,10 +175,11 @@ class ChunkedBackend(Backend):
         """
         compare_calls(call)
         x, (m, n, _), group, wire, out = call.x, call.sizes, call.group, self.wire, call.out
-        tp, rank, state = group.size(), group.rank(), state_of(group)
+        link, state = transport_of(group, x.device), state_of(group)
+        tp, rank, known = link.tp, link.rank, state.kernels
         mp, at_once = m // tp, 1 if call.fp8 is None else ROWS_AT_ONCE
         cut = _cut(wire, mp, n, out.itemsize, pieces or self.pieces, at_once, tp, rank)
-        link, known, gemm = transport_of(group, x.device), state.kernels, _gemm_of_blocks(call, cut)
+        gemm = _gemm_of_blocks(call, cut)
         # All memory before the call begins: peers would wait for one that ends in between.
         y = x.new_empty(mp, n, dtype=out)
         if exact := wire == wires.EXACT:
@@ -186,41 +190,41 @@ class ChunkedBackend(Backend):
             theirs = x.new_empty(tp, cut.cuts[-1], dtype=torch.uint8)
             sent, own = torch.empty_like(theirs), torch.empty_like(y)
             partial = x.new_empty(max(b - a for a, b in itertools.pairwise(cut.rows)), n, dtype=out)
+
+        def finish() -> None:
+            exchange.wait()
+            if exact:
+                wires.add(wire, theirs, own, rank, y, known)
+                return
+            for (first, last), data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
+                wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+
         with poison_on_error(link, call.operator):
             if state.table is not None:
                 state.table.enter()
-            exchange = link.exchange(call.operator, theirs, cut.cuts)
-            for peer, piece in exchange.steps:
-                at = cut.places[peer, piece]
+            exchange = link.exchange(call.operator, sent, theirs, cut.cuts)
+            for which in exchange.steps:
+                at = cut.places[which]
                 if exact:
-                    block = blocks[at]
-                    gemm(at, block)
+                    gemm(at, blocks[at])
                 else:
-                    block = sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]]
+                    peer, piece = which
                     gemm(at, part := partial[: cut.sizes[at]])
-                    wires.encode(part, block, known)
-                exchange.send(block)
+                    wires.encode(part, sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]], known)
+                exchange.send()
             gemm(cut.own, own)
+            if not call.async_op:
+                finish()
+                return Pending(y)
             exchange.enqueue()
-
-        begun = _current_stream(x) if call.async_op else None
+        begun = _current_stream(x)
 
         def wait() -> None:
             with poison_on_error(link, call.operator):
-                exchange.wait()
-                if exact:
-                    wires.add(wire, theirs, own, rank, y, known)
-                else:
-                    for (first, last), data in zip(
-                        itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True
-                    ):
-                        wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+                finish()
             _used_behind(begun, theirs, sent, own)
 
-        pending = Pending(y, wait, keep=(x, theirs, sent, own))
-        if not call.async_op:
-            pending.wait()
-        return pending
+        return Pending(y, wait, keep=(x, theirs, sent, own))
 
 
 class _Gathered:
@@ -237,35 +241,32 @@ class _Gathered:
         """Allocates; nothing has begun. ``exactly``: what is gathered instead of x, as it is."""
         compare_calls(call)
         group, x = call.group, call.x if exactly is None else exactly
+        wire, at_once = (backend.wire, 1) if exactly is None else (wires.EXACT, ROWS_AT_ONCE)
         self._operator, self._x, self._state = call.operator, x, state_of(group)
-        self._wire, at_once = (backend.wire, 1) if exactly is None else (wires.EXACT, ROWS_AT_ONCE)
-        size, tp = x.element_size(), group.size()
-        self.cut = _cut(self._wire, *x.shape, size, pieces or backend.pieces, at_once, tp, group.rank())
-        self.link, self.blocks = transport_of(group, x.device), full.split_with_sizes(self.cut.sizes)
+        self.link = link = transport_of(group, x.device)
+        size = x.element_size()
+        self.cut = cut = _cut(wire, *x.shape, size, pieces or backend.pieces, at_once, link.tp, link.rank)
+        self.blocks, self.encoded = full.split_with_sizes(cut.sizes), wire != wires.EXACT
         self._mine, self.arrived = x, full
-        if self._wire != wires.EXACT:
-            self._mine = x.new_empty(self.cut.cuts[-1], dtype=torch.uint8)
-            self.arrived = x.new_empty(tp, self.cut.cuts[-1], dtype=torch.uint8)
+        if self.encoded:
+            self._mine = x.new_empty(cut.cuts[-1], dtype=torch.uint8)
+            self.arrived = x.new_empty(link.tp, cut.cuts[-1], dtype=torch.uint8)
 
-    def begin(self) -> None:
+    def begin(self) -> HostGather:
         """Send what this rank has."""
-        rows, cuts, state = self.cut.rows, self.cut.cuts, self._state
-        if self._wire != wires.EXACT:
-            for piece in range(len(rows) - 1):
-                block = self._mine[cuts[piece] : cuts[piece + 1]]
-                wires.encode(self._x[rows[piece] : rows[piece + 1]], block, state.kernels)
-        if state.table is not None:
-            state.table.enter()
-        self.flight = self.link.gather(self._operator, self._mine, self.arrived, cuts)
+        cuts, table = self.cut.cuts, self._state.table
+        if self.encoded:
+            for rows, data in zip(itertools.pairwise(self.cut.rows), itertools.pairwise(cuts), strict=True):
+                wires.encode(self._x[slice(*rows)], self._mine[slice(*data)], self._state.kernels)
+        if table is not None:
+            table.enter()
+        return self.link.gather(self._operator, self._mine, self.arrived, cuts)
 
-    def decoded(self, which: tuple[int, int]) -> int:
-        """Decode a ``(peer, piece)`` that has arrived, and return its place in ``blocks``."""
-        at = self.cut.places[which]
-        if self._wire != wires.EXACT:
-            peer, piece = which
-            data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
-            wires.decode(data, self.blocks[at], self._state.kernels)
-        return at
+    def decode(self, which: tuple[int, int]) -> None:
+        """Decode a ``(peer, piece)`` that has arrived, to its place in ``blocks``."""
+        peer, piece = which
+        data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
+        wires.decode(data, self.blocks[self.cut.places[which]], self._state.kernels)
 
 
 class _Cut(NamedTuple):

@@ -55,7 +55,6 @@ class BackendPlan(Plan):
         self._method = getattr(backend, call.operator)
         self._options, self._flat = options, not backend.takes_leading_dimensions
         self._shape, self._gathered, self.nbytes = call.result_shape, call.gathered_shape, call.bytes_received
-        self._finishes = not call.async_op and call.operator != "all_gather"
 
     def run(self, call: OperatorCall) -> Any:
         """See the base class."""
@@ -68,8 +67,6 @@ class BackendPlan(Plan):
         if not self._flat:
             return result
         if isinstance(result, Pending):
-            if self._finishes:
-                return shaped(result.wait(), self._shape)
             return result.map(lambda y: shaped(y, self._shape))
         y, gathered = result
         return shaped(y, self._shape), shaped(gathered, self._gathered)

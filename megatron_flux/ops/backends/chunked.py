@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostGather
@@ -72,6 +73,7 @@ class ChunkedBackend(Backend):
     """See the module."""
 
     operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+    takes_leading_dimensions = True
 
     def __init__(self, name: str = "chunked", wire: str = wires.EXACT) -> None:
         """``wire``: one of :data:`megatron_flux.settings.WIRES`."""
@@ -103,20 +105,22 @@ class ChunkedBackend(Backend):
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.fp8 is not None:
             return self._all_gather_gemm_fp8(call, call.fp8, pieces)
-        x, (m, n, k), (gemm, weight) = call.x, call.sizes, _gemm(call)
-        y, full = x.new_empty(m, n), x.new_empty(m, k)
-        gather = _Gathered(self, call, full, pieces)
-        inputs, cut = gather.blocks, gather.cut
-        outputs, own, places = y.split_with_sizes(cut.sizes), cut.own, cut.places
+        given, (gemm, weight) = call.x, _gemm(call)
+        rows, *others = given.shape
+        shape = (rows * call.group.size(), *others)
+        y, full = given.new_empty(*shape[:-1], weight.shape[1]), given.new_empty(shape)
+        gather = _Gathered(self, call, matrix(given), full, pieces)
+        cut, places = gather.cut, gather.cut.places
+        inputs, outputs = matrix(full).split_with_sizes(cut.sizes), matrix(y).split_with_sizes(cut.sizes)
         with poison_on_error(gather.link, call.operator):
             flight = gather.begin()
-            gemm(x, weight, out=outputs[own])
+            gemm(gather.x, weight, out=outputs[cut.own])
             if call.return_gathered:
-                inputs[own].copy_(x)
+                gather.copy_own(full)
             for which in flight:
                 at = places[which]
                 if gather.encoded:
-                    gather.decode(which)
+                    gather.decode(which, inputs[at])
                 gemm(inputs[at], weight, out=outputs[at])
         return y, full
 
@@ -127,9 +131,9 @@ class ChunkedBackend(Backend):
         scales = x.scale_inv
         y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, call.k)
         all_scales = scales.new_empty(tp, *scales.shape) if pair.blocks else scales
-        gathers = [_Gathered(self, call, full, pieces, x.data)]
+        gathers = [_Gathered(self, call, x.data, full, pieces)]
         if pair.blocks:  # first, on their own: 4 bytes for 128
-            gathers.insert(0, _Gathered(self, call, all_scales.view(-1, scales.shape[1]), 1, scales))
+            gathers.insert(0, _Gathered(self, call, scales, all_scales, 1))
         gather, cut = gathers[-1], gathers[-1].cut
         outputs = y.split_with_sizes(cut.sizes)
         with poison_on_error(gather.link, call.operator):
@@ -139,7 +143,7 @@ class ChunkedBackend(Backend):
             flight = gather.begin()
             fp8_gemm(pair, call.bias, out=outputs[cut.own])
             if call.return_gathered:
-                gather.blocks[cut.own].copy_(x.data)
+                gather.copy_own(full)
             for ahead in begun:
                 ahead.wait()
                 all_scales[rank].copy_(scales)
@@ -151,20 +155,22 @@ class ChunkedBackend(Backend):
 
     def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        x, (m, _, k) = call.x, call.sizes
-        full = x.new_empty(m, k)
-        gather = _Gathered(self, call, full, pieces)
+        x = call.x
+        full = x.new_empty(call.gathered_shape)
+        gather = _Gathered(self, call, matrix(x), full, pieces)
         with poison_on_error(gather.link, call.operator):
             flight = gather.begin()
             flight.enqueue()
-            gather.blocks[gather.cut.own].copy_(x)
+            gather.copy_own(full)
         begun = _current_stream(x)
 
         def wait() -> None:
             with poison_on_error(gather.link, call.operator):
                 flight.wait()
-                for which in gather.cut.places if gather.encoded else ():
-                    gather.decode(which)
+                if gather.encoded:
+                    blocks = matrix(full).split_with_sizes(gather.cut.sizes)
+                    for which, at in gather.cut.places.items():
+                        gather.decode(which, blocks[at])
             _used_behind(begun, gather.arrived)
 
         return Pending(full, wait, keep=(x, full))
@@ -174,14 +180,15 @@ class ChunkedBackend(Backend):
         the GEMMs have ended run beside what comes next.
         """
         compare_calls(call)
-        x, (m, n, _), group, wire, out = call.x, call.sizes, call.group, self.wire, call.out
+        x, group, wire, out = matrix(call.x), call.group, self.wire, call.out
         link, state = transport_of(group, x.device), state_of(group)
-        tp, rank, known = link.tp, link.rank, state.kernels
+        m, n, tp, rank, known = x.shape[0], call.n, link.tp, link.rank, state.kernels
         mp, at_once = m // tp, 1 if call.fp8 is None else ROWS_AT_ONCE
         cut = _cut(wire, mp, n, out.itemsize, pieces or self.pieces, at_once, tp, rank)
-        gemm = _gemm_of_blocks(call, cut)
+        gemm = _gemm_of_blocks(call, x, cut)
         # All memory before the call begins: peers would wait for one that ends in between.
-        y = x.new_empty(mp, n, dtype=out)
+        result = x.new_empty(call.result_shape, dtype=out)
+        y = matrix(result)
         if exact := wire == wires.EXACT:
             theirs, sent = x.new_empty(tp, mp, n, dtype=out), x.new_empty(m, n, dtype=out)
             blocks = sent.split_with_sizes(cut.sizes)
@@ -215,7 +222,7 @@ class ChunkedBackend(Backend):
             gemm(cut.own, own)
             if not call.async_op:
                 finish()
-                return Pending(y)
+                return Pending(result)
             exchange.enqueue()
         begun = _current_stream(x)
 
@@ -224,29 +231,24 @@ class ChunkedBackend(Backend):
                 finish()
             _used_behind(begun, theirs, sent, own)
 
-        return Pending(y, wait, keep=(x, theirs, sent, own))
+        return Pending(result, wait, keep=(x, theirs, sent, own))
 
 
 class _Gathered:
-    """The gather of a call into ``full`` ``[m, k]``, but for the local shard."""
+    """The gather of a matrix ``x``, with one of as many rows from every rank, but for the local shard."""
 
     def __init__(
-        self,
-        backend: ChunkedBackend,
-        call: OperatorCall,
-        full: torch.Tensor,
-        pieces: int | None,
-        exactly: torch.Tensor | None = None,
+        self, backend: ChunkedBackend, call: OperatorCall, x: torch.Tensor, full: torch.Tensor, pieces: int | None
     ) -> None:
-        """Allocates; nothing has begun. ``exactly``: what is gathered instead of x, as it is."""
+        """Allocates; nothing has begun. ``x``: that of ``call``, or part of its FP8 operand, which is sent as it is."""
         compare_calls(call)
-        group, x = call.group, call.x if exactly is None else exactly
-        wire, at_once = (backend.wire, 1) if exactly is None else (wires.EXACT, ROWS_AT_ONCE)
-        self._operator, self._x, self._state = call.operator, x, state_of(group)
+        group = call.group
+        wire, at_once = (backend.wire, 1) if call.fp8 is None else (wires.EXACT, ROWS_AT_ONCE)
+        self.x, self._operator, self._state = x, call.operator, state_of(group)
         self.link = link = transport_of(group, x.device)
         size = x.element_size()
         self.cut = cut = _cut(wire, *x.shape, size, pieces or backend.pieces, at_once, link.tp, link.rank)
-        self.blocks, self.encoded = full.split_with_sizes(cut.sizes), wire != wires.EXACT
+        self.encoded = wire != wires.EXACT
         self._mine, self.arrived = x, full
         if self.encoded:
             self._mine = x.new_empty(cut.cuts[-1], dtype=torch.uint8)
@@ -257,16 +259,26 @@ class _Gathered:
         cuts, table = self.cut.cuts, self._state.table
         if self.encoded:
             for rows, data in zip(itertools.pairwise(self.cut.rows), itertools.pairwise(cuts), strict=True):
-                wires.encode(self._x[slice(*rows)], self._mine[slice(*data)], self._state.kernels)
+                wires.encode(self.x[slice(*rows)], self._mine[slice(*data)], self._state.kernels)
         if table is not None:
             table.enter()
         return self.link.gather(self._operator, self._mine, self.arrived, cuts)
 
-    def decode(self, which: tuple[int, int]) -> None:
-        """Decode a ``(peer, piece)`` that has arrived, to its place in ``blocks``."""
+    def decode(self, which: tuple[int, int], out: torch.Tensor) -> None:
+        """Decode a ``(peer, piece)`` that has arrived."""
         peer, piece = which
         data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
-        wires.decode(data, self.blocks[self.cut.places[which]], self._state.kernels)
+        wires.decode(data, out, self._state.kernels)
+
+    def copy_own(self, full: torch.Tensor) -> None:
+        """Copy the local shard to its place in ``full``."""
+        x, rank = self.x, self.link.rank
+        if x.is_cuda:
+            nbytes = x.nbytes
+            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+            driver.copy(full.data_ptr() + rank * nbytes, x.data_ptr(), nbytes, stream)
+        else:
+            full.view(self.link.tp, *x.shape)[rank].copy_(x)
 
 
 class _Cut(NamedTuple):
@@ -320,8 +332,8 @@ def _gemm(call: OperatorCall) -> tuple[Callable[..., object], torch.Tensor]:
     return (torch.mm if call.bias is None else functools.partial(torch.addmm, call.bias)), weight
 
 
-def _gemm_of_blocks(call: OperatorCall, cut: _Cut) -> Callable[[int, torch.Tensor], object]:
-    """Return ``f(at, out)``, which multiplies that block of x by the weight, and adds the addend's."""
+def _gemm_of_blocks(call: OperatorCall, x: torch.Tensor, cut: _Cut) -> Callable[[int, torch.Tensor], object]:
+    """Return ``f(at, out)``, which multiplies that block of the matrix x by the weight, and adds the addend's."""
     pair = call.fp8
     addends = () if call.addend is None else matrix(call.addend).split_with_sizes(cut.sizes)
     if pair is not None:
@@ -333,7 +345,7 @@ def _gemm_of_blocks(call: OperatorCall, cut: _Cut) -> Callable[[int, torch.Tenso
                 out.add_(addends[at])
 
         return fp8_block
-    blocks, (gemm, weight) = call.x.split_with_sizes(cut.sizes), _gemm(call)
+    blocks, (gemm, weight) = x.split_with_sizes(cut.sizes), _gemm(call)
     if addends:
         return lambda at, out: torch.addmm(addends[at], blocks[at], weight, out=out)
     return lambda at, out: gemm(blocks[at], weight, out=out)

@@ -235,7 +235,8 @@ def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None
 
 
 def test_default_size() -> None:
-    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [32, 32, 64]
+    """Up to four ranks find room in what a container has unless it is told otherwise."""
+    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 3, 4, 8)] == [48, 24, 32, 64]
     with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
         Layout(2, MIB, 2)
 

@@ -93,12 +93,12 @@ def call_of(operations: np.ndarray, stream: int, copies: Sequence[Copy] = (), *,
 
 def record_of(event: int, stream: int) -> Call:
     """Lay out what records ``event`` in the order of ``stream``."""
-    return _driver().cuEventRecord, (event, stream), False, []
+    return _driver().cuEventRecord, (_P(event), _P(stream)), False, []  # a number would be converted in each call
 
 
 def wait_of(stream: int, event: int) -> Call:
     """Lay out what puts ``stream`` behind ``event``."""
-    return _driver().cuStreamWaitEvent, (stream, event, 0), False, []
+    return _driver().cuStreamWaitEvent, (_P(stream), _P(event), _U32(0)), False, []
 
 
 def run(calls: Sequence[Call], rows: Sequence[int]) -> None:

@@ -188,21 +188,21 @@ class ChunkedBackend(Backend):
         gemm = _gemm_of_blocks(call, x, cut)
         # All memory before the call begins: peers would wait for one that ends in between.
         result = x.new_empty(call.result_shape, dtype=out)
-        y = matrix(result)
         if exact := wire == wires.EXACT:
             theirs, sent = x.new_empty(tp, mp, n, dtype=out), x.new_empty(m, n, dtype=out)
             blocks = sent.split_with_sizes(cut.sizes)
             own = blocks[cut.own]
         else:
             theirs = x.new_empty(tp, cut.cuts[-1], dtype=torch.uint8)
-            sent, own = torch.empty_like(theirs), torch.empty_like(y)
+            sent, own = torch.empty_like(theirs), x.new_empty(mp, n, dtype=out)
             partial = x.new_empty(max(b - a for a, b in itertools.pairwise(cut.rows)), n, dtype=out)
 
         def finish() -> None:
             exchange.wait()
             if exact:
-                wires.add(wire, theirs, own, rank, y, known)
+                wires.add(wire, theirs, own, rank, result, known)
                 return
+            y = matrix(result)
             for (first, last), data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
                 wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
 

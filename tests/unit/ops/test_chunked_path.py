@@ -36,6 +36,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MP, N, K = 12, 5, 40
 
 
+def number(handle: Any) -> int:
+    """Return a handle that may come as an object of ctypes."""
+    found: int = getattr(handle, "value", handle)
+    return found
+
+
 class Cuda(Driver):
     """Streams and events: what is enqueued runs later."""
 
@@ -66,16 +72,16 @@ class Cuda(Driver):
         self.put(lambda: Driver.cuMemcpyAsync(self, target, source, nbytes, stream), stream.value)
         return self.status
 
-    def cuEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
+    def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
         self.asked.append("record")
-        reached = self._reached[event] = [False]
-        self.put(lambda: reached.__setitem__(0, True), stream)
+        reached = self._reached[number(event)] = [False]
+        self.put(lambda: reached.__setitem__(0, True), number(stream))
         return 0
 
-    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:  # noqa: N802
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> int:  # noqa: N802
         self.asked.append("wait")
-        reached = self._reached[event]
-        self.queues[stream].append(lambda: reached[0])
+        reached = self._reached[number(event)]
+        self.queues[number(stream)].append(lambda: reached[0])
         return 0
 
 

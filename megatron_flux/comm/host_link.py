@@ -38,8 +38,8 @@ Hazards
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
     * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). Words go in batches; all arguments but the addresses of tensors are laid out once for all calls of a
-      size.
+      (2 x H200). Words go in batches; all but the addresses of tensors is laid out once for all calls of a size on a
+      stream.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
       branches reach the hardware is not ours to say. One trial on two H200s, with two lanes each way, ended with one
       queue and with eight, with late ranks and eager calls between replays; the check of ``tests/gpu/checks_host.py``

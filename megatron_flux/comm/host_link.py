@@ -124,6 +124,7 @@ class HostLink:
         """
         here = self.lanes.current()
         self._latest = call = HostGather(self, self._begin("gather", operator, cuts, here), local, gathered, here)
+        call.begin()  # what it reads and writes is kept alive by now
         return call
 
     def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
@@ -212,12 +213,9 @@ class _HostCall:
 class HostGather(_HostCall):
     """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
 
-    def __init__(
-        self, link: HostLink, program: Program, local: torch.Tensor, gathered: torch.Tensor, here: int
-    ) -> None:
-        """Begin a call: enqueue what can leave before anything is waited for."""
-        super().__init__(link, program, local, gathered, here)
-        self._run(program.laid_out[0], self._rows)
+    def begin(self) -> None:
+        """Enqueue what can leave before anything is waited for."""
+        self._run(self._program.laid_out[0], self._rows)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it

@@ -22,7 +22,7 @@ _MAP_TYPES = {  # ``CUtensorMapDataType``; FP8 is bytes
     torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
 }  # fmt: skip
 _L2_PROMOTION_128B = 2
-_INVALID_CONTEXT = 201
+INVALID_CONTEXT = 201
 _ANYWHERE = 4  # ``CU_MEMORYTYPE_UNIFIED``
 _DYNAMIC_SHARED_BYTES = 8  # ``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``
 _CAPTURING = 1  # ``CU_STREAM_CAPTURE_STATUS_ACTIVE``
@@ -94,8 +94,8 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
     ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
     """
     status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
-    if status == _INVALID_CONTEXT:
-        _make_context_current()
+    if status == INVALID_CONTEXT:
+        make_context_current()
         status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status:
         raise refused(f"a launch of {grid} x {threads} threads", status)
@@ -105,8 +105,8 @@ def load(image: bytes, name: str, shared: int) -> int:
     """Load the kernel ``name`` of a cubin for good, with ``shared`` bytes of dynamic shared memory, and return it."""
     module, function = _P(), _P()
     status = _driver().cuModuleLoadData(ctypes.byref(module), image)
-    if status == _INVALID_CONTEXT:
-        _make_context_current()
+    if status == INVALID_CONTEXT:
+        make_context_current()
         status = _driver().cuModuleLoadData(ctypes.byref(module), image)
     status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
     status = status or _driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
@@ -115,7 +115,7 @@ def load(image: bytes, name: str, shared: int) -> int:
     return function.value or 0
 
 
-def _make_context_current() -> None:
+def make_context_current() -> None:
     """Do what the runtime does in a thread's first CUDA call."""
     torch.cuda.set_device(torch.cuda.current_device())
     torch.cuda.current_stream().query()
@@ -155,8 +155,8 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
 def record(event: int, stream: int) -> None:
     """Record ``event`` in the order of ``stream``."""
     status = _driver().cuEventRecord(event, stream)
-    if status == _INVALID_CONTEXT:
-        _make_context_current()
+    if status == INVALID_CONTEXT:
+        make_context_current()
         status = _driver().cuEventRecord(event, stream)
     if status:
         raise refused("to record an event", status)
@@ -165,8 +165,8 @@ def record(event: int, stream: int) -> None:
 def wait(stream: int, event: int) -> None:
     """Make ``stream`` wait for ``event``."""
     status = _driver().cuStreamWaitEvent(stream, event, 0)
-    if status == _INVALID_CONTEXT:
-        _make_context_current()
+    if status == INVALID_CONTEXT:
+        make_context_current()
         status = _driver().cuStreamWaitEvent(stream, event, 0)
     if status:
         raise refused("to put a stream behind an event", status)

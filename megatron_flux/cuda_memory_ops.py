@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_flux import cuda_driver
 from megatron_flux.cuda_driver import library, refused
 
 _P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
 _ARGUMENTS: dict[str, list[Any]] = {
     "cuMemcpyAsync": [_U64, _U64, _SIZE, _P],
     "cuStreamBatchMemOp_v2": [_P, _U32, _P, _U32],
+    "cuEventRecord": [_P, _P],
+    "cuStreamWaitEvent": [_P, _P, _U32],
     "cuMemHostRegister_v2": [_P, _SIZE, _U32],
     "cuMemHostUnregister": [_P],
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_U64), _P, _U32],
@@ -88,16 +91,36 @@ def call_of(operations: np.ndarray, stream: int, copies: Sequence[Copy] = (), *,
     return _driver().cuStreamBatchMemOp_v2, (at, _U32(len(operations)), first, _U32(0)), from_slots, laid_out
 
 
+def record_of(event: int, stream: int) -> Call:
+    """Lay out what records ``event`` in the order of ``stream``."""
+    return _driver().cuEventRecord, (_P(event), _P(stream)), False, []  # a number would be converted in each call
+
+
+def wait_of(stream: int, event: int) -> Call:
+    """Lay out what puts ``stream`` behind ``event``."""
+    return _driver().cuStreamWaitEvent, (_P(stream), _P(event), _U32(0)), False, []
+
+
 def run(calls: Sequence[Call], rows: Sequence[int]) -> None:
     """Enqueue ``calls``. Beside the driver this loop is most of a transfer's host time."""
     copy = _driver().cuMemcpyAsync
     for function, arguments, from_slots, copies in calls:
         if status := function(*arguments):
-            raise refused(f"{arguments[1].value} memory operations in a stream", status)
+            _again(function, arguments, status)
         for row, offset, slot, nbytes, stream in copies:
             at = rows[row] + offset
             if status := copy(at, slot, nbytes, stream) if from_slots else copy(slot, at, nbytes, stream):
                 raise refused(f"a copy of {nbytes.value} bytes between host and GPU", status)
+
+
+def _again(function: Any, arguments: tuple[Any, ...], status: int) -> None:
+    """Make a call once more if this thread had no context yet. Raises OperatorError: CUDA refused it."""
+    if status == cuda_driver.INVALID_CONTEXT:
+        cuda_driver.make_context_current()
+        status = function(*arguments)
+    if status:
+        words = function == _driver().cuStreamBatchMemOp_v2
+        raise refused(f"{arguments[1].value} memory operations in a stream" if words else "an event", status)
 
 
 def register(address: int, nbytes: int) -> int:

@@ -93,8 +93,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a slot is read before it is written",
         "megatron_flux/comm/host_schedule.py",
-        "                [(WordOp(WAIT, word, FULL), Wait(source, rank))],",
-        "                [],",
+        "            [(WordOp(WAIT, word, FULL), Wait(source, rank))],",
+        "            [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(
@@ -106,16 +106,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "a gather ends before what is sent has been read",
-        "megatron_flux/comm/host_link.py",
-        "self._marks = [lanes.mark(DOWN)]",
-        "self._marks = [lanes.mark(UP)]",
+        "megatron_flux/comm/host_schedule.py",
+        ", (Mark(DOWN), Behind((CALLER,)))\n",
+        ", (Mark(UP), Behind((CALLER,)))\n",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
     _fault(
         "a block is sent before its product is there",
-        "megatron_flux/comm/host_link.py",
-        "        self._lanes.behind(mark, DOWN)\n",
-        "",
+        "megatron_flux/comm/host_schedule.py",
+        "[[Behind(LANES if at == 0 else (DOWN,)), ",
+        "[[Behind((UP,) if at == 0 else ()), ",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
     _fault(
@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "what has not come is forwarded",
         "megatron_flux/comm/p2p_schedule.py",
-        "after = IN if forwards else None",
-        "after = None",
+        "            builder.after(OUT, IN)\n",
+        "            pass\n",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
     _fault(

@@ -38,8 +38,8 @@ Hazards
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
     * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). Words go in batches; all arguments but the addresses of tensors are laid out once for all calls of a
-      size.
+      (2 x H200). Words go in batches; all but the addresses of tensors is laid out once for all calls of a size on a
+      stream.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
       branches reach the hardware is not ours to say. One trial on two H200s, with two lanes each way, ended with one
       queue and with eight, with late ranks and eager calls between replays; the check of ``tests/gpu/checks_host.py``
@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ from megatron_flux.comm.agreement import together
 from megatron_flux.comm.group_state import Cache
 from megatron_flux.comm.host_progress import Call, Progress, release
 from megatron_flux.comm.host_schedule import Layout, Program, default_layout
-from megatron_flux.comm.lanes import CALLER, DOWN, LANES, UP, ProcessorLanes, StreamLanes
+from megatron_flux.comm.lanes import CALLER, LANES, ProcessorLanes, StreamLanes
 from megatron_flux.errors import OperatorError
 
 
@@ -94,7 +94,7 @@ class HostLink:
         self.alarm = progress.alarm
         """Alarm of its waits."""
         self._regions = regions.lanes
-        self._calls: Cache[tuple[str, str, tuple[int, ...]], Call] = Cache()
+        self._calls: Cache[tuple[str, str, tuple[int, ...], int], Call] = Cache()
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
@@ -122,13 +122,17 @@ class HostLink:
         """Send ``local`` (``nbytes``) to all peers; peer ``p``'s arrives in ``gathered``, ``p * nbytes`` from its
         begin. The part of this rank is left alone. ``cuts``: where pieces begin, and ``nbytes``.
         """
-        self._latest = call = HostGather(self, self._begin("gather", operator, cuts, LANES), local, gathered)
-        call.begin()
+        here = self.lanes.current()
+        self._latest = call = HostGather(self, self._begin("gather", operator, cuts, here), local, gathered, here)
+        call.begin()  # what it reads and writes is kept alive by now
         return call
 
-    def exchange(self, operator: str, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
-        """Send a block of ``nbytes`` to each peer; what peer ``p`` sends arrives in ``received``, as of a gather."""
-        self._latest = call = HostExchange(self, self._begin("exchange", operator, cuts, (UP,)), received)
+    def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
+        """Send each peer ``p`` a block of ``nbytes``, which is in ``sent``, ``p * nbytes`` from its begin; what it
+        sends arrives in ``received`` as of a gather.
+        """
+        here = self.lanes.current()
+        self._latest = call = HostExchange(self, self._begin("exchange", operator, cuts, here), sent, received, here)
         return call
 
     def poison(self, operator: str, error: BaseException) -> None:
@@ -145,20 +149,20 @@ class HostLink:
         if self._cuda:
             self._gate()
 
-    def _begin(self, kind: str, operator: str, cuts: Sequence[int], behind: Sequence[int]) -> Program:
-        """Count the call and put the lanes ``behind`` what the caller has enqueued by now."""
-        key = kind, operator, tuple(cuts)
+    def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
+        """Count a call that begins on the stream ``here``; nothing is enqueued."""
+        key = kind, operator, tuple(cuts), here
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = Call(operator, self._build(kind, cuts))
-            call.program.lay_out(self.lanes.laid_out, cuts[-1])
+            laid_out = functools.partial(self.lanes.laid_out, caller=here)
+            call.program.lay_out(laid_out, cuts[-1], exchange=kind == "exchange")
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
         captured = self._cuda and torch.cuda.is_current_stream_capturing()
         if captured:
             self._progress.regions.never_free()
         call.program.stamp(self._progress.begin(call, captured=captured))
-        self.lanes.follow(CALLER, *behind)
         return call.program
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
@@ -169,100 +173,81 @@ class HostLink:
 class _HostCall:
     """A call that has begun."""
 
-    def __init__(self, link: HostLink, program: Program, received: torch.Tensor, sent: int) -> None:
-        """Prepare a call, and enqueue nothing yet. ``sent``: address of the data to send."""
-        self._link, self._lanes, self._received = link, link.lanes, received
-        first = received.data_ptr()
-        self._rows = [first + row * program.nbytes for row in range(link.tp)]
-        self._rows.append(sent)
-        self._parts = iter(program.parts)
+    def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
+        """Prepare a call that begins on the stream ``here``, and enqueue nothing yet."""
+        self._link, self._program, self._here = link, program, here
+        self._sent, self._received = sent, received  # kept alive
+        first, nbytes = received.data_ptr(), program.nbytes
+        self._rows = [*range(first, first + link.tp * nbytes, nbytes), sent.data_ptr()]
+        self._run: Callable[[Any, Sequence[int]], None] = link.lanes.run
         self._marks: list[Any] = []
         self._finished = False
 
     def _enqueue_rest(self) -> None:
         raise NotImplementedError
 
-    def _release(self) -> None:
-        """Let go of what was sent, behind the end."""
-
     def enqueue(self) -> None:
         """Begin all that is left, and do not wait for it."""
-        self._enqueue_rest()
-        if not self._marks:
-            self._marks = [self._lanes.mark(lane) for lane in LANES]
+        if not self._marks and not self._finished:
+            self._enqueue_rest()
+            self._marks = [self._link.lanes.mark(lane) for lane in LANES]
 
     def wait(self) -> None:
         """Put the current stream behind the whole call. May be called more than once."""
-        if not self._finished:
+        if self._finished:
+            return
+        lanes = self._link.lanes
+        if not self._marks and lanes.current() == self._here:
+            self._enqueue_rest()
+            self._run(self._program.end, self._rows)
+        else:
             self.enqueue()
-            self._finished = True
             for mark in self._marks:
-                self._lanes.behind(mark, CALLER)
-            self._release()
-            self._link.end(self)  # type: ignore[arg-type]
+                lanes.behind(mark, CALLER)
+            if lanes.current() != self._here:  # the stream that this memory was allocated on does not wait
+                lanes.hold(self._sent)
+        self._finished = True
+        self._link.end(self)  # type: ignore[arg-type]
 
 
 class HostGather(_HostCall):
-    """A gather; iterate over it for the pieces as they arrive."""
-
-    def __init__(self, link: HostLink, program: Program, local: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Prepare a call, and enqueue nothing yet."""
-        super().__init__(link, program, gathered, local.data_ptr())
-        self._local, self._begun = local, link.lanes.current()
+    """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
 
     def begin(self) -> None:
         """Enqueue what can leave before anything is waited for."""
-        for part in self._parts:
-            self._lanes.run(part.steps, self._rows)
-            return
+        self._run(self._program.laid_out[0], self._rows)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
         has arrived).
         """
-        lanes = self._lanes
-        for steps, arrived in self._parts:
-            lanes.run(steps, self._rows)
-            lanes.follow(UP, CALLER)
-            yield from arrived
-        if not self._marks:
-            self._marks = [lanes.mark(DOWN)]  # the current stream has come behind the end of the other lane
-        self.wait()
+        run, program, rows = self._run, self._program, self._rows
+        for at in range(1, len(program.parts)):
+            run(program.laid_out[at], rows)
+            yield from program.parts[at].pieces
+        run(program.laid_out[-1], rows)
+        self._finished = True
+        self._link.end(self)
 
     def _enqueue_rest(self) -> None:
-        for part in self._parts:
-            self._lanes.run(part.steps, self._rows)
-
-    def _release(self) -> None:
-        if self._lanes.current() != self._begun:
-            self._lanes.hold(self._local)
+        self._run(self._program.rest, self._rows)
 
 
 class HostExchange(_HostCall):
-    """An exchange; send a block for each of ``steps``, in that order."""
+    """An exchange: :meth:`send` once for each of ``steps``, in that order."""
 
-    def __init__(self, link: HostLink, program: Program, received: torch.Tensor) -> None:
+    def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
         """Prepare a call, and enqueue nothing yet."""
-        super().__init__(link, program, received, 0)
+        super().__init__(link, program, sent, received, here)
         self.steps = program.pieces
-        self._sent: list[torch.Tensor] = []
-        self._held: tuple[int, Any] | None = None
+        self._next = iter(program.laid_out)
 
-    def send(self, block: torch.Tensor) -> None:
+    def send(self) -> None:
         """Send the next step's bytes, which the current stream has written. They are enqueued when the next step's
-        block is there: its GEMM comes first in a queue that they share.
+        are there: their GEMM comes first in a queue that they share.
         """
-        mark = self._lanes.mark(CALLER)
-        self._enqueue_rest()
-        self._sent.append(block)
-        self._held = block.data_ptr(), mark
+        self._run(next(self._next), self._rows)
 
     def _enqueue_rest(self) -> None:
-        if self._held is None:
-            return
-        (self._rows[-1], mark), self._held = self._held, None
-        self._lanes.behind(mark, DOWN)
-        self._lanes.run(next(self._parts).steps, self._rows)
-
-    def _release(self) -> None:
-        self._sent.clear()
+        for last in self._next:
+            self._run(last, self._rows)

@@ -28,9 +28,10 @@ of the whole program*:
 * S(i), writing chunk i, waits for the peers' reads R(i - slots). R(i) waits for their S(i).
 * Words that end a step are written with those that begin the lane's next one (fewer driver calls): FULL of S(i) with
   S(i + 1), EMPTY of R(i) with R(i + 1).
-* The order is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 2, at least 1. So R(i) comes behind S(i + 1), or
-  behind what ends the last S, and S(i) comes behind R(i - slots + 1).
-* GEMMs stand between them in the same places on all ranks.
+* The order is S(0) ... S(a), R(0), S(a + 1), R(1) ... with a = slots - 2, at least 1, from the first chunk of a call to
+  its last. So R(i) comes behind S(i + 1), or behind what ends the last S, and S(i) comes behind R(i - slots + 1).
+* GEMMs stand between them in the same places on all ranks. In an exchange what is behind S(i) in this order is read
+  when the next blocks are sent: FULL of a block's last chunk is written when the next block's product is there.
 
 Nothing waits for what stands behind it or beside it: by induction over places there is no deadlock.
 """
@@ -42,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_flux.comm.lanes import DOWN, LANES, UP, Batch, Step, Wait
+from megatron_flux.comm.lanes import CALLER, DOWN, LANES, UP, Batch, Behind, Enqueued, Mark, Step, Wait
 from megatron_flux.cuda_memory_ops import VALUE, WAIT, WRITE, Copy, WordOp
 from megatron_flux.errors import UserError
 
@@ -125,12 +126,14 @@ class Layout:
 
 
 def default_layout(tp: int) -> Layout:
-    """Return the layout for ``tp`` ranks: 32 MB for two or four, half of a container's shared memory.
+    """Return the layout for ``tp`` ranks, at most four of which have room in the 64 MB of a container.
 
-    With two GPUs, slots of 4 MB are faster (results/host-link-h200x2: 2.5 ms for 101 MB, against 2.8) and halve the
-    driver calls. With more, smaller slots leave room in the cache for all; that was not measured here.
+    Larger slots take fewer calls of the driver, which bind small layers. With two GPUs, 4 MB are faster than 2 MB
+    (results/host-link-h200x2: 101 MB in 2.5 ms, against 2.8): a chunk costs the lanes about 14 us beside its bytes. By
+    this, 32 MB in chunks of 8 MB take 3 % longer than in chunks of 4 MB, for half the calls; that was not measured.
+    With more GPUs, smaller slots leave room in the cache for all; that was not measured either.
     """
-    return Layout(tp, (4 if tp == 2 else 2) * MIB)
+    return Layout(tp, 8 * MIB, MIN_SLOTS) if tp == 2 else Layout(tp)
 
 
 def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
@@ -158,7 +161,7 @@ def exchange_source(rank: int, tp: int, peer: int) -> int:
 class Part(NamedTuple):
     """Steps that are enqueued together. A copy's ``row`` is a peer's number, or tp for what is sent."""
 
-    steps: Sequence[Any]  # of :class:`Step`, or as the link's lanes lay them out
+    steps: list[Enqueued]
     pieces: Sequence[tuple[int, int]]  # ``(peer, piece)``: what has arrived then, or of an exchange what is sent
 
 
@@ -175,12 +178,33 @@ class Program:
     """Size of a block."""
     pieces: Sequence[tuple[int, int]] = ()
     """The pieces of all parts, in their order."""
+    laid_out: list[Any] = field(default_factory=list)
+    """What :meth:`run` of the link's lanes takes. Of a gather: for its begin, for each part up to where the caller may
+    read its pieces, and for its end. Of an exchange: what comes behind each product of the caller's, and the rest."""
+    rest: Any = ()
+    """The same of a gather for all behind its begin, where the caller does not wait."""
+    end: Any = ()
+    """The same for what puts the caller behind the whole call, all of which has been enqueued just before."""
 
-    def lay_out(self, laid_out: Callable[[Sequence[Step]], Sequence[Any]], nbytes: int) -> None:
-        """Replace the steps by what :meth:`run` of the link's lanes takes."""
+    def lay_out(self, laid_out: Callable[[Sequence[Enqueued]], Any], nbytes: int, *, exchange: bool) -> None:
+        """Lay out all that is enqueued for blocks of ``nbytes``."""
         self.nbytes = nbytes
-        self.parts = [part._replace(steps=laid_out(part.steps)) for part in self.parts]
         self.pieces = [piece for part in self.parts for piece in part.pieces]
+        lists = [part.steps for part in self.parts]
+        read_all, sent_all = (Mark(UP), Behind((CALLER,))), (Mark(DOWN), Behind((CALLER,)))
+        if exchange:
+            # A part waits for the product that it sends, and comes behind the next one in a queue that they share.
+            lists = [[Behind(LANES if at == 0 else (DOWN,)), *steps] for at, steps in enumerate(lists)]
+            lists = [[Mark(CALLER)], *([*steps, Mark(CALLER)] for steps in lists[:-1]), lists[-1]]
+        else:
+            self.rest = laid_out([*itertools.chain(*lists[1:])])
+            lists = [
+                [Mark(CALLER), Behind(LANES), *lists[0]],
+                *([*steps, *read_all] for steps in lists[1:]),
+                [*sent_all],
+            ]
+        self.laid_out = [laid_out(steps) for steps in lists]
+        self.end = laid_out([*read_all, *sent_all])
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""
@@ -206,17 +230,21 @@ class ProgramBuilder:
         self.program = Program()
         self._region = region
         self._words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
-        self._steps: list[Step] = []
+        self._steps: list[Enqueued] = []
 
-    def step(self, lane: int, transfer: Transfer, after: int | None = None) -> None:
+    def step(self, lane: int, transfer: Transfer) -> None:
         """Wait and copy; the closing words come with the lane's next step."""
-        self._add(lane, transfer.waits, transfer.copies, after=after)
+        self._add(lane, transfer.waits, transfer.copies)
         self._words[lane].extend(transfer.words)
 
     def write(self, lane: int, words: Sequence[WordOp]) -> None:
         """Write ``words`` now."""
         self._words[lane].extend(words)
         self._add(lane)
+
+    def after(self, lane: int, other: int) -> None:
+        """Put ``lane`` behind what ``other`` has been given so far."""
+        self._steps += [Mark(other), Behind((lane,))]
 
     def flush(self, lane: int, *, last: bool) -> None:
         """Write the closing words of the lane's last step; ``last``: the call ends in this lane."""
@@ -234,18 +262,17 @@ class ProgramBuilder:
         write: Callable[[int], Transfer],
         read: Callable[[int], Transfer],
         on_read: Callable[[int], None] = lambda use: None,
+        on_turn: Callable[[int], None] = lambda use: None,
         *,
         last: bool,
-        after: int | None = None,
     ) -> None:
-        """Add ``count`` writes and reads in the order that the module gives; ``on_read`` is called behind each read.
-
-        The first write waits for what the lane ``after`` has been given so far.
+        """Add ``count`` writes and reads in the order that the module gives. ``on_read`` is called behind each read,
+        ``on_turn`` behind each write and the read that comes with it.
         """
         ahead = slots - 2
         for i in range(count + ahead):
             if i < count:
-                self.step(DOWN, write(i), after if i == 0 else None)
+                self.step(DOWN, write(i))
             if i == count - 1:
                 self.flush(DOWN, last=last)
             if (j := i - ahead) >= 0:
@@ -253,6 +280,7 @@ class ProgramBuilder:
                 if j == count - 1:
                     self.flush(UP, last=last)
                 on_read(j)
+            on_turn(i)
 
     def _add(
         self,
@@ -261,7 +289,6 @@ class ProgramBuilder:
         copies: Sequence[Copy] = (),
         *,
         last: bool = False,
-        after: int | None = None,
     ) -> None:
         batches = self.program.batches[lane]
         epoch, position, busy = (self._region + progress_word(lane, what) for what in (EPOCH, POSITION, BUSY))
@@ -277,7 +304,7 @@ class ProgramBuilder:
             operations.append(WordOp(WRITE, busy, 0))
         batches.append(Batch(operations, [wait for _, wait in waits], range(len(stamped))))
         self._words[lane].clear()
-        self._steps.append(Step(lane, batches[-1], tuple(copies), after))
+        self._steps.append(Step(lane, batches[-1], tuple(copies)))
 
 
 def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
@@ -316,33 +343,38 @@ def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int
 
 
 def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of an exchange whose blocks are cut at ``cuts``, in the order of :func:`exchange_steps`."""
+    """Build the program of an exchange whose blocks are cut at ``cuts``, in the order of :func:`exchange_steps`. What
+    is sent to a peer begins at its number of blocks.
+    """
     tp, own = layout.tp, regions[rank]
     readers = [(rank + d) % tp for d in range(1, tp)]
-    builder, use = ProgramBuilder(own), 0
-    order, by_piece = exchange_steps(rank, tp, len(cuts) - 1), layout.chunks(cuts)
-    for number, (peer, piece) in enumerate(order):
-        source, parts = exchange_source(rank, tp, peer), by_piece[piece]
+    builder, by_piece = ProgramBuilder(own), layout.chunks(cuts)
+    order = exchange_steps(rank, tp, len(cuts) - 1)
+    parts = [(peer, piece, *chunk) for peer, piece in order for chunk in by_piece[piece]]
 
-        def write(i: int, peer: int = peer, piece: int = piece, use: int = use, parts: Sequence = parts) -> Transfer:
-            offset, nbytes = parts[i]
-            return Transfer(
-                # Any of them may have read this slot last.
-                [(WordOp(WAIT, own + layout.word(use + i, to), EMPTY), Wait(to, to)) for to in readers],
-                [Copy(tp, offset - cuts[piece], own + layout.slot(use + i), nbytes)],
-                [WordOp(WRITE, own + layout.word(use + i, peer), FULL)],
-            )
+    def write(use: int) -> Transfer:
+        peer, _, offset, nbytes = parts[use]
+        return Transfer(
+            # Any of them may have read this slot last.
+            [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to)) for to in readers],
+            [Copy(tp, peer * cuts[-1] + offset, own + layout.slot(use), nbytes)],
+            [WordOp(WRITE, own + layout.word(use, peer), FULL)],
+        )
 
-        def read(i: int, source: int = source, use: int = use, parts: Sequence = parts) -> Transfer:
-            offset, nbytes = parts[i]
-            word = regions[source] + layout.word(use + i, rank)
-            return Transfer(
-                [(WordOp(WAIT, word, FULL), Wait(source, rank))],
-                [Copy(source, offset, regions[source] + layout.slot(use + i), nbytes)],
-                [WordOp(WRITE, word, EMPTY)],
-            )
+    def read(use: int) -> Transfer:
+        peer, _, offset, nbytes = parts[use]
+        source = exchange_source(rank, tp, peer)
+        word = regions[source] + layout.word(use, rank)
+        return Transfer(
+            [(WordOp(WAIT, word, FULL), Wait(source, rank))],
+            [Copy(source, offset, regions[source] + layout.slot(use), nbytes)],
+            [WordOp(WRITE, word, EMPTY)],
+        )
 
-        builder.interleave(len(parts), layout.slots, write, read, last=number == len(order) - 1)
-        builder.end_part([(peer, piece)])
-        use += len(parts)
+    def on_turn(use: int) -> None:
+        if use < len(parts) - 1 and parts[use + 1][:2] != parts[use][:2]:
+            builder.end_part([parts[use][:2]])
+
+    builder.interleave(len(parts), layout.slots, write, read, on_turn=on_turn, last=True)
+    builder.end_part([order[-1]])
     return builder.program

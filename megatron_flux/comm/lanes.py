@@ -76,7 +76,21 @@ class Step(NamedTuple):
     lane: int
     batch: Batch
     copies: tuple[Copy, ...]
-    after: int | None  # lane whose operations so far must have run before
+
+
+class Mark(NamedTuple):
+    """Notes what ``lane`` (or :data:`CALLER`) has been given by now, for :class:`Behind`."""
+
+    lane: int
+
+
+class Behind(NamedTuple):
+    """Puts ``lanes``, each of which may be :data:`CALLER`, behind what was noted last."""
+
+    lanes: tuple[int, ...]
+
+
+Enqueued = Step | Mark | Behind
 
 
 def read(address: int) -> int:
@@ -98,24 +112,27 @@ class StreamLanes:
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in LANES]
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._between = self._event()
+        """What was noted last; what was enqueued to wait for it does not see that it is used again."""
         self._events: list[torch.cuda.Event] = []
-        """Those that nothing waits for; what was enqueued to wait for one does not see that it is used again."""
+        """Others that no call will wait for any more."""
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self._streams[UP])  # it has no handle before
         return event
 
-    def laid_out(self, steps: Sequence[Step]) -> list[memory_ops.Call]:
-        """Return ``steps`` as :meth:`run` takes them."""
+    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0) -> list[memory_ops.Call]:
+        """Return ``steps`` as :meth:`run` takes them; ``caller``: handle of the caller's stream."""
         found: list[memory_ops.Call] = []
-        for lane, batch, copies, after in steps:
-            stream = self._handles[lane]
-            if after is not None:
-                event = self._between.cuda_event
-                found.append((driver.record, (event, self._handles[after]), False, []))
-                found.append((driver.wait, (stream, event), False, []))
-            found.append(memory_ops.call_of(batch.table, stream, copies, from_slots=lane == UP))
+        event, streams = self._between.cuda_event, [*self._handles, caller]
+        for step in steps:
+            if isinstance(step, Step):
+                stream, copies = streams[step.lane], step.copies
+                found.append(memory_ops.call_of(step.batch.table, stream, copies, from_slots=step.lane == UP))
+            elif isinstance(step, Mark):
+                found.append(memory_ops.record_of(event, streams[step.lane]))
+            else:
+                found += [memory_ops.wait_of(streams[lane], event) for lane in step.lanes]
         return found
 
     run = staticmethod(memory_ops.run)
@@ -207,19 +224,26 @@ class ProcessorLanes:
         """``gave_up(lane)`` makes the error of a wait that has lasted ``seconds``; ``keep`` owns the memory."""
         self._workers = [_Worker(gave_up(lane), seconds, keep) for lane in LANES]
         self._threaded = threaded
+        self._noted: tuple[int, threading.Event | None] = CALLER, None
         for worker in self._workers if threaded else ():
             threading.Thread(target=worker.run, name="megatron-flux-lane", daemon=True).start()
             weakref.finalize(self, worker.queue.put, None).atexit = False
 
-    def laid_out(self, steps: Sequence[Step]) -> Sequence[Step]:
+    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0) -> Sequence[Enqueued]:
         """Return ``steps`` as :meth:`run` takes them."""
         return steps
 
-    def run(self, steps: Sequence[Step], rows: Sequence[int]) -> None:
+    def run(self, steps: Sequence[Enqueued], rows: Sequence[int]) -> None:
         """Enqueue ``steps`` for a tensor whose rows, and behind them what is sent, are at the addresses ``rows``."""
-        for lane, batch, copies, after in steps:
-            if after is not None and self._threaded:
-                self._put(lane, self._reached(after).wait)
+        for step in steps:
+            if isinstance(step, Mark):
+                self._noted = self.mark(step.lane)
+                continue
+            if isinstance(step, Behind):
+                for lane in step.lanes:
+                    self.behind(self._noted, lane)
+                continue
+            lane, batch, copies = step
             self._put(lane, functools.partial(self._workers[lane].words, batch.operations, batch.waits))
             for row, offset, slot, nbytes in copies:
                 at = rows[row] + offset
@@ -230,21 +254,23 @@ class ProcessorLanes:
         """Return the same for every caller."""
         return 0
 
-    def follow(self, other: int, *_: int) -> None:
-        """Wait for what ``other`` has been given by now; raises as :meth:`behind`."""
-        self.behind(self.mark(other))
-
     def mark(self, lane: int) -> tuple[int, threading.Event | None]:
         """Note what ``lane`` has been given by now, for :meth:`behind`. What the caller has done, it has done."""
         return lane, self._reached(lane) if self._threaded and lane != CALLER else None
 
-    def behind(self, mark: tuple[int, threading.Event | None], *_: int) -> None:
-        """Wait for what was noted. Raises OperatorError if that lane has ended with an error."""
-        lane, reached = mark
-        if reached is not None:
-            reached.wait()
-            if (error := self._workers[lane].error) is not None:
-                raise error
+    def behind(self, mark: tuple[int, threading.Event | None], lane: int) -> None:
+        """Put ``lane`` behind what was noted. Raises OperatorError if that is the caller, and the lane that was noted
+        has ended with an error.
+        """
+        noted, reached = mark
+        if reached is None:
+            return
+        if lane != CALLER:
+            self._put(lane, reached.wait)
+            return
+        reached.wait()
+        if (error := self._workers[noted].error) is not None:
+            raise error
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep ``tensor`` until what is on its way down by now has been read."""

@@ -39,7 +39,7 @@ from megatron_flux.comm import p2p_schedule, shared_memory
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Program
-from megatron_flux.comm.lanes import Batch, Step, store
+from megatron_flux.comm.lanes import Batch, Enqueued, Step, store
 from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
 from megatron_flux.cuda_memory_ops import FLUSH, WordOp
 
@@ -94,11 +94,11 @@ class P2PLink(HostLink):
         return program
 
 
-def _flushed(step: Step) -> list[Step]:
+def _flushed(step: Enqueued) -> list[Enqueued]:
     """Split ``step`` to put a flush between what it waits for and what it copies."""
-    if step.lane != IN or not step.copies:
+    if not isinstance(step, Step) or step.lane != IN or not step.copies:
         return [step]
-    return [step._replace(copies=()), Step(IN, Batch([WordOp(FLUSH, 0, 0)]), step.copies, None)]
+    return [step._replace(copies=()), Step(IN, Batch([WordOp(FLUSH, 0, 0)]), step.copies)]
 
 
 def place_of(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:

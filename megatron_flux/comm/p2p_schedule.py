@@ -205,7 +205,7 @@ def program(
     def transfers(number: int) -> tuple[Callable[[int], Transfer], Callable[[int], Transfer]]:
         """Return the steps that send and receive the chunks of this round."""
         piece, round_ = plan[number]
-        chunk, base = parts[piece], cuts[piece] if exchange else 0
+        chunk, base = parts[piece], round_.target * cuts[-1] if exchange else 0
         row = layout.tp if round_.sent == rank else round_.sent
 
         def waits(use: int) -> list[tuple[WordOp, Wait]]:
@@ -217,7 +217,7 @@ def program(
 
         def send(use: int) -> Transfer:
             offset, nbytes = chunk[use]
-            copy = Copy(row, offset - base, slots[round_.target] + layout.slot(use), nbytes)
+            copy = Copy(row, base + offset, slots[round_.target] + layout.slot(use), nbytes)
             return Transfer(waits(use), [copy], [WordOp(WRITE, own + layout.word(use, round_.target), FULL)])
 
         def receive(use: int) -> Transfer:
@@ -240,7 +240,8 @@ def program(
     for number, (piece, round_) in enumerate(plan):
         (send, receive), last = transfers(number), number == len(plan) - 1
         forwards = round_.sent != rank and plan[number - 1][1].sent == rank
-        after = IN if forwards else None
-        builder.interleave(len(parts[piece]), layout.slots, send, receive, last=last, after=after)
+        if forwards:
+            builder.after(OUT, IN)
+        builder.interleave(len(parts[piece]), layout.slots, send, receive, last=last)
         builder.end_part([(round_.target if exchange else round_.received, piece)])
     return builder.program

@@ -82,7 +82,8 @@ def decode(data: torch.Tensor, out: torch.Tensor, cache: LaunchCache) -> None:
 
 def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torch.Tensor, cache: LaunchCache) -> None:
     """Sum over ranks into ``out`` ``[rows, n]``, in fp32: encoded ``data`` (uint8 ``[tp, nbytes]``, rows may lie
-    apart; exact: numbers ``[tp, rows, n]``), with ``local`` ``[rows, n]`` in place of ``data[rank]``.
+    apart; exact: numbers ``[tp, rows, n]``), with ``local`` ``[rows, n]`` in place of ``data[rank]``. ``out`` has as
+    many elements as ``local``, contiguous.
     """
     if wire == EXACT:
         numbers, scales = data, None
@@ -100,5 +101,5 @@ def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torc
         elif source != rank:
             total += numbers[source].float() * scales[source][..., None]
     if scales is not None:
-        total = (total @ _hadamard()).flatten(-2)[:, : out.shape[1]] + local.float()
-    out.copy_(total)
+        total = (total @ _hadamard()).flatten(-2)[:, : local.shape[1]] + local.float()
+    out.copy_(total.view(out.shape))

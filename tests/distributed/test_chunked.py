@@ -198,7 +198,7 @@ def test_too_little_shared_memory_is_a_reason_or_an_error(world2: WorkerPool, tm
     with small_disk(tmp_path / "shm", 8) as folder:
         for reason, said in world2.run(too_little, folder):
             assert reason == said
-            assert f"2 ranks need 33 MiB, and {folder} has 7 in all; give the container more shared memory" in said, (
+            assert f"2 ranks need 49 MiB, and {folder} has 7 in all; give the container more shared memory" in said, (
                 said
             )
 

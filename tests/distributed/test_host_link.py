@@ -60,11 +60,13 @@ def gather(at: HostLink, seed: int, cuts: list[int]) -> None:
 
 def exchange(at: HostLink, seed: int, cuts: list[int], slow: float = 0.0) -> None:
     tp, rank, nbytes = at.tp, at.rank, cuts[-1]
-    received = torch.full((tp, nbytes), 0xEE, dtype=torch.uint8)
-    call = at.exchange("gemm_reduce_scatter", received, cuts)
+    sent, received = torch.zeros(tp, nbytes, dtype=torch.uint8), torch.full((tp, nbytes), 0xEE, dtype=torch.uint8)
+    call = at.exchange("gemm_reduce_scatter", sent, received, cuts)
     for peer, piece in call.steps:
         time.sleep(slow)
-        call.send(content(seed, tp * rank + peer, nbytes)[cuts[piece] : cuts[piece + 1]].clone())
+        part = slice(cuts[piece], cuts[piece + 1])
+        sent[peer, part] = content(seed, tp * rank + peer, nbytes)[part]
+        call.send()
     call.wait()
     for peer in range(tp):
         if peer != rank:
@@ -150,7 +152,7 @@ def test_a_wait_that_lasts_too_long_names_the_peer(kind: str, one_queue: bool) -
 def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str, one_queue: bool) -> None:
     at = link(kind, one_queue)
     with contextlib.suppress(KeyError), poison_on_error(at, "gemm_reduce_scatter"):
-        at.exchange("gemm_reduce_scatter", torch.zeros(2, 10, dtype=torch.uint8), [0, 10])
+        at.exchange("gemm_reduce_scatter", *torch.zeros(2, 2, 10, dtype=torch.uint8), [0, 10])
         raise KeyError("a kernel that cannot be compiled")
     with pytest.raises(OperatorError, match="a call of gemm_reduce_scatter was broken off here by KeyError"):
         gather(at, 0, [0, 10])

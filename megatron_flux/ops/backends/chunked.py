@@ -32,8 +32,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm.host_link import HostGather
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
@@ -71,6 +73,7 @@ class ChunkedBackend(Backend):
     """See the module."""
 
     operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+    takes_leading_dimensions = True
 
     def __init__(self, name: str = "chunked", wire: str = wires.EXACT) -> None:
         """``wire``: one of :data:`megatron_flux.settings.WIRES`."""
@@ -102,17 +105,22 @@ class ChunkedBackend(Backend):
         """See :class:`~megatron_flux.ops.backend.Backend`."""
         if call.fp8 is not None:
             return self._all_gather_gemm_fp8(call, call.fp8, pieces)
-        x, (m, n, k), (gemm, weight) = call.x, call.sizes, _gemm(call)
-        y, full = x.new_empty(m, n), x.new_empty(m, k)
-        gather = _Gathered(self, call, full, pieces)
-        inputs, outputs, own = gather.blocks, y.split_with_sizes(gather.cut.sizes), gather.cut.own
+        given, (gemm, weight) = call.x, _gemm(call)
+        rows, *others = given.shape
+        shape = (rows * call.group.size(), *others)
+        y, full = given.new_empty(*shape[:-1], weight.shape[1]), given.new_empty(shape)
+        gather = _Gathered(self, call, matrix(given), full, pieces)
+        cut, places = gather.cut, gather.cut.places
+        inputs, outputs = matrix(full).split_with_sizes(cut.sizes), matrix(y).split_with_sizes(cut.sizes)
         with poison_on_error(gather.link, call.operator):
-            gather.begin()
-            gemm(x, weight, out=outputs[own])
+            flight = gather.begin()
+            gemm(gather.x, weight, out=outputs[cut.own])
             if call.return_gathered:
-                inputs[own].copy_(x)
-            for which in gather.flight:
-                at = gather.decoded(which)
+                gather.copy_own(full)
+            for which in flight:
+                at = places[which]
+                if gather.encoded:
+                    gather.decode(which, inputs[at])
                 gemm(inputs[at], weight, out=outputs[at])
         return y, full
 
@@ -123,45 +131,46 @@ class ChunkedBackend(Backend):
         scales = x.scale_inv
         y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, call.k)
         all_scales = scales.new_empty(tp, *scales.shape) if pair.blocks else scales
-        gathers = [_Gathered(self, call, full, pieces, x.data)]
+        gathers = [_Gathered(self, call, x.data, full, pieces)]
         if pair.blocks:  # first, on their own: 4 bytes for 128
-            gathers.insert(0, _Gathered(self, call, all_scales.view(-1, scales.shape[1]), 1, scales))
+            gathers.insert(0, _Gathered(self, call, scales, all_scales, 1))
         gather, cut = gathers[-1], gathers[-1].cut
         outputs = y.split_with_sizes(cut.sizes)
         with poison_on_error(gather.link, call.operator):
-            for ahead in gathers[:-1]:
-                ahead.begin()
-                ahead.flight.enqueue()
-            gather.begin()
+            begun = [ahead.begin() for ahead in gathers[:-1]]
+            for ahead in begun:
+                ahead.enqueue()
+            flight = gather.begin()
             fp8_gemm(pair, call.bias, out=outputs[cut.own])
             if call.return_gathered:
-                gather.blocks[cut.own].copy_(x.data)
-            for ahead in gathers[:-1]:
-                ahead.flight.wait()
+                gather.copy_own(full)
+            for ahead in begun:
+                ahead.wait()
                 all_scales[rank].copy_(scales)
             gathered = Fp8Operand(full, x.dtype, all_scales, x.scaling, tp)
-            for peer, piece in gather.flight:
+            for peer, piece in flight:
                 part = gathered.shard(peer).part(cut.rows[piece], cut.rows[piece + 1])
                 fp8_gemm(pair._replace(x=part), call.bias, out=outputs[cut.places[peer, piece]])
         return y, gathered
 
     def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        x, (m, _, k) = call.x, call.sizes
-        full = x.new_empty(m, k)
-        gather = _Gathered(self, call, full, pieces)
+        x = call.x
+        full = x.new_empty(call.gathered_shape)
+        gather = _Gathered(self, call, matrix(x), full, pieces)
         with poison_on_error(gather.link, call.operator):
-            gather.begin()
-            gather.flight.enqueue()
-            gather.blocks[gather.cut.own].copy_(x)
+            flight = gather.begin()
+            flight.enqueue()
+            gather.copy_own(full)
         begun = _current_stream(x)
 
         def wait() -> None:
             with poison_on_error(gather.link, call.operator):
-                gather.flight.wait()
-                if self.wire != wires.EXACT:
-                    for which in gather.cut.places:
-                        gather.decoded(which)
+                flight.wait()
+                if gather.encoded:
+                    blocks = matrix(full).split_with_sizes(gather.cut.sizes)
+                    for which, at in gather.cut.places.items():
+                        gather.decode(which, blocks[at])
             _used_behind(begun, gather.arrived)
 
         return Pending(full, wait, keep=(x, full))
@@ -171,101 +180,105 @@ class ChunkedBackend(Backend):
         the GEMMs have ended run beside what comes next.
         """
         compare_calls(call)
-        x, (m, n, _), group, wire, out = call.x, call.sizes, call.group, self.wire, call.out
-        tp, rank, state = group.size(), group.rank(), state_of(group)
+        x, group, wire, out = matrix(call.x), call.group, self.wire, call.out
+        link, state = transport_of(group, x.device), state_of(group)
+        m, n, tp, rank, known = x.shape[0], call.n, link.tp, link.rank, state.kernels
         mp, at_once = m // tp, 1 if call.fp8 is None else ROWS_AT_ONCE
         cut = _cut(wire, mp, n, out.itemsize, pieces or self.pieces, at_once, tp, rank)
-        link, known, gemm = transport_of(group, x.device), state.kernels, _gemm_of_blocks(call, cut)
+        gemm = _gemm_of_blocks(call, x, cut)
         # All memory before the call begins: peers would wait for one that ends in between.
-        y = x.new_empty(mp, n, dtype=out)
+        result = x.new_empty(call.result_shape, dtype=out)
         if exact := wire == wires.EXACT:
             theirs, sent = x.new_empty(tp, mp, n, dtype=out), x.new_empty(m, n, dtype=out)
             blocks = sent.split_with_sizes(cut.sizes)
             own = blocks[cut.own]
         else:
             theirs = x.new_empty(tp, cut.cuts[-1], dtype=torch.uint8)
-            sent, own = torch.empty_like(theirs), torch.empty_like(y)
+            sent, own = torch.empty_like(theirs), x.new_empty(mp, n, dtype=out)
             partial = x.new_empty(max(b - a for a, b in itertools.pairwise(cut.rows)), n, dtype=out)
+
+        def finish() -> None:
+            exchange.wait()
+            if exact:
+                wires.add(wire, theirs, own, rank, result, known)
+                return
+            y = matrix(result)
+            for (first, last), data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
+                wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+
         with poison_on_error(link, call.operator):
             if state.table is not None:
                 state.table.enter()
-            exchange = link.exchange(call.operator, theirs, cut.cuts)
-            for peer, piece in exchange.steps:
-                at = cut.places[peer, piece]
+            exchange = link.exchange(call.operator, sent, theirs, cut.cuts)
+            for which in exchange.steps:
+                at = cut.places[which]
                 if exact:
-                    block = blocks[at]
-                    gemm(at, block)
+                    gemm(at, blocks[at])
                 else:
-                    block = sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]]
+                    peer, piece = which
                     gemm(at, part := partial[: cut.sizes[at]])
-                    wires.encode(part, block, known)
-                exchange.send(block)
+                    wires.encode(part, sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]], known)
+                exchange.send()
             gemm(cut.own, own)
+            if not call.async_op:
+                finish()
+                return Pending(result)
             exchange.enqueue()
-
-        begun = _current_stream(x) if call.async_op else None
+        begun = _current_stream(x)
 
         def wait() -> None:
             with poison_on_error(link, call.operator):
-                exchange.wait()
-                if exact:
-                    wires.add(wire, theirs, own, rank, y, known)
-                else:
-                    for (first, last), data in zip(
-                        itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True
-                    ):
-                        wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
+                finish()
             _used_behind(begun, theirs, sent, own)
 
-        pending = Pending(y, wait, keep=(x, theirs, sent, own))
-        if not call.async_op:
-            pending.wait()
-        return pending
+        return Pending(result, wait, keep=(x, theirs, sent, own))
 
 
 class _Gathered:
-    """The gather of a call into ``full`` ``[m, k]``, but for the local shard."""
+    """The gather of a matrix ``x``, with one of as many rows from every rank, but for the local shard."""
 
     def __init__(
-        self,
-        backend: ChunkedBackend,
-        call: OperatorCall,
-        full: torch.Tensor,
-        pieces: int | None,
-        exactly: torch.Tensor | None = None,
+        self, backend: ChunkedBackend, call: OperatorCall, x: torch.Tensor, full: torch.Tensor, pieces: int | None
     ) -> None:
-        """Allocates; nothing has begun. ``exactly``: what is gathered instead of x, as it is."""
+        """Allocates; nothing has begun. ``x``: that of ``call``, or part of its FP8 operand, which is sent as it is."""
         compare_calls(call)
-        group, x = call.group, call.x if exactly is None else exactly
-        self._operator, self._x, self._state = call.operator, x, state_of(group)
-        self._wire, at_once = (backend.wire, 1) if exactly is None else (wires.EXACT, ROWS_AT_ONCE)
-        size, tp = x.element_size(), group.size()
-        self.cut = _cut(self._wire, *x.shape, size, pieces or backend.pieces, at_once, tp, group.rank())
-        self.link, self.blocks = transport_of(group, x.device), full.split_with_sizes(self.cut.sizes)
+        group = call.group
+        wire, at_once = (backend.wire, 1) if call.fp8 is None else (wires.EXACT, ROWS_AT_ONCE)
+        self.x, self._operator, self._state = x, call.operator, state_of(group)
+        self.link = link = transport_of(group, x.device)
+        size = x.element_size()
+        self.cut = cut = _cut(wire, *x.shape, size, pieces or backend.pieces, at_once, link.tp, link.rank)
+        self.encoded = wire != wires.EXACT
         self._mine, self.arrived = x, full
-        if self._wire != wires.EXACT:
-            self._mine = x.new_empty(self.cut.cuts[-1], dtype=torch.uint8)
-            self.arrived = x.new_empty(tp, self.cut.cuts[-1], dtype=torch.uint8)
+        if self.encoded:
+            self._mine = x.new_empty(cut.cuts[-1], dtype=torch.uint8)
+            self.arrived = x.new_empty(link.tp, cut.cuts[-1], dtype=torch.uint8)
 
-    def begin(self) -> None:
+    def begin(self) -> HostGather:
         """Send what this rank has."""
-        rows, cuts, state = self.cut.rows, self.cut.cuts, self._state
-        if self._wire != wires.EXACT:
-            for piece in range(len(rows) - 1):
-                block = self._mine[cuts[piece] : cuts[piece + 1]]
-                wires.encode(self._x[rows[piece] : rows[piece + 1]], block, state.kernels)
-        if state.table is not None:
-            state.table.enter()
-        self.flight = self.link.gather(self._operator, self._mine, self.arrived, cuts)
+        cuts, table = self.cut.cuts, self._state.table
+        if self.encoded:
+            for rows, data in zip(itertools.pairwise(self.cut.rows), itertools.pairwise(cuts), strict=True):
+                wires.encode(self.x[slice(*rows)], self._mine[slice(*data)], self._state.kernels)
+        if table is not None:
+            table.enter()
+        return self.link.gather(self._operator, self._mine, self.arrived, cuts)
 
-    def decoded(self, which: tuple[int, int]) -> int:
-        """Decode a ``(peer, piece)`` that has arrived, and return its place in ``blocks``."""
-        at = self.cut.places[which]
-        if self._wire != wires.EXACT:
-            peer, piece = which
-            data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
-            wires.decode(data, self.blocks[at], self._state.kernels)
-        return at
+    def decode(self, which: tuple[int, int], out: torch.Tensor) -> None:
+        """Decode a ``(peer, piece)`` that has arrived."""
+        peer, piece = which
+        data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
+        wires.decode(data, out, self._state.kernels)
+
+    def copy_own(self, full: torch.Tensor) -> None:
+        """Copy the local shard to its place in ``full``."""
+        x, rank = self.x, self.link.rank
+        if x.is_cuda:
+            nbytes = x.nbytes
+            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+            driver.copy(full.data_ptr() + rank * nbytes, x.data_ptr(), nbytes, stream)
+        else:
+            full.view(self.link.tp, *x.shape)[rank].copy_(x)
 
 
 class _Cut(NamedTuple):
@@ -319,8 +332,8 @@ def _gemm(call: OperatorCall) -> tuple[Callable[..., object], torch.Tensor]:
     return (torch.mm if call.bias is None else functools.partial(torch.addmm, call.bias)), weight
 
 
-def _gemm_of_blocks(call: OperatorCall, cut: _Cut) -> Callable[[int, torch.Tensor], object]:
-    """Return ``f(at, out)``, which multiplies that block of x by the weight, and adds the addend's."""
+def _gemm_of_blocks(call: OperatorCall, x: torch.Tensor, cut: _Cut) -> Callable[[int, torch.Tensor], object]:
+    """Return ``f(at, out)``, which multiplies that block of the matrix x by the weight, and adds the addend's."""
     pair = call.fp8
     addends = () if call.addend is None else matrix(call.addend).split_with_sizes(cut.sizes)
     if pair is not None:
@@ -332,7 +345,7 @@ def _gemm_of_blocks(call: OperatorCall, cut: _Cut) -> Callable[[int, torch.Tenso
                 out.add_(addends[at])
 
         return fp8_block
-    blocks, (gemm, weight) = call.x.split_with_sizes(cut.sizes), _gemm(call)
+    blocks, (gemm, weight) = x.split_with_sizes(cut.sizes), _gemm(call)
     if addends:
         return lambda at, out: torch.addmm(addends[at], blocks[at], weight, out=out)
     return lambda at, out: gemm(blocks[at], weight, out=out)

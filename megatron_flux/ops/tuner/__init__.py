@@ -30,8 +30,8 @@ Agreement
 Limits
     * A trial takes some forty calls for three candidates. One that does not get so many goes on for ever, and is lost
       with the process: a job that resumes begins it again.
-    * Where the host is the bound, times tell nothing of the candidates: the likeliest one runs, and is not kept in the
-      file (:mod:`~megatron_flux.ops.tuner.trial`).
+    * Where the host is the bound, times tell nothing of the candidates: the likeliest one runs, of chunks the one that
+      takes GPU and host together the least, and is not kept in the file (:mod:`~megatron_flux.ops.tuner.trial`).
     * In a CUDA graph's capture nothing is tried and no file is read: a call that has not run in this process takes
       ``reference``, with a warning. Calls that will be captured take the entry of eager ones where they have none, but
       for an all-reduce.

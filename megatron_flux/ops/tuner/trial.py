@@ -10,6 +10,9 @@ Contract
     * A turn counts where the GPU was behind the host, on all ranks. Elsewhere the time is the host's, and says nothing
       of the candidate, nor of calls of more rows. Where all turns are such, the likeliest candidate wins: by rule, or
       what was chosen for another m. It is not written to the file.
+    * Numbers of pieces differ in host time. Where most of their last turns found the GPU idle, the one wins for which
+      GPU and host together take the least: it loses no more of the one than it gains of the other. It is not written
+      either.
     * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
       GPU, or nearly so; and the GPU is busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
@@ -78,9 +81,13 @@ class Sample:
     candidate: int
     rows: int
     begun: Any  # an event, or the clock
+    since: float = 0.0
+    """By the host's clock."""
     ended: Any = None
     busy: bool = True
     """The GPU was behind the host."""
+    host: float = 0.0
+    """Milliseconds that the host took to enqueue it."""
 
 
 class Trial:
@@ -148,7 +155,7 @@ class Trial:
 
     def begin(self, candidate: int, rows: int, cuda: bool) -> Callable[[], None]:
         """Begin a timed turn on the current stream; return what ends it."""
-        sample = Sample(candidate, rows, _now(cuda))
+        sample = Sample(candidate, rows, _now(cuda), time.perf_counter())
         self._samples.append(sample)
 
         def end() -> None:
@@ -161,6 +168,7 @@ class Trial:
         host there, and what is timed is the host.
         """
         sample = self._samples[-1]
+        sample.host = (time.perf_counter() - sample.since) * 1e3
         sample.busy = not (cuda and sample.begun.query())
 
     def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
@@ -194,7 +202,9 @@ class Trial:
 
     def _send(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
-        mine = [None if one.ended is None else (_between(one.begun, one.ended), one.busy) for one in self._samples]
+        mine = [
+            None if one.ended is None else (_between(one.begun, one.ended), one.busy, one.host) for one in self._samples
+        ]
         states = [_state(futures, call) for futures in self.futures]
         self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
         self.rounds += 1
@@ -208,9 +218,9 @@ class Trial:
             if sample.ended is not None:
                 _free(sample.begun, sample.ended)
             if None not in by_rank:
-                times, busy = zip(*by_rank, strict=True)
+                times, busy, host = zip(*by_rank, strict=True)
                 ms = max(statistics.fmean(times), 1e-6)
-                self.timed.append(Timed(sample.candidate, sample.rows, ms, all(busy)))
+                self.timed.append(Timed(sample.candidate, sample.rows, ms, all(busy), statistics.fmean(host)))
         if samples:
             self.effects = effects_of(self._telling())
         for i in range(len(self.entries)):
@@ -229,13 +239,29 @@ class Trial:
         if turns is None and self._is_known:
             self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
-            # Without times it is not written to the file: another training may tell.
-            by_label = self._ms_of(call.m) if self._sure(known) else {}
+            by_label = self._ms_of(call.m)
+            cheapest = self._cheapest(by_label)
+            if cheapest is not None:
+                self.choice = cheapest
+            if cheapest is not None or not self._sure(known):
+                by_label = {}  # it is not written to the file: another training may tell
             self.decided = self.entries[self.choice].model_copy(update={"ms": by_label})
         else:
             self._waits = 0 if turns else self._waits + 1
             gap = GAP * min(1 << self._waits, MOST_GAPS)  # ranks of several hosts ask one store
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
+
+    def _cheapest(self, ms: dict[str, float]) -> int | None:
+        """Return the candidate to take instead of the fastest by these times of the GPU, where the host is the bound.
+        None: it is not, or all candidates take the host as long.
+        """
+        close = [i for i in self._known() if self.entries[i] in self.close and self.entries[i].pieces]
+        last = [turn for turn in self.timed if turn.candidate in close]
+        idle = [turn for turn in last if not turn.busy]  # elsewhere the host may have waited for room in a queue
+        host = {i: [turn.host for turn in idle if turn.candidate == i] for i in close}
+        if self.choice not in close or 2 * len(idle) <= len(last) or not self._sure(close) or not all(host.values()):
+            return None
+        return min(close, key=lambda i: ms[self.entries[i].label] + statistics.median(host[i]))
 
     def _telling(self) -> list[Timed]:
         """Return the turns that found the GPU busy, or all where some candidate has none."""

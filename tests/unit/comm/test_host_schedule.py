@@ -33,7 +33,7 @@ from megatron_flux.comm.host_schedule import (
     default_layout,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import DOWN, LANES, Batch, read, store
+from megatron_flux.comm.lanes import DOWN, LANES, Batch, Behind, Mark, read, store
 from megatron_flux.cuda_memory_ops import MOST, WRITE, WordOp
 from megatron_flux.errors import UserError
 
@@ -100,14 +100,16 @@ class Ranks:
     def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
         found: list[tuple[int, Callable[[], bool]]] = []
-        done = [0] * len(LANES)
+        done, own = [0] * len(LANES), self.sent[rank].data_ptr()
         for part in program.parts:
-            peer, piece = part.pieces[0] if kind == "exchange" else (0, 0)
-            own = self.sent[rank][peer].data_ptr() + CUTS[piece]
-            for lane, batch, copies, after in part.steps:
-                if after is not None:
-                    given = sum(at == after for at, _ in found)
-                    found.append((lane, lambda after=after, given=given: done[after] >= given))
+            for step in part.steps:
+                if isinstance(step, Mark):
+                    noted, given = step.lane, sum(at == step.lane for at, _ in found)
+                    continue
+                if isinstance(step, Behind):
+                    found += [(lane, lambda noted=noted, given=given: done[noted] >= given) for lane in step.lanes]
+                    continue
+                lane, batch, copies = step
                 found += [(lane, self.word(one)) for one in driven(batch)]
                 for row, offset, slot, nbytes in copies:
                     assert row != self.tp or lane == DOWN
@@ -233,7 +235,8 @@ def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None
 
 
 def test_default_size() -> None:
-    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 4, 8)] == [32, 32, 64]
+    """Up to four ranks find room in what a container has unless it is told otherwise."""
+    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 3, 4, 8)] == [48, 24, 32, 64]
     with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
         Layout(2, MIB, 2)
 

@@ -23,12 +23,14 @@ PROCESSES: Any = SimpleNamespace(rank=lambda: 0)
 class Turns:
     """A trial in which turns take times of their own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **how: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[Entry] = ENTRIES, **how: int) -> None:
         monkeypatch.setattr(trial.agreement, "begin", lambda mine, group, about: lambda: [mine, mine])
         monkeypatch.setattr(trial, "_state", lambda *_: True)
         monkeypatch.setattr(trial, "_now", lambda cuda: SimpleNamespace(query=lambda: self.idle, ms=self.ms))
         monkeypatch.setattr(trial, "_between", lambda begin, end: end.ms)
-        self.trial, self.idle, self.ms, self.calls = trial.Trial(ENTRIES, "a call", **how), False, 0.0, 0
+        monkeypatch.setattr(trial.time, "perf_counter", lambda: self.clock)
+        self.clock, self.host = 0.0, {0: 0.0, 1: 0.0, 2: 0.0}
+        self.trial, self.idle, self.ms, self.calls = trial.Trial(entries, "a call", **how), False, 0.0, 0
         self.trial.begun |= {1: -1, 2: -1}
 
     def call(self, *, idle: bool, ms: dict[int, float], m: int = 4096) -> bool:
@@ -40,6 +42,7 @@ class Turns:
         self.idle, self.ms = idle, ms[turn.candidate]
         if turn.timed:
             end = self.trial.begin(turn.candidate, m, True)
+            self.clock += self.host[turn.candidate] / 1e3
             self.trial.enqueued(True)
             end()
         return True
@@ -70,6 +73,29 @@ def test_turns_in_which_the_gpu_was_busy_count_alone(monkeypatch: pytest.MonkeyP
         pass
     assert turns.trial.decided is not None
     assert turns.trial.decided.plan == KernelConfig(bn=256)
+
+
+@pytest.mark.parametrize(
+    ("share", "slower", "host", "pieces"),
+    [(0.15, 1.05, 0.2, 2), (0.9, 1.05, 0.2, 8), (0.15, 1.05, 0.02, 8), (0.15, 1.2, 0.3, 8)],
+)
+def test_where_the_host_is_the_bound_its_time_counts(
+    monkeypatch: pytest.MonkeyPatch, share: float, slower: float, host: float, pieces: int
+) -> None:
+    """A ``share`` of the later calls finds the GPU busy; the first ones say which candidates are about as fast. Eight
+    pieces take the ``host`` so much longer than two. The likeliest one runs where a candidate never found it busy.
+    """
+    chunked = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
+    for seed in range(20):
+        turns, draw = Turns(monkeypatch, chunked), random.Random(seed)
+        turns.host, goes_on = {0: 0.2, 1: 0.3, 2: 0.3 + host}, True
+        while goes_on and turns.calls < 500:
+            busy = turns.calls < 12 or draw.random() < share
+            ms = {0: 3.0, 1: slower, 2: 1.0} if busy else dict.fromkeys(range(3), 4.0)
+            goes_on = turns.call(idle=not busy, ms=ms)
+        assert turns.trial.decided is not None
+        assert turns.trial.decided.pieces == (pieces if turns.trial._sure([1, 2]) else 2)
+        assert bool(turns.trial.decided.ms) == (share == 0.9 or slower == 1.2)
 
 
 def medians(turns: list[Timed]) -> dict[int, float]:

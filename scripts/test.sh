@@ -54,6 +54,9 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
 fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
+# A newer one, and what it stands on, whose wheels are for Python 3.12; no test needs their compiled parts.
+fetch_apart "$PREFIX/newest-bridge-source" megatron-bridge==0.6.2 megatron-core==0.19.2 transformer-engine==2.20.2 \
+    --ignore-requires-python --python-version 3.12 --only-binary :all:
 # Liger-Kernel, whose kernels run in Triton's interpreter.
 if [[ -z ${MEGATRON_FLUX_LIGER_SOURCE:-} ]]; then
     fetch_apart "$PREFIX/liger-source" liger-kernel==0.8.5

@@ -21,11 +21,13 @@ from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import loss_and_gradients
 
 STEPS = 3
+SOURCES: dict[str, str] = {}
+"""Folders with other names than a framework's own: see :mod:`tests.distributed.newest_preload`."""
 
 
 def source(name: str) -> Path:
     """Return the folder in which ``scripts/test.sh`` puts a framework."""
-    return Path(sys.prefix, f"{name}-source")
+    return Path(sys.prefix, SOURCES.get(name, f"{name}-source"))
 
 
 def why_not(name: str, *packages: str) -> str | None:

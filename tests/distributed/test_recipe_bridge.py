@@ -16,6 +16,10 @@ from tests.distributed.test_spec import process
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "bridge" / "sft.py"
 pytestmark = recipes.needed("bridge", "megatron-bridge==0.3.1", "einops", "six")
+NEWEST = (
+    *("megatron-bridge==0.6.2", "megatron-core==0.19.2", "transformer-engine==2.20.2"),
+    *("--ignore-requires-python", "--python-version 3.12", "--only-binary :all:"),
+)
 
 
 def model_of(lora: bool, sequence_parallel: bool, *, by_spec: bool = False) -> torch.nn.Module:
@@ -40,6 +44,17 @@ def test_stocks_losses(te_world2: WorkerPool, lora: bool, sequence_parallel: boo
     recipes.require_flux(first["layers"], [first["printed"], second["printed"]], 2 * (12 if lora else 4) + 1)
     wrapped = ".to_wrap" if lora else ""
     assert first["found"] == [f"decoder.layers.{i}.self_attention.linear_qkv{wrapped}" for i in range(2)]
+
+
+@recipes.needed("newest-bridge", *NEWEST)
+@pytest.mark.parametrize(("lora", "sequence_parallel"), [(False, True), (True, False)])
+def test_stocks_losses_over_newer_releases(
+    newest_bridge_world2: WorkerPool, lora: bool, sequence_parallel: bool
+) -> None:
+    """Releases for Python 3.12, of which earlier ones need a name of ``typing`` alone."""
+    first, second = newest_bridge_world2.run(rank_trains, lora, sequence_parallel)
+    recipes.require_flux(first["layers"], [first["printed"], second["printed"]], 2 * (12 if lora else 4) + 1)
+    assert " is on: megatron-core 0.19.2, " in first["printed"]
 
 
 @pytest.mark.parametrize("lora", [False, True])

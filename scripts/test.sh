@@ -64,13 +64,13 @@ fi
 # Other frameworks of examples/: verl; what builds ms-swift's models, and its LoRA.
 fetch_apart "$PREFIX/verl-source" verl==0.9.1
 fetch_apart "$PREFIX/swift-source" mcore-bridge==1.6.5 peft==0.20.0 accelerate==1.15.0
-# NeMo-RL is on no package index: the files that a test reads.
+# NeMo-RL is on no package index.
 NEMO_RL=$PREFIX/nemo-rl-source
-NEMO_RL_FILES=distributed/worker_groups.py,models/policy/lm_policy.py,models/policy/workers/megatron_policy_worker.py
-if [[ ! -d $NEMO_RL ]]; then
-    rm -rf "$NEMO_RL.part"
-    curl --silent --fail --fail-early --connect-timeout 3 --create-dirs --output "$NEMO_RL.part/nemo_rl/#1" \
-        "https://raw.githubusercontent.com/NVIDIA-NeMo/RL/v0.7.0/nemo_rl/{$NEMO_RL_FILES}" &&
+if [[ ! -d $NEMO_RL/nemo_rl/algorithms ]]; then # earlier versions of this script fetched a part
+    rm -rf "$NEMO_RL" "$NEMO_RL.part"
+    mkdir "$NEMO_RL.part"
+    curl --silent --fail --location --connect-timeout 3 https://github.com/NVIDIA-NeMo/RL/archive/refs/tags/v0.7.0.tar.gz |
+        tar -xz --strip-components 1 -C "$NEMO_RL.part" --wildcards '*/nemo_rl' 2>/dev/null &&
         mv "$NEMO_RL.part" "$NEMO_RL" || printf 'note: the source of NeMo-RL could not be fetched\n' >&2
 fi
 # The oldest wandb that pyproject.toml allows, beside the newest.

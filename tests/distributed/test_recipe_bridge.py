@@ -1,12 +1,14 @@
 """examples/bridge: a model of Megatron-Bridge's own provider, fine-tuned whole and with its LoRA."""
 
 import ast
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron_flux import flux_spec, report, set_backend
 from tests.distributed import recipes
@@ -70,6 +72,18 @@ def test_a_provider_whose_spec_runs_flux(lora: bool) -> None:
     stock = {name for name, ran in layers.items() if ran == "not patched"}
     assert stock == {name for name in layers if name == "output_layer" or ".adapter." in name}
     assert [ran for name, ran in layers.items() if name not in stock] == ["flux"] * 2 * 4
+
+
+@on_ranks("te_world2")
+def test_a_checkpoints_configuration_names_bridges_own_spec() -> None:
+    """Whoever loads the checkpoint needs no flux."""
+    representers = recipes.import_bridge("utils.yaml_utils").safe_yaml_representers
+    spec = recipes.import_bridge("models.gpt_provider").default_layer_spec
+    for given in (spec, partial(spec)):
+        with te_megatron(dist.get_world_size()), process(), representers():
+            written, expected = yaml.safe_dump(flux_spec(given)), yaml.safe_dump(given)
+        assert written == expected
+        assert "megatron.bridge.models.gpt_provider.default_layer_spec" in written
 
 
 def test_the_script_fits_the_package() -> None:

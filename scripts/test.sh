@@ -43,7 +43,8 @@ fetch_apart() {
     local folder=$1
     [[ ! -d $folder ]] || return 0
     rm -rf "$folder.part" # of a start that was interrupted
-    pip_install --no-deps --target "$folder.part" "${@:2}" && mv "$folder.part" "$folder" ||
+    # In a shell of its own, which it ends where pip fails.
+    (pip_install --no-deps --target "$folder.part" "${@:2}") && mv "$folder.part" "$folder" ||
         printf 'note: %s could not be fetched\n' "$2" >&2
 }
 

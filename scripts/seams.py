@@ -7,8 +7,8 @@
 Use it when a release of either comes out. A folder is a checkout or ``site-packages``. Only text is read; nothing of a
 release is imported. What is compared stands in ``megatron_flux/patch``: ``REPLACED``, ``TE_REPLACED`` and
 ``NEWEST_SEAMS``. Each function of it whose code differs is printed as a diff, docstrings and comments apart. Exit code
-1: something moved; read it (of NEW alone: and it is no wheel of a supported release). Names that are gone are found by
-the tests, run in an environment with the new release.
+1: something moved; read it (of NEW alone: and it is no wheel of a supported release older than the newest known one).
+Names that are gone are found by the tests, run in an environment with the new release.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from megatron_flux.patch.seams import digests, functions
 
 KNOWN = megatron_core.NEWEST_SEAMS | te_seam.NEWEST_SEAMS
 PATHS = (*megatron_core.REPLACED, *megatron_core.TE_REPLACED, *KNOWN)
-SUPPORTED = {
-    "megatron_core": megatron_core.SUPPORTED_MEGATRON_CORE,
-    "transformer_engine": te_seam.SUPPORTED_TE,
+READ = {
+    "megatron_core": megatron_core.SUPPORTED_MEGATRON_CORE & f"<{megatron_core.NEWEST}",
+    "transformer_engine": te_seam.SUPPORTED_TE & f"<{te_seam.NEWEST}",
 }
+"""Releases that were compared with their successors when those came out."""
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
         print(*(f'    "{path}": "{digest}",' for path, digest in found.items()), sep="\n")
         moved = [path for path, digest in found.items() if digest != KNOWN.get(path)]
         print(f"{len(moved)} of {len(found)} differ from the newest known release:", *moved, sep="\n")
-        return 1 if (moved or not found) and not is_supported(options.old) else 0
+        return 1 if (moved or not found) and not was_read(options.old) else 0
     places, lines = 0, []
     for path in dict.fromkeys(PATHS):
         before, after = (code(release, path) for release in (options.old, options.new))
@@ -53,11 +54,11 @@ def main() -> int:
     return 1 if lines or not places else 0
 
 
-def is_supported(release: Path) -> bool:
-    """Return True for a wheel of a release in the supported range."""
+def was_read(release: Path) -> bool:
+    """Return True for a wheel of a supported release that is older than the newest known one."""
     name, _, rest = release.name.partition("-")
     found = megatron_core.release_of(rest.partition("-")[0])
-    return name in SUPPORTED and found is not None and found in SUPPORTED[name]
+    return name in READ and found is not None and found in READ[name]
 
 
 def code(release: Path, path: str) -> dict[str, str]:

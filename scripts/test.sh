@@ -43,7 +43,8 @@ fetch_apart() {
     local folder=$1
     [[ ! -d $folder ]] || return 0
     rm -rf "$folder.part" # of a start that was interrupted
-    pip_install --no-deps --target "$folder.part" "${@:2}" && mv "$folder.part" "$folder" ||
+    # In a shell of its own, which it ends where pip fails.
+    (pip_install --no-deps --target "$folder.part" "${@:2}") && mv "$folder.part" "$folder" ||
         printf 'note: %s could not be fetched\n' "$2" >&2
 }
 
@@ -54,6 +55,9 @@ if [[ -z ${MEGATRON_FLUX_TE_SOURCE:-} ]]; then
 fi
 # Megatron-Bridge and what its start imports.
 fetch_apart "$PREFIX/bridge-source" megatron-bridge==0.3.1 einops six
+# A newer one, and what it stands on, whose wheels are for Python 3.12; no test needs their compiled parts.
+fetch_apart "$PREFIX/newest-bridge-source" megatron-bridge==0.6.2 megatron-core==0.19.2 transformer-engine==2.20.2 \
+    --ignore-requires-python --python-version 3.12 --only-binary :all:
 # Liger-Kernel, whose kernels run in Triton's interpreter.
 if [[ -z ${MEGATRON_FLUX_LIGER_SOURCE:-} ]]; then
     fetch_apart "$PREFIX/liger-source" liger-kernel==0.8.5
@@ -61,13 +65,13 @@ fi
 # Other frameworks of examples/: verl; what builds ms-swift's models, and its LoRA.
 fetch_apart "$PREFIX/verl-source" verl==0.9.1
 fetch_apart "$PREFIX/swift-source" mcore-bridge==1.6.5 peft==0.20.0 accelerate==1.15.0
-# NeMo-RL is on no package index: the files that a test reads.
+# NeMo-RL is on no package index.
 NEMO_RL=$PREFIX/nemo-rl-source
-NEMO_RL_FILES=distributed/worker_groups.py,models/policy/lm_policy.py,models/policy/workers/megatron_policy_worker.py
-if [[ ! -d $NEMO_RL ]]; then
-    rm -rf "$NEMO_RL.part"
-    curl --silent --fail --fail-early --connect-timeout 3 --create-dirs --output "$NEMO_RL.part/nemo_rl/#1" \
-        "https://raw.githubusercontent.com/NVIDIA-NeMo/RL/v0.7.0/nemo_rl/{$NEMO_RL_FILES}" &&
+if [[ ! -d $NEMO_RL/nemo_rl/algorithms ]]; then # earlier versions of this script fetched a part
+    rm -rf "$NEMO_RL" "$NEMO_RL.part"
+    mkdir "$NEMO_RL.part"
+    curl --silent --fail --location --connect-timeout 3 https://github.com/NVIDIA-NeMo/RL/archive/refs/tags/v0.7.0.tar.gz |
+        tar -xz --strip-components 1 -C "$NEMO_RL.part" --wildcards '*/nemo_rl' 2>/dev/null &&
         mv "$NEMO_RL.part" "$NEMO_RL" || printf 'note: the source of NeMo-RL could not be fetched\n' >&2
 fi
 # The oldest wandb that pyproject.toml allows, beside the newest.

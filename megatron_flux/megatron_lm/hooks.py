@@ -8,8 +8,8 @@ Contract
     * a function that is missing, or lacks a parameter the wrapper reads, is an error that names it: a Megatron-LM that
       this does not fit must not train stock unnoticed.
 
-The names are the same from core_v0.15 to core_v0.19, but not what lies between them: 0.18 moved parsing out of
-``pretrain``, and ``iteration`` is the fifth argument of ``training_log`` in 0.15 and the fourth from 0.16 on.
+The names are the same from core_v0.15 to 0.20 (main of August 2026), but not what lies between them: 0.18 moved parsing
+out of ``pretrain``, and ``iteration`` is the fifth argument of ``training_log`` in 0.15 and the fourth from 0.16 on.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _wrap(module: ModuleType) -> None:
         if stock is None or (parameter is not None and parameter not in inspect.signature(stock).parameters):
             lacks = "is missing" if stock is None else f"has no parameter {parameter!r}"
             raise UnsupportedVersionError(
-                f"megatron_flux: {module.__name__}.{name} {lacks}; Megatron-LM core_v0.15 to core_v0.19 can be "
+                f"megatron_flux: {module.__name__}.{name} {lacks}; Megatron-LM core_v0.15 to 0.20 can be "
                 "switched to flux this way, with others call megatron_flux.patch() in the script"
             )
         setattr(module, name, _followed(stock, then))

@@ -62,6 +62,8 @@ the oldest release: since when, and the value that means "off". Another value ru
 
 _OLDEST, _BEYOND = "0.15", "0.21"
 SUPPORTED_MEGATRON_CORE = SpecifierSet(f">={_OLDEST},<{_BEYOND}")
+NEWEST = "0.20"
+"""The newest known release, so far as a source tree: main of 22 August 2026."""
 NEWEST_SEAMS = {
     "megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl": "e57bace9b9a1",
     "megatron.core.tensor_parallel.layers:RowParallelLinear.forward": "5c2ddcf88c43",
@@ -74,7 +76,7 @@ NEWEST_SEAMS = {
     "megatron.core.tensor_parallel.layers:_wgrad_gemm": "cfc2f24b0d09",
     "megatron.core.extensions.transformer_engine:TELinear.forward": "ad87957e050e",
 }
-"""Code that flux replaces or does anew, and its callers, with digests of the newest release's, which ``python
+"""Code that flux replaces or does anew, and its callers, with digests of :data:`NEWEST`, which ``python
 scripts/seams.py FOLDER`` prints."""
 SUPPORTED_TORCH = SpecifierSet(">=2.11")
 

@@ -44,6 +44,8 @@ from megatron_flux.patch.te_wgrad import WgradStore
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
+NEWEST = "2.20.2"
+"""The newest known release."""
 
 NEWEST_SEAMS = {
     "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",
@@ -53,7 +55,7 @@ NEWEST_SEAMS = {
     "transformer_engine.pytorch.distributed:_all_gather_fp8": "f6861b53dddd",
     "transformer_engine.pytorch.distributed:gather_along_first_dim": "66ac93668616",
 }
-"""Code that flux's layers do anew, with digests of that in 2.20.2; scripts/seams.py prints them."""
+"""Code that flux's layers do anew, with digests of :data:`NEWEST`; scripts/seams.py prints them."""
 
 DELAYS_WGRAD = SpecifierSet(">=2.11")
 """Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import LIBRARIES, MEGATRON, TRANSFORMER_ENGINE, Template, WorkerPool
+from tests.distributed.pool import LIBRARIES, MEGATRON, NEWEST_BRIDGE, TRANSFORMER_ENGINE, Template, WorkerPool
 
 
 @pytest.fixture(scope="package", autouse=True)
 def templates() -> Iterator[None]:
     """The processes that workers are forked from end after all pools."""
     yield
-    for template in (MEGATRON, TRANSFORMER_ENGINE, LIBRARIES):
+    for template in (MEGATRON, TRANSFORMER_ENGINE, LIBRARIES, NEWEST_BRIDGE):
         template.stop()
 
 
@@ -48,6 +48,12 @@ def te_world4() -> Iterator[WorkerPool]:
 def libraries_world2() -> Iterator[WorkerPool]:
     """Two ranks of a file's own, for libraries that exchange functions of megatron-core."""
     yield from _pool(2, LIBRARIES)
+
+
+@pytest.fixture(scope="module")
+def newest_bridge_world2() -> Iterator[WorkerPool]:
+    """Two ranks over the newest Megatron-Bridge, and megatron-core and TransformerEngine as it wants them."""
+    yield from _pool(2, NEWEST_BRIDGE)
 
 
 @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")

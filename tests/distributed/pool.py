@@ -78,6 +78,7 @@ class Template:
 
 MEGATRON = Template("megatron.core.models.gpt.gpt_model", "tests.distributed.megatron_world")
 TRANSFORMER_ENGINE = Template("tests.distributed.te_preload")
+NEWEST_BRIDGE = Template("tests.distributed.newest_preload")
 LIBRARIES = Template("tests.distributed.te_preload", "modelopt.torch.quantization")
 """With ModelOpt, and transformers, which others need too: their imports take longer than their tests."""
 

@@ -21,11 +21,13 @@ from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import loss_and_gradients
 
 STEPS = 3
+SOURCES: dict[str, str] = {}
+"""Folders with other names than a framework's own: see :mod:`tests.distributed.newest_preload`."""
 
 
 def source(name: str) -> Path:
     """Return the folder in which ``scripts/test.sh`` puts a framework."""
-    return Path(sys.prefix, f"{name}-source")
+    return Path(sys.prefix, SOURCES.get(name, f"{name}-source"))
 
 
 def why_not(name: str, *packages: str) -> str | None:
@@ -119,7 +121,18 @@ def random_parameters(model: torch.nn.Module, scale: float = 0.2) -> None:
             parameter.copy_(start + scale * torch.randn(parameter.shape, generator=generator))
 
 
-def trained(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+Step = Callable[[torch.nn.Module, int], torch.Tensor]
+"""Forward and backward of a model on the data of a seed; the loss."""
+
+
+def plain_step(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    """A :data:`Step` without a framework."""
+    return loss_and_gradients(model, seed)[0]
+
+
+def trained(
+    build: Callable[[], torch.nn.Module], one_step: Step = plain_step
+) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Build a model and train it; the losses of its steps."""
     model = build()
     random_parameters(model)
@@ -127,12 +140,14 @@ def trained(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, list
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
     for step in range(STEPS):
-        losses.append(loss_and_gradients(model, seed=7 + step)[0])
+        losses.append(one_step(model, 7 + step))
         optimizer.step()
     return model, losses
 
 
-def compared(build: Callable[[], torch.nn.Module], tolerance: float = 0) -> tuple[torch.nn.Module, dict[str, str], str]:
+def compared(
+    build: Callable[[], torch.nn.Module], one_step: Step = plain_step, *, tolerance: float = 0
+) -> tuple[torch.nn.Module, dict[str, str], str]:
     """Require stock's losses and parameters of flux, to the bit unless a ``tolerance`` is given. Returns flux's model,
     what its layers ran, and what rank 0 printed.
     """
@@ -140,10 +155,10 @@ def compared(build: Callable[[], torch.nn.Module], tolerance: float = 0) -> tupl
     def same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.allclose(one, other, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(one, other)
 
-    stock, losses = trained(build)
+    stock, losses = trained(build, one_step)
     assert not is_patched()
     with switched_on() as printed:
-        model, ours = trained(build)
+        model, ours = trained(build, one_step)
         assert is_patched(), "MEGATRON_FLUX=1 has not switched flux on"
         layers = report(model)["layers"]
     assert len({float(loss.mean()) for loss in losses}) == STEPS, "nothing was trained"

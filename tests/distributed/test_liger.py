@@ -1,4 +1,6 @@
-"""Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer."""
+"""Liger-Kernel beside flux, on its released code: its vocab-parallel cross entropy behind a fused output layer, and its
+tensor-parallel fused linear cross entropy instead of that layer.
+"""
 
 import contextlib
 import importlib
@@ -30,15 +32,15 @@ pytestmark = [
 STRICT = FluxConfig(strict=True, backend="reference")
 
 
-def liger() -> Any:
-    """Import its patch of Megatron; without transformers, which it does not need and which takes seconds."""
+def liger(module: str) -> Any:
+    """Import a module of it; without transformers, which it does not need and which takes seconds."""
     if str(SOURCE) not in sys.path:
         sys.path.append(str(SOURCE))
     absent = "transformers" not in sys.modules
     if absent:
         sys.modules["transformers"] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module("liger_kernel.megatron")
+        return importlib.import_module(f"liger_kernel.{module}")
     finally:
         if absent:
             del sys.modules["transformers"]
@@ -57,7 +59,7 @@ def liger_cross_entropy() -> Iterator[None]:
         for module, _, name in (path.rpartition(".") for path in names):
             owner = sys.modules[module]
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
-        liger().apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
+        liger("megatron").apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
         yield
 
 
@@ -93,3 +95,37 @@ def test_the_cross_entropy_behind_a_fused_output_layer(sequence_parallel: bool) 
         assert set(layers.values()) == {"flux"}
         per_token = [shape for shape in shapes if shape.numel() == losses.numel()]
         assert len(per_token) == 2 * 3, shapes  # stock's and flux's: the largest logit, the sum, and the label's
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks("world2")
+def test_the_fused_linear_cross_entropy_instead_of_the_output_layer(sequence_parallel: bool) -> None:
+    """It reads ``output_layer.weight``. That layer is not called, which the report says; all others run flux."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    head = liger("ops.fused_linear_scaled_cross_entropy")
+    with megatron(dist.get_world_size()):
+        model = gpt_model("llama", sequence_parallel=sequence_parallel)
+        stock = step(model)["loss"]
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def loss(hidden_states: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+            x = hidden_states
+            if sequence_parallel:  # the head sums its dx over ranks itself
+                x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+            losses = head.LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+                x.flatten(0, 1), model.output_layer.weight, labels.t().flatten(), group
+            )
+            return losses.view(x.shape[:2]).t()
+
+        # It asks for CUDA before its own fallback in torch, which does not need it.
+        with mock.patch.object(model, "_postprocess", loss), mock.patch.object(head, "_validate_tp_inputs"):
+            expected = step(model)
+            with flux(STRICT):
+                require_equal(step(model), expected)
+                layers = report(model)["layers"]
+        assert expected.keys() == {"loss", *(name for name, _ in model.named_parameters())}
+        require_close("loss", expected["loss"], stock, TOLERANCE)
+        assert layers.pop("output_layer") == "not called"
+        assert set(layers.values()) == {"flux"}

@@ -1,14 +1,21 @@
-"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source."""
+"""examples/nemo-rl: its entry reaches the workers that build the model, by NeMo-RL's source; and its training step."""
 
 import ast
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from tests.distributed import recipes
+from tests.distributed.megatron_world import batch
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_cases import te_megatron
 
 SOURCE = recipes.source("nemo-rl") / "nemo_rl"
 POLICY, GROUPS = "models/policy/lm_policy.py", "distributed/worker_groups.py"
@@ -58,3 +65,58 @@ def test_the_worker_builds_the_model_behind_its_process_group() -> None:
     builds = [n for name in ("handle_model_import", "setup_model_and_optimizer") for n in calls(worker, name)]
     assert len(builds) == 2
     assert all(groups.lineno < n.lineno for n in builds)
+
+
+ABSENT = (
+    *("ray", "ray.util", "ray.util.placement_group", "ray.util.queue", "ray.actor", "ray.exceptions"),
+    *("ray.util.scheduling_strategies", "zmq", "hydra", "hydra.utils", "torch.utils.tensorboard"),
+    *("nemo_rl.models.policy", "nemo_rl.models.megatron.config", "nemo_rl.utils.logger"),
+)
+"""Imported, and not used in a step; NeMo-RL's own ask for another transformers, or for all of Megatron-Bridge."""
+
+
+def nemo_rl(name: str) -> Any:
+    return importlib.import_module(f"nemo_rl.{name}")
+
+
+def one_step(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    """Train by NeMo-RL's own loop and loss, which takes logits that are split over ranks."""
+    train = nemo_rl("models.megatron.train")
+    given = batch(seed)
+    tokens = given["input_ids"]
+    rows, length = tokens.shape
+    data = nemo_rl("distributed.batched_data_dict").BatchedDataDict(
+        input_ids=tokens, token_mask=torch.ones_like(tokens), sample_mask=torch.ones(rows)
+    )
+    micro_batch = nemo_rl("models.megatron.data").ProcessedMicrobatch(
+        **{"data_dict": data, "input_ids": tokens, "input_ids_cp_sharded": tokens},
+        **{name: given[name] for name in ("attention_mask", "position_ids")},
+        **{"packed_seq_params": None, "cu_seqlens_padded": None},
+    )
+    loss = nemo_rl("algorithms.loss.loss_functions").NLLLossFn()
+    model.zero_grad(set_to_none=True)
+    (found,) = train.megatron_forward_backward(
+        *(model, iter([micro_batch]), 1, length, rows),
+        train.LossPostProcessor(loss, {"sequence_packing": {"enabled": False}}),
+        global_valid_seqs=torch.tensor(float(rows)),
+        global_valid_toks=torch.tensor(float(rows * (length - 1))),
+    )
+    return torch.tensor(found["loss"])
+
+
+def rank_trains() -> dict[str, Any]:
+    with te_megatron(dist.get_world_size()):
+        provider = recipes.bridge_provider()
+        sys.path.append(str(SOURCE.parent))
+        recipes.stub(*ABSENT)
+        sys.modules["nemo_rl.models.policy"].__path__ = [str(SOURCE / "models" / "policy")]
+        _, layers, printed = recipes.compared(lambda: provider.provide(pre_process=True, post_process=True), one_step)
+        return {"layers": layers, "printed": printed}
+
+
+@needs_source
+@recipes.needed("bridge", "megatron-bridge==0.3.1", "einops", "six")
+def test_stocks_losses(libraries_world2: WorkerPool) -> None:
+    """Of a model of Megatron-Bridge, which builds NeMo-RL's."""
+    first, second = libraries_world2.run(rank_trains)
+    recipes.require_flux(first["layers"], [first["printed"], second["printed"]], 9)

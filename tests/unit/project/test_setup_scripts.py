@@ -34,6 +34,7 @@ case "$*" in
         echo "${words#-m pip install --no-compile --disable-pip-version-check --retries 2 --timeout 15 }" >>asked
         mkdir -p .venv/packages/half-1.dist-info
         [ ! -e no-index ] || exit 1
+        [[ ! -e nothing-apart || "$*" != *--target* ]] || exit 1
         [ ! -e hang-in-pip ] || exec sleep 60
         case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
         ;;
@@ -95,6 +96,16 @@ def test_everything_is_installed_once(checkout: Path) -> None:
     run(checkout, "--dry-run")
     assert asked(checkout) == ["--editable .[run,wandb]"]
     assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
+
+
+def test_tests_run_without_what_cannot_be_fetched(checkout: Path) -> None:
+    for name in ("apt-get", "sudo", "curl"):
+        executable(checkout / "bin" / name, "#!/bin/bash\nexit 1\n")
+    (checkout / "nothing-apart").touch()
+    code, said = run(checkout, "tests/unit", script="test.sh")
+    assert code == 0, said
+    assert "note: megatron-bridge==0.6.2 could not be fetched" in said
+    assert "note: the source of NeMo-RL could not be fetched" in said
 
 
 @pytest.mark.skipif(DRIVER, reason="this machine has a driver of NVIDIA's")

@@ -36,7 +36,9 @@ def model_of(lora: bool, sequence_parallel: bool, *, by_spec: bool = False) -> t
 
 def rank_trains(lora: bool, sequence_parallel: bool) -> dict[str, Any]:
     with te_megatron(dist.get_world_size()):
-        model, layers, printed = recipes.compared(lambda: model_of(lora, sequence_parallel), 1e-5 if lora else 0)
+        model, layers, printed = recipes.compared(
+            lambda: model_of(lora, sequence_parallel), tolerance=1e-5 if lora else 0
+        )
         return {"layers": layers, "printed": printed, "found": set_backend(model, "stock", names="*.linear_qkv")}
 
 

@@ -130,8 +130,8 @@ def default_layout(tp: int) -> Layout:
 
     Larger slots take fewer calls of the driver, which bind small layers. Between two H100s (results/host-link-x2: 32 MB
     each way, 2 to 8 pieces) four slots of 6 MB take 0.95 ms in the mean and the host 153 us, of 4 MB 0.97 ms and
-    179 us, three of 8 MB 1.04 ms and 137 us. With more GPUs, smaller slots leave room in the cache for all; that was not
-    measured.
+    179 us, three of 8 MB 1.04 ms and 137 us. With more GPUs, smaller slots leave room in the cache for all; that was
+    not measured.
     """
     return Layout(tp, (6 if tp == 2 else 2) * MIB)
 

@@ -71,11 +71,13 @@ def run(
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
-                name, ms = plan.label, plan.ms
+                name, ms, note = plan.label, plan.ms, " (cached)" if known else ""
+                if not ms:
+                    note = " (not stored: these calls take the CPU longer than the GPU)"
                 log(
                     f"[{number_}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
                     f"{_how(case)} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
-                    f"reference {number(ms.get('reference'))} ms{' (cached)' if known else ''}"
+                    f"reference {number(ms.get('reference'))} ms{note}"
                 )
             del call
             torch.cuda.empty_cache()
@@ -114,10 +116,14 @@ def _is_cached(key: str, m: int) -> bool:
 
 
 def _store(wanted: TuneRun, key: str, m: int, plan: Entry) -> None:
-    """Store a forced plan. Raises UserError where the tuner could not store its own: here nothing else counts."""
+    """Store a forced plan, unless its times did not decide. Raises UserError where the tuner could not store its own:
+    here nothing else counts.
+    """
+    if not plan.ms:
+        return
     if wanted.force:
         cache.store(wanted.cache, key, plan)
-    elif plan.ms and not _is_cached(key, m):
+    elif not _is_cached(key, m):
         raise UserError(f"the plan for {key} could not be stored in {wanted.cache}; set another cache")
 
 

@@ -140,7 +140,7 @@ class HostLink:
         self.alarm.poison(operator, error)
         for lane in LANES if self._cuda else ():  # what the caller does with the operands' memory comes behind them
             with contextlib.suppress(Exception):
-                self.lanes.follow(lane, CALLER)
+                self.lanes.behind(self.lanes.mark(lane), CALLER)
 
     def end(self, call: HostGather | HostExchange) -> None:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""

@@ -192,19 +192,17 @@ class Program:
         self.pieces = [piece for part in self.parts for piece in part.pieces]
         lists = [part.steps for part in self.parts]
         read_all, sent_all = (Mark(UP), Behind((CALLER,))), (Mark(DOWN), Behind((CALLER,)))
+        read, sent = laid_out(read_all), laid_out(sent_all)
         if exchange:
             # A part waits for the product that it sends, and comes behind the next one in a queue that they share.
             lists = [[Behind(LANES if at == 0 else (DOWN,)), *steps] for at, steps in enumerate(lists)]
             lists = [[Mark(CALLER)], *([*steps, Mark(CALLER)] for steps in lists[:-1]), lists[-1]]
+            self.laid_out = [laid_out(steps) for steps in lists]
         else:
-            self.rest = laid_out([*itertools.chain(*lists[1:])])
-            lists = [
-                [Mark(CALLER), Behind(LANES), *lists[0]],
-                *([*steps, *read_all] for steps in lists[1:]),
-                [*sent_all],
-            ]
-        self.laid_out = [laid_out(steps) for steps in lists]
-        self.end = laid_out([*read_all, *sent_all])
+            begin, *parts = (laid_out(steps) for steps in ([Mark(CALLER), Behind(LANES), *lists[0]], *lists[1:]))
+            self.rest = [*itertools.chain(*parts)]
+            self.laid_out = [begin, *([*part, *read] for part in parts), sent]
+        self.end = [*read, *sent]
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""

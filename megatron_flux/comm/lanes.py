@@ -141,13 +141,6 @@ class StreamLanes:
         """Return the handle of the caller's current stream."""
         return torch._C._cuda_getCurrentRawStream(self._index)
 
-    def follow(self, other: int, *lanes: int) -> None:
-        """Put ``lanes`` behind what ``other`` has been given by now; each may be :data:`CALLER`."""
-        event, here = self._between.cuda_event, self.current()
-        driver.record(event, here if other == CALLER else self._handles[other])
-        for lane in lanes:
-            driver.wait(here if lane == CALLER else self._handles[lane], event)
-
     def mark(self, lane: int) -> torch.cuda.Event:
         """Note what ``lane`` has been given by now, for :meth:`behind`."""
         event = self._events.pop() if self._events else self._event()

@@ -164,7 +164,8 @@ class Tuner:
             else:
                 entry = alone.decide(call, self._trial(call, (*call.alike, "alone", call.m), full=full), self.backends)
             measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
-            agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
+            if measured.ms:
+                agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         elif entry.run is not None and entry.plan is not None:  # its kernels were not compiled here by a trial
             entry = alone.decide(call, self._compiling(call, entry), self.backends)
         kind.entries[m] = entry

@@ -681,6 +681,14 @@ def test_other_work_stands_before_each_call(timed: Tuned, monkeypatch: pytest.Mo
     assert "work" not in timed.log[1::2]
 
 
+def test_what_times_did_not_decide_is_not_kept(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes the host longer than the work before it takes the GPU: a training's calls may tell."""
+    monkeypatch.setattr(trial.Trial, "enqueued", lambda self, cuda: setattr(self._samples[-1], "busy", False))
+    found = timed.tuner.decide(call_of(), full=True)
+    assert (found.backend, found.ms) == ("fused", {})
+    assert not cache.cache_path().exists()
+
+
 def test_a_wgrad_stands_between_such_a_call_s_begin_and_its_wait(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "wgrad_of", lambda call: lambda: timed.log.append("wgrad"))
     for beside in (False, True):

@@ -130,23 +130,25 @@ def forward_of(
         adapter = _adapter(linears, modules["to_wrap"].__dict__, modules["adapter"], form, x)
         if adapter is None:
             return stock(wrapper, x, *args, **kwargs)
-        if backends_of(modules["to_wrap"], linears.config.backends) == adapter.backends:
+        for module in (modules["adapter"], form.inner, form.outer):
+            for hook in module._forward_pre_hooks.values():  # a wait for parameters, of which B is gathered next
+                hook(module, ())
+        base = modules["to_wrap"]
+        if backends_of(base, linears.config.backends) == adapter.backends:
             adapter.begin()
         # Output and bias, and where a norm's output is returned that too, as third or beside the output.
-        y, bias, *normed = modules["to_wrap"](x, *args, **kwargs)
+        y, bias, *normed = base(x, *args, **kwargs)
         if isinstance(y, tuple):
             y, *normed = y
         if normed:
             (x,) = normed
-        for module in (modules["adapter"], form.inner, form.outer):
-            for hook in module._forward_pre_hooks.values():  # a wait for parameters
-                hook(module, ())
         reads_input = form.row and form.dropout is None
         if form.dropout is not None:
             x = form.dropout(x)
         linears.activate(form.inner)
         linears.activate(form.outer)
-        return adapted(y, x, adapter, reads_input=reads_input), bias
+        # A hook may have kept the linear's result, which is to stay what it is.
+        return adapted(y, x, adapter, reads_input=reads_input, in_place=not base._forward_hooks), bias
 
     return forward
 

@@ -83,19 +83,21 @@ class Adapter:
         return self.a
 
 
-def adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter, *, reads_input: bool = False) -> torch.Tensor:
+def adapted(
+    y: torch.Tensor, x: torch.Tensor, adapter: Adapter, *, reads_input: bool = False, in_place: bool = True
+) -> torch.Tensor:
     """Return ``y + scale * (x @ a.T) @ b.T``; differentiable.
 
     ``x`` is what the linear multiplies: of a column-parallel one ``[s, b, k]``, gathered and behind its norm, and with
     sequence parallelism every rank gets a part of its gradient; of a row-parallel one ``[s, b, k/tp]``. ``y``, the
-    linear's result, may be changed in place. ``reads_input``: ``x`` is the very input of the linear. The ranks of the
-    group call this in the same order.
+    linear's result, may be changed ``in_place``. ``reads_input``: ``x`` may be the very input of the linear. The ranks
+    of the group call this in the same order.
     """
-    in_place = y.is_contiguous() and not y._is_view()
+    in_place = in_place and y.is_contiguous() and not y._is_view()
     if not torch.is_grad_enabled():
         low, b = _low(x, adapter)
         return _add(y, low, b, in_place)
-    if reads_input and x.requires_grad and (linear := row_state(y, x.shape)) is not None:
+    if reads_input and x.requires_grad and (linear := row_state(y, x)) is not None:
         adapter.linear, x = linear, x.detach()
     result: torch.Tensor = _Adapted.apply(y, x, adapter.a, adapter.b, adapter, in_place)
     return result
@@ -143,7 +145,7 @@ def _low(x: torch.Tensor, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]
         # Transposed, ranks' parts lie one after the other. To the gather it is so many rows, as x is.
         mine = torch.matmul(a, rows(x).t())
         gathered = ops.all_gather(mine.view(-1, mine.shape[0]), group, backend=backend).wait()
-        low = (gathered.view(-1, mine.shape[1]) * adapter.scale).t()
+        low = (gathered.view(group.size() * a.shape[0], mine.shape[1]) * adapter.scale).t()
         return low, b
     low = rows(ops.gemm_all_reduce(x, a, group, backend=backend))
     if adapter.sequence_parallel:

@@ -288,11 +288,14 @@ class _RowParallelLinear(torch.autograd.Function):
         return _shaped(dx, ctx.shape), dw, None
 
 
-def row_state(y: torch.Tensor, shape: torch.Size) -> LinearState | None:
-    """Return the state of the row-parallel layer that has made ``y`` of an input of this ``shape``; None: none has."""
+def row_state(y: torch.Tensor, x: torch.Tensor) -> LinearState | None:
+    """Return the state of the row-parallel layer that has made ``y`` of this very ``x``; None: none has."""
     node: Any = y.grad_fn
-    of_row = type(node) is _RowParallelLinear._backward_cls and node.shape == shape  # type: ignore[attr-defined]
-    return node.linear if of_row else None
+    if type(node) is not _RowParallelLinear._backward_cls:  # type: ignore[attr-defined]
+        return None
+    before, output = node.next_functions[0]
+    of_x = getattr(before, "variable", None) is x if x.is_leaf else (before, output) == (x.grad_fn, x.output_nr)
+    return node.linear if of_x else None
 
 
 def _row(

@@ -15,6 +15,7 @@ Not run as a whole
     * a column-parallel linear's adapter that gathers its input itself: over local layers, with ``tp_comm_overlap`` or
       ``sequence_parallel_input_regather``;
     * a linear that leaves its sum to others (``explicit_expert_comm``);
+    * a subclass of the wrapper that does a step of ``forward`` in its own way;
     * A or B of other classes than megatron-core's, with a reason to run stock (:mod:`megatron_flux.patch.reasons`), or
       with a ``forward`` or hooks of their own, but for those of Megatron's DistributedDataParallel, which wait for
       parameters.
@@ -71,9 +72,13 @@ def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
     if (wrapper.forward.__module__, forward.__module__) != (wrapper.__module__, kind.__module__):
         return  # another library's
 
+    steps = {name: getattr(wrapper, name, None) for name in ("base_linear_forward", "adapter_forward")}
+
     def form_of(wrapper: Any) -> Form | None:
-        adapter = wrapper._modules["adapter"]
+        adapter, cls = wrapper._modules["adapter"], type(wrapper)
         known = type(adapter) is kind and kind.forward is forward and wrapper._adapter_enabled
+        # A subclass may do a step of forward in another way.
+        known = known and all(getattr(cls, name, None) is step for name, step in steps.items())
         return _form_of_bridge(adapter) if known else None
 
     yield wrapper, form_of
@@ -130,23 +135,25 @@ def forward_of(
         adapter = _adapter(linears, modules["to_wrap"].__dict__, modules["adapter"], form, x)
         if adapter is None:
             return stock(wrapper, x, *args, **kwargs)
-        if backends_of(modules["to_wrap"], linears.config.backends) == adapter.backends:
+        for module in (modules["adapter"], form.inner, form.outer):
+            for hook in module._forward_pre_hooks.values():  # a wait for parameters, of which B is gathered next
+                hook(module, ())
+        base = modules["to_wrap"]
+        if backends_of(base, linears.config.backends) == adapter.backends:
             adapter.begin()
         # Output and bias, and where a norm's output is returned that too, as third or beside the output.
-        y, bias, *normed = modules["to_wrap"](x, *args, **kwargs)
+        y, bias, *normed = base(x, *args, **kwargs)
         if isinstance(y, tuple):
             y, *normed = y
         if normed:
             (x,) = normed
-        for module in (modules["adapter"], form.inner, form.outer):
-            for hook in module._forward_pre_hooks.values():  # a wait for parameters
-                hook(module, ())
         reads_input = form.row and form.dropout is None
         if form.dropout is not None:
             x = form.dropout(x)
         linears.activate(form.inner)
         linears.activate(form.outer)
-        return adapted(y, x, adapter, reads_input=reads_input), bias
+        # A hook may have kept the linear's result, which is to stay what it is.
+        return adapted(y, x, adapter, reads_input=reads_input, in_place=not base._forward_hooks), bias
 
     return forward
 

@@ -224,6 +224,7 @@ def test_a_row_parallel_linear_adds_its_adapters_dx(how: str) -> None:
             y = model(leaf)[0]
         node = y.grad_fn.next_functions[0][0]
         assert type(node).__name__ == "_RowParallelLinearBackward"
+        assert y.grad_fn.linear.linear is (None if how == "dropout" else node.linear)
         if how == "of A and B alone":
             torch.autograd.grad(y, weights, dy, retain_graph=True)
         if how == "of x alone":
@@ -236,6 +237,95 @@ def test_a_row_parallel_linear_adds_its_adapters_dx(how: str) -> None:
         assert node.linear.low_rank is None
         error = errors(case, {"dx": dx}, case.oracle())["dx"]
         assert error < 1e-5
+
+
+class Arrival:
+    """A forward pre-hook of Megatron's DistributedDataParallel (``overlap_param_gather``): parameters come with it."""
+
+    __module__ = "megatron.core.distributed.distributed_data_parallel"
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.parameter, self.sent = parameter, parameter.detach().clone()
+        with torch.no_grad():
+            parameter.fill_(float("nan"))
+
+    def __call__(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.parameter.copy_(self.sent)
+
+
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+@on_ranks("te_world2")
+def test_parameters_that_are_still_gathered(row: bool) -> None:
+    case = Adapted(row=row)
+    with te_megatron(2), flux(STRICT):
+        model, x = case.build(), case.mine("x", case.whole("x"))
+        want = model(x)[0]
+        for module in (model.adapter.linear_in, model.adapter.linear_out):
+            module.register_forward_pre_hook(Arrival(module.weight))
+        assert torch.equal(model(x)[0], want)
+
+
+@on_ranks("te_world2")
+def test_a_linear_whose_input_is_changed_on_its_way() -> None:
+    """As a quantizer does: the adapter reads what comes before."""
+    case = Adapted(row=True, dtype=torch.float32)
+    with te_megatron(2):
+        model = case.build()
+        model.to_wrap.register_forward_pre_hook(lambda module, given: (3 * given[0],))
+        stock = case.results(model)["dx"]
+        for parameter in model.parameters():
+            parameter.grad = None
+        with flux(STRICT):
+            assert (case.results(model)["dx"] - stock).norm() < 1e-5 * stock.norm()
+
+
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+@on_ranks("te_world2")
+def test_a_hook_of_the_linear_keeps_what_it_has_seen(row: bool) -> None:
+    case, seen = Adapted(row=row), []
+    with te_megatron(2), flux(STRICT):
+        model, x = case.build(), case.mine("x", case.whole("x"))
+        want = model.to_wrap(x)[0]
+        want = want[0] if isinstance(want, tuple) else want
+        model.to_wrap.register_forward_hook(lambda module, given, result: seen.append(result[0]))
+        y = model(x)[0]
+        (kept,) = seen
+        assert torch.equal(kept[0] if isinstance(kept, tuple) else kept, want)
+        assert not torch.equal(y, want)
+
+
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks("te_world2")
+def test_gradients_that_are_not_contiguous(row: bool, sequence_parallel: bool) -> None:
+    case = Adapted(row=row, sequence_parallel=sequence_parallel, dtype=torch.float32)
+    with te_megatron(2), flux(STRICT):
+        model = case.build()
+        x = case.mine("x", case.whole("x")).clone().requires_grad_()
+        inputs = [x, model.adapter.linear_in.weight, model.adapter.linear_out.weight]
+        want = torch.autograd.grad(model(x)[0], inputs, torch.ones_like(model(x)[0]))
+        found = torch.autograd.grad(model(x)[0].sum(), inputs)
+        assert all(map(torch.equal, found, want))
+        dy = numbers(*model(x)[0].shape, seed=3)
+        want = torch.autograd.grad(model(x)[0], inputs, dy)
+        found = torch.autograd.grad(model(x)[0].transpose(0, 2), inputs, dy.transpose(0, 2).contiguous())
+        assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks("te_world2")
+def test_no_rows(row: bool, sequence_parallel: bool) -> None:
+    case = Adapted(row=row, sequence_parallel=sequence_parallel, trained="a" if row else "ab")
+    with te_megatron(2):
+        model = case.build()
+        x = case.mine("x", case.whole("x"))[:0].clone().requires_grad_()
+        for context in (contextlib.nullcontext(), flux(STRICT)):
+            with context:
+                y = model(x)[0]
+                y.backward(torch.ones_like(y))
+            assert not model.adapter.linear_in.weight.grad.any()
 
 
 class Hook:

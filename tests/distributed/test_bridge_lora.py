@@ -112,3 +112,24 @@ def test_adapters_of_other_code_run_by_their_linears() -> None:
         adapters._is_known.cache_clear()
         with flux():
             assert layers.LoRALinear.forward is not stock
+
+
+@on_ranks("te_world2")
+def test_a_subclass_with_a_step_of_its_own() -> None:
+    with te_megatron(dist.get_world_size()):
+        layers: Any = recipes.import_bridge("peft.lora_layers")
+
+        class Doubled(layers.LoRALinear):  # type: ignore[misc]
+            def base_linear_forward(self, *args: Any, **kwargs: Any) -> Any:
+                y, *others = super().base_linear_forward(*args, **kwargs)
+                return 2 * y, *others
+
+        model = adapted(None, WHOLE)
+        for module in model.modules():
+            if type(module) is layers.LoRALinear:
+                module.__class__ = Doubled
+        loss, stock = loss_and_gradients(model)
+        with flux(FluxConfig(strict=True, backend="reference")):
+            ours_loss, ours = loss_and_gradients(model)
+        assert torch.equal(ours_loss, loss)
+        assert error(ours, stock) < 1e-4

@@ -75,10 +75,15 @@ def test_compare_keeps_the_loss_curve(tmp_path: Path, layers: tuple[str, ...], s
 
 @LAYERS
 def test_zero_3_has_the_loss_curve_of_stock(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    sizes = ("--micro-batch-size", "2", "--global-batch-size", "4")
+    """At a learning rate at which a training tells: at the preset's, 1e-3, two of stock that differ in the last bits of
+    some weights are up to 20 % apart within these steps (on CPUs), and at this one 0.1 %.
+    """
+    sizes = ("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "0.0003")
     run("compare", "--nproc", "2", "--steps", "24", "--fsdp", "--out", tmp_path / "run", *SMALL, *sizes, *layers)
+    stock, own = (losses(tmp_path / "run" / name) for name in ("baseline", "fsdp"))
+    assert relative(stock[:2], own[:2]) < 1e-3, "before an update, and after the first one"
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["fsdp"]
-    assert found["max_relative_loss_difference"] < 2e-2  # gradients of a micro-batch are rounded to bf16
+    assert found["max_relative_loss_difference"] < 1e-2, list(zip(stock, own, strict=True))
     assert found["final_loss"] < found["first_loss"] - 1
     assert found["peak_memory_bytes"] > 0
 

@@ -46,6 +46,10 @@ class Plan:
         """
         return ()
 
+    def is_ready(self, call: OperatorCall) -> bool:
+        """Return True if the memory that ``call`` needs is there: in a CUDA graph's capture none can be made."""
+        return True
+
 
 class BackendPlan(Plan):
     """A call of the backend's own method."""

@@ -118,6 +118,11 @@ class FusedPlan(Plan):
         """Return the group's slab, made if there is none so large. Tests emulate groups here."""
         return state_of(call.group).slab(self.purpose, nbytes, self._device, self._captured)
 
+    def is_ready(self, call: OperatorCall) -> bool:
+        """See the base class."""
+        slab = state_of(call.group).slabs.get((self.purpose, self._captured))
+        return slab is not None and slab.calls < slab.limit and slab.half_bytes >= self.bytes_of_half(call)
+
     def _view(self, binding: Binding, call: OperatorCall) -> None:
         """Make views of the slab that calls need."""
 

@@ -32,10 +32,9 @@ Limits
       with the process: a job that resumes begins it again.
     * Where the host is the bound, times tell nothing of the candidates: the likeliest one runs, of chunks the one that
       takes GPU and host together the least, and is not kept in the file (:mod:`~megatron_flux.ops.tuner.trial`).
-    * In a CUDA graph's capture nothing is tried and no file is read: a call that has not run in this process takes
-      ``reference``, with a warning. Calls that will be captured take the entry of eager ones where they have none, but
-      for an all-reduce.
-    * A plan that ships and cannot run here leaves its calls to stock, with a warning; ``tune`` finds another one.
+    * In a CUDA graph's capture nothing is tried, made or read: a call that has not run in this process, or has no
+      workspace of graphs, takes ``reference``, with a warning. Calls that will be captured take the entry of eager ones
+      where they have none, but for an all-reduce.
     * What is remembered is bounded (:class:`~megatron_flux.comm.group_state.Cache`); nothing of it holds the group.
 
 Hazards

@@ -118,12 +118,14 @@ class Tuner:
         in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
         # What was not run before has no workspace yet, and none can be made in a capture.
         entry = self._met(call) if in_capture else self._looked_up(call)
-        if entry is not None:
-            return self._planned(call, entry) if in_capture else self._known(call, entry)
+        if entry is not None and not in_capture:
+            return self._known(call, entry)
         if in_capture:
+            if entry is not None and (plan := self._planned(call, entry)).is_ready(call):
+                return plan
             if call.group.rank() == 0:
                 logger.warning(
-                    "megatron_flux: %s was never run before this CUDA graph's capture, so stock's GEMM and "
+                    "megatron_flux: %s has not run for CUDA graphs before this capture, so stock's GEMM and "
                     "collective become part of it; run it once inside ops.cuda_graphs.captured_calls() before",
                     words_of(call),
                 )

@@ -274,6 +274,17 @@ def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pyte
     assert backend.plans == 4
 
 
+def test_a_call_is_ready_for_a_graph_once_graphs_have_a_workspace_of_its_size(gpu: Gpu) -> None:
+    one = OperatorCall("gemm_reduce_scatter", on_gpu(64, 64), on_gpu(32, 64), gpu.group)
+    with captured_calls():
+        plan = gpu.backend(HOPPER).plan(one)
+        assert not plan.is_ready(one)
+        state_of(gpu.group).slabs["gemm", True] = work = Work()  # type: ignore[assignment]
+        assert plan.is_ready(one)
+        work.half_bytes = 1
+        assert not plan.is_ready(one)
+
+
 def test_watched_calls_run_by_the_same_plan(gpu: Gpu) -> None:
     backend = gpu.backend(HOPPER)
     for _ in range(2):

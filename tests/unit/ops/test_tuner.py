@@ -48,14 +48,14 @@ class Recorder:
     """A backend that notes its name, and the plan or number of pieces of each call."""
 
     def __init__(self, name: str, log: list[Any], wire: str = "exact") -> None:
-        self.name, self.log, self.wire, self.reason = name, log, wire, None
+        self.name, self.log, self.wire, self.reason, self.ready = name, log, wire, None, True
 
     def plan(self, call: OperatorCall, config: Any = None, pieces: Any = None) -> Any:
         def run(call: OperatorCall) -> Any:
             self.log.append((self.name, config or pieces))
             return (call.x, call.x) if call.operator == "all_gather_gemm" else Pending(call.x)
 
-        return SimpleNamespace(run=run, degraded=(), compile_ahead=lambda call, y: ())
+        return SimpleNamespace(run=run, degraded=(), compile_ahead=lambda call, y: (), is_ready=lambda call: self.ready)
 
     def why_not(self, *_: Any) -> str | None:
         return self.reason
@@ -166,11 +166,15 @@ def test_capture_tries_nothing_reads_nothing_and_remembers_nothing(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x, w = X.as_subclass(OnGpu), W.as_subclass(OnGpu)
     assert tuner(x=x, w=w) == STOCK
-    assert "gemm_reduce_scatter m=8 n=6 k=4 was never run before this CUDA graph's capture" in caplog.text
+    assert "gemm_reduce_scatter m=8 n=6 k=4 has not run for CUDA graphs before this capture" in caplog.text
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert tuner(x=x, w=w) == ("fused", KernelConfig())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert tuner(x=x, w=w) == ("fused", KernelConfig()), "which has run by now"
+    caplog.clear()
+    tuner.tuner.backends.fused.ready = False  # type: ignore[attr-defined]
+    assert tuner(x=x, w=w) == STOCK, "eagerly, so that graphs have no workspace"
+    assert "has not run for CUDA graphs before this capture" in caplog.text
 
 
 def test_calls_that_will_be_captured_take_their_own_entry_or_that_of_eager_ones(tuner: Tuned) -> None:

@@ -304,8 +304,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a plan from the file is compiled by the training",
         f"{OPS}/tuner/tuner.py",
-        "return self._planned(call, entry) if in_capture else self._known(call, entry)",
-        "return self._planned(call, entry)",
+        "            return self._known(call, entry)\n",
+        "            return self._planned(call, entry)\n",
         (f"{TRIAL}::test_a_plan_from_the_file_runs_once_it_is_compiled",),
     ),
     _fault(

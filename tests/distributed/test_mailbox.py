@@ -19,16 +19,17 @@ LARGE = "x" * mailbox.SLOT_BYTES
 
 
 class Counting:
-    """A store that notes requests to it."""
+    """A store that notes requests to it, but for looks whether a peer has failed: a long wait makes these."""
 
-    def __init__(self, store: Any) -> None:
-        self._store, self.requests = store, list[str]()
+    def __init__(self, store: Any, ended: str) -> None:
+        self._store, self._ended, self.requests = store, ended, list[str]()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         real = getattr(self._store, name)
 
         def noted(*args: Any) -> Any:
-            self.requests.append(name)
+            if args != ([self._ended],):
+                self.requests.append(name)
             return real(*args)
 
         return noted
@@ -40,7 +41,7 @@ def agreed(times: int = 3) -> tuple[dist.ProcessGroup, Counting]:
     for number in range(times):
         both(number, group)
     one = agreement._agreements[group]
-    one._store = counting = Counting(one._store)
+    one._store = counting = Counting(one._store, one._ended)
     return group, counting
 
 

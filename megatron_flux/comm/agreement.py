@@ -209,9 +209,11 @@ class Agreements:
         found, stored = dict[int, bytes](), list[int]()
         for rank in ranks:
             box = (self._boxes or {}).get(rank)
+            # Before the look into the slot: what is announced after it may lie there.
+            announced = box is None or box.newest >= number
             if box is not None and (message := box.get(number)) is not None:
                 found[rank] = message
-            elif box is None or box.newest >= number:
+            elif announced:
                 stored.append(rank)
         keys = [self._key(number, rank) for rank in stored]
         if keys and self._store.check(keys):

@@ -50,12 +50,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_flux import cuda_driver as driver
 from megatron_flux import settings
 from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
@@ -64,6 +66,16 @@ from megatron_flux.comm.host_progress import Call, Progress, release
 from megatron_flux.comm.host_schedule import Layout, Program, default_layout
 from megatron_flux.comm.lanes import CALLER, LANES, ProcessorLanes, StreamLanes
 from megatron_flux.errors import OperatorError
+
+_numbers = itertools.count()
+
+
+class Side(NamedTuple):
+    """Where recordings are made (:mod:`megatron_flux.ops.recordings`), and run beside the stream that they are for."""
+
+    stream: torch.cuda.Stream
+    pool: Any  # of the memory that they allocate
+    event: int  # a handle
 
 
 class HostLink:
@@ -98,6 +110,19 @@ class HostLink:
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
+        self.number = next(_numbers)
+        """Of this link among all of the process."""
+        self._open = 0
+        """Calls that have begun and not ended."""
+        self._ended_on: int | None = None
+        """The stream on which the latest call has ended; None: there was none."""
+        self._replay: torch.cuda.Event | None = None
+        """The end of the latest replay."""
+        self._behind_replay = True
+        """The lanes are behind it."""
+        self._sides: dict[tuple[int, bool], Side] = {}
+        self._events: list[torch.cuda.Event] = []
+        """Of sides."""
 
         def make_lanes() -> None:
             if self._cuda:
@@ -146,8 +171,49 @@ class HostLink:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
         if self._latest is call:
             self._latest = None
+        self._open -= 1
+        self._ended_on = self.lanes.current()
         if self._cuda:
             self._gate()
+
+    def quiet(self) -> bool:
+        """Return True if all calls have ended on the current stream. Raises OperatorError: one was broken off."""
+        self._check()
+        return not self._open and self._ended_on in (None, self.lanes.current())
+
+    def side(self, *, beside: bool) -> Side:
+        """Return the side of the current stream for recordings that run on it, or ``beside`` it."""
+        key = self.lanes.current(), beside
+        side = self._sides.get(key)
+        if side is None:
+            stream, event = torch.cuda.Stream(self.device), torch.cuda.Event()
+            event.record(stream)  # it has no handle before
+            side = self._sides[key] = Side(stream, torch.cuda.graph_pool_handle(), event.cuda_event)
+            self._events.append(event)
+        return side
+
+    def replayed(self, stream: int, *, ended: bool = True) -> None:
+        """Note that a call was replayed on ``stream`` (a handle), and whether the current stream is behind its end."""
+        if self._replay is None:
+            self._replay = torch.cuda.Event()
+            self._replay.record()
+        driver.record(self._replay.cuda_event, stream)
+        self._behind_replay = False
+        if ended:
+            self._ended_on = stream
+        else:
+            self._open += 1
+
+    def wait_for_replay(self) -> None:
+        """Put the current stream behind the end of the latest replay, which was beside another."""
+        assert self._replay is not None  # noqa: S101 - there was one
+        self._ended_on = self.lanes.current()
+        driver.wait(self._ended_on, self._replay.cuda_event)
+        self._open -= 1
+
+    def _check(self) -> None:
+        if self.alarm.view[0]:
+            raise OperatorError(self.alarm.message())
 
     def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
         """Count a call that begins on the stream ``here``; nothing is enqueued."""
@@ -157,11 +223,14 @@ class HostLink:
             call = self._calls[key] = Call(operator, self._build(kind, cuts))
             laid_out = functools.partial(self.lanes.laid_out, caller=here)
             call.program.lay_out(laid_out, cuts[-1], exchange=kind == "exchange")
-        if self.alarm.view[0]:
-            raise OperatorError(self.alarm.message())
+        self._check()
         captured = self._cuda and torch.cuda.is_current_stream_capturing()
         if captured:
             self._progress.regions.never_free()
+        elif not self._behind_replay:
+            self.lanes.wait(self._replay)
+            self._behind_replay = True
+        self._open += 1
         call.program.stamp(self._progress.begin(call, captured=captured))
         return call.program
 

@@ -152,6 +152,11 @@ class StreamLanes:
         driver.wait(self.current() if lane == CALLER else self._handles[lane], mark.cuda_event)
         self._events.append(mark)
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Put both lanes behind ``event``."""
+        for stream in self._handles:
+            driver.wait(stream, event.cuda_event)
+
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the memory of ``tensor`` until what is on its way down by now has been read."""
         tensor.record_stream(self._streams[DOWN])

@@ -57,7 +57,7 @@ class BackendPlan(Plan):
     def __init__(self, backend: Backend, call: OperatorCall, **options: Any) -> None:
         """``options``: what only this backend's methods take."""
         self._method = getattr(backend, call.operator)
-        self._options, self._flat = options, not backend.takes_leading_dimensions
+        self.options, self._flat = options, not backend.takes_leading_dimensions
         self._shape, self._gathered, self.nbytes = call.result_shape, call.gathered_shape, call.bytes_received
 
     def run(self, call: OperatorCall) -> Any:
@@ -67,7 +67,7 @@ class BackendPlan(Plan):
                 return self.run(call)
         if self._flat or not call.x.is_contiguous():
             call = call.matrix() if self._flat else call._replace(x=call.x.contiguous())
-        result = self._method(call, **self._options)
+        result = self._method(call, **self.options)
         if not self._flat:
             return result
         if isinstance(result, Pending):

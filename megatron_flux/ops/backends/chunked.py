@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,14 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostGather
-from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.backend import Backend, BackendPlan, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair
+from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm
+from megatron_flux.ops.recordings import Recordings, Work, run, start
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size unless the tuner knows better: smaller ones hide more, make GEMMs of
@@ -69,6 +69,16 @@ def piece_counts(call: OperatorCall) -> list[int]:
     return [count for count in COUNTS if count <= most] or [1]
 
 
+class ChunkedPlan(BackendPlan):
+    """Calls of one spec. Where their addresses come again they are replayed (:mod:`megatron_flux.ops.recordings`)."""
+
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        """``pieces`` of a shard, None: by its size."""
+        recordings = Recordings() if call.x.is_cuda and not call.captured else None
+        super().__init__(backend, call, pieces=pieces, recordings=recordings)
+        self.nbytes = backend.bytes_received(call)
+
+
 class ChunkedBackend(Backend):
     """See the module."""
 
@@ -87,9 +97,7 @@ class ChunkedBackend(Backend):
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
         """See the base class; ``pieces`` of a shard, None: by its size."""
-        plan = BackendPlan(self, call, pieces=pieces)
-        plan.nbytes = self.bytes_received(call)
-        return plan
+        return ChunkedPlan(self, call, pieces)
 
     def bytes_received(self, call: OperatorCall) -> int:
         """Return the bytes that a rank receives for ``call``: 8-bit wire formats send fewer."""
@@ -100,185 +108,199 @@ class ChunkedBackend(Backend):
         return peers * wires.nbytes(self.wire, rows, call.n if scatters else call.k, call.out.itemsize)
 
     def all_gather_gemm(
-        self, call: OperatorCall, pieces: int | None = None
+        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        if call.fp8 is not None:
-            return self._all_gather_gemm_fp8(call, call.fp8, pieces)
-        given, (gemm, weight) = call.x, _gemm(call)
-        rows, *others = given.shape
-        shape = (rows * call.group.size(), *others)
-        y, full = given.new_empty(*shape[:-1], weight.shape[1]), given.new_empty(shape)
-        gather = _Gathered(self, call, matrix(given), full, pieces)
-        cut, places = gather.cut, gather.cut.places
-        inputs, outputs = matrix(full).split_with_sizes(cut.sizes), matrix(y).split_with_sizes(cut.sizes)
-        with poison_on_error(gather.link, call.operator):
-            flight = gather.begin()
-            gemm(gather.x, weight, out=outputs[cut.own])
-            if call.return_gathered:
-                gather.copy_own(full)
-            for which in flight:
-                at = places[which]
-                if gather.encoded:
-                    gather.decode(which, inputs[at])
-                gemm(inputs[at], weight, out=outputs[at])
-        return y, full
+        kind = _GatherGemm if call.fp8 is None else _GatherGemmFp8
+        work = run(kind(self, call, pieces), recordings)
+        return work.y, work.gathered
 
-    def _all_gather_gemm_fp8(
-        self, call: OperatorCall, pair: Fp8Pair, pieces: int | None
-    ) -> tuple[torch.Tensor, Fp8Operand]:
-        x, tp, rank = pair.x, call.group.size(), call.group.rank()
-        scales = x.scale_inv
-        y, full = x.data.new_empty(call.m, call.n, dtype=pair.out), x.data.new_empty(call.m, call.k)
-        all_scales = scales.new_empty(tp, *scales.shape) if pair.blocks else scales
-        gathers = [_Gathered(self, call, x.data, full, pieces)]
-        if pair.blocks:  # first, on their own: 4 bytes for 128
-            gathers.insert(0, _Gathered(self, call, scales, all_scales, 1))
-        gather, cut = gathers[-1], gathers[-1].cut
-        outputs = y.split_with_sizes(cut.sizes)
-        with poison_on_error(gather.link, call.operator):
-            begun = [ahead.begin() for ahead in gathers[:-1]]
-            for ahead in begun:
-                ahead.enqueue()
-            flight = gather.begin()
-            fp8_gemm(pair, call.bias, out=outputs[cut.own])
-            if call.return_gathered:
-                gather.copy_own(full)
-            for ahead in begun:
-                ahead.wait()
-                all_scales[rank].copy_(scales)
-            gathered = Fp8Operand(full, x.dtype, all_scales, x.scaling, tp)
-            for peer, piece in flight:
-                part = gathered.shard(peer).part(cut.rows[piece], cut.rows[piece + 1])
-                fp8_gemm(pair._replace(x=part), call.bias, out=outputs[cut.places[peer, piece]])
-        return y, gathered
-
-    def all_gather(self, call: OperatorCall, pieces: int | None = None) -> Pending:
+    def all_gather(
+        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
+    ) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`."""
-        x = call.x
-        full = x.new_empty(call.gathered_shape)
-        gather = _Gathered(self, call, matrix(x), full, pieces)
-        with poison_on_error(gather.link, call.operator):
-            flight = gather.begin()
-            flight.enqueue()
-            gather.copy_own(full)
-        begun = _current_stream(x)
+        work = _Gather(self, call, pieces)
+        return Pending(work.gathered, start(work, recordings), keep=(call.x,))
 
-        def wait() -> None:
-            with poison_on_error(gather.link, call.operator):
-                flight.wait()
-                if gather.encoded:
-                    blocks = matrix(full).split_with_sizes(gather.cut.sizes)
-                    for which, at in gather.cut.places.items():
-                        gather.decode(which, blocks[at])
-            _used_behind(begun, gather.arrived)
-
-        return Pending(full, wait, keep=(x, full))
-
-    def gemm_reduce_scatter(self, call: OperatorCall, pieces: int | None = None) -> Pending:
+    def gemm_reduce_scatter(
+        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
+    ) -> Pending:
         """See :class:`~megatron_flux.ops.backend.Backend`. With ``async_op`` the transfers that are left when
         the GEMMs have ended run beside what comes next.
         """
+        work = _GemmScatter(self, call, pieces)
+        if call.async_op:  # not recorded: a graph would end on its stream with its last transfer
+            return Pending(work.result, start(work), keep=(call.x,))
+        return Pending(run(work, recordings).result)
+
+
+class _Chunked(Work):
+    """A call of this backend."""
+
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        """Allocate what the call needs."""
         compare_calls(call)
-        x, group, wire, out = matrix(call.x), call.group, self.wire, call.out
-        link, state = transport_of(group, x.device), state_of(group)
-        m, n, tp, rank, known = x.shape[0], call.n, link.tp, link.rank, state.kernels
-        mp, at_once = m // tp, 1 if call.fp8 is None else ROWS_AT_ONCE
-        cut = _cut(wire, mp, n, out.itemsize, pieces or self.pieces, at_once, tp, rank)
-        gemm = _gemm_of_blocks(call, x, cut)
-        # All memory before the call begins: peers would wait for one that ends in between.
-        result = x.new_empty(call.result_shape, dtype=out)
-        if exact := wire == wires.EXACT:
-            theirs, sent = x.new_empty(tp, mp, n, dtype=out), x.new_empty(m, n, dtype=out)
-            blocks = sent.split_with_sizes(cut.sizes)
-            own = blocks[cut.own]
-        else:
-            theirs = x.new_empty(tp, cut.cuts[-1], dtype=torch.uint8)
-            sent, own = torch.empty_like(theirs), x.new_empty(mp, n, dtype=out)
-            partial = x.new_empty(max(b - a for a, b in itertools.pairwise(cut.rows)), n, dtype=out)
+        super().__init__(call, transport_of(call.group, call.x.device))
+        self.wire, self.pieces = backend.wire, pieces or backend.pieces
 
-        def finish() -> None:
-            exchange.wait()
-            if exact:
-                wires.add(wire, theirs, own, rank, result, known)
-                return
-            y = matrix(result)
-            for (first, last), data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
-                wires.add(wire, theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
-
-        with poison_on_error(link, call.operator):
-            if state.table is not None:
-                state.table.enter()
-            exchange = link.exchange(call.operator, sent, theirs, cut.cuts)
-            for which in exchange.steps:
-                at = cut.places[which]
-                if exact:
-                    gemm(at, blocks[at])
-                else:
-                    peer, piece = which
-                    gemm(at, part := partial[: cut.sizes[at]])
-                    wires.encode(part, sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]], known)
-                exchange.send()
-            gemm(cut.own, own)
-            if not call.async_op:
-                finish()
-                return Pending(result)
-            exchange.enqueue()
-        begun = _current_stream(x)
-
-        def wait() -> None:
-            with poison_on_error(link, call.operator):
-                finish()
-            _used_behind(begun, theirs, sent, own)
-
-        return Pending(result, wait, keep=(x, theirs, sent, own))
+    def cut(self, wire: str, width: int, size: int) -> _Cut:
+        """Cut the shards, of ``width`` numbers of ``size`` bytes a row."""
+        call, tp, rank = self.call, self.link.tp, self.link.rank
+        at_once = 1 if call.fp8 is None else ROWS_AT_ONCE
+        return _cut(wire, call.m // tp, width, size, self.pieces, at_once, tp, rank)
 
 
-class _Gathered:
-    """The gather of a matrix ``x``, with one of as many rows from every rank, but for the local shard."""
+class _Gathering(_Chunked):
+    """Gathers the rows of x, but for the local shard, which is copied where somebody reads it."""
 
-    def __init__(
-        self, backend: ChunkedBackend, call: OperatorCall, x: torch.Tensor, full: torch.Tensor, pieces: int | None
-    ) -> None:
-        """Allocates; nothing has begun. ``x``: that of ``call``, or part of its FP8 operand, which is sent as it is."""
-        compare_calls(call)
-        group = call.group
-        wire, at_once = (backend.wire, 1) if call.fp8 is None else (wires.EXACT, ROWS_AT_ONCE)
-        self.x, self._operator, self._state = x, call.operator, state_of(group)
-        self.link = link = transport_of(group, x.device)
-        size = x.element_size()
-        self.cut = cut = _cut(wire, *x.shape, size, pieces or backend.pieces, at_once, link.tp, link.rank)
-        self.encoded = wire != wires.EXACT
-        self._mine, self.arrived = x, full
+    gathered: Any
+
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        """See the base class."""
+        super().__init__(backend, call, pieces)
+        if call.fp8 is not None:
+            self.wire = wires.EXACT
+        self.encoded = self.wire != wires.EXACT
+        self.full = self.empty(call.gathered_shape)
+        self._sent, self._arrives = self.x, self.full
         if self.encoded:
-            self._mine = x.new_empty(cut.cuts[-1], dtype=torch.uint8)
-            self.arrived = x.new_empty(link.tp, cut.cuts[-1], dtype=torch.uint8)
+            nbytes = self.cut(self.wire, call.k, self.x.element_size()).cuts[-1]
+            self._sent = self.empty((nbytes,), torch.uint8)
+            self._arrives = self.empty((self.link.tp, nbytes), torch.uint8)
 
-    def begin(self) -> HostGather:
+    def begin_gather(self) -> tuple[_Cut, HostGather]:
         """Send what this rank has."""
-        cuts, table = self.cut.cuts, self._state.table
+        self._cut = cut = self.cut(self.wire, self.call.k, self.x.element_size())
         if self.encoded:
-            for rows, data in zip(itertools.pairwise(self.cut.rows), itertools.pairwise(cuts), strict=True):
-                wires.encode(self.x[slice(*rows)], self._mine[slice(*data)], self._state.kernels)
-        if table is not None:
-            table.enter()
-        return self.link.gather(self._operator, self._mine, self.arrived, cuts)
+            for rows, data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
+                wires.encode(self.x[slice(*rows)], self._sent[slice(*data)], self.state.kernels)
+        return cut, self.link.gather(self.call.operator, self._sent, self._arrives, cut.cuts)
 
     def decode(self, which: tuple[int, int], out: torch.Tensor) -> None:
         """Decode a ``(peer, piece)`` that has arrived."""
         peer, piece = which
-        data = self.arrived[peer, self.cut.cuts[piece] : self.cut.cuts[piece + 1]]
-        wires.decode(data, out, self._state.kernels)
+        data = self._arrives[peer, self._cut.cuts[piece] : self._cut.cuts[piece + 1]]
+        wires.decode(data, out, self.state.kernels)
 
-    def copy_own(self, full: torch.Tensor) -> None:
-        """Copy the local shard to its place in ``full``."""
+    def copy_own(self) -> None:
+        """Copy the local shard to its place in the gathered x."""
         x, rank = self.x, self.link.rank
         if x.is_cuda:
             nbytes = x.nbytes
             stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-            driver.copy(full.data_ptr() + rank * nbytes, x.data_ptr(), nbytes, stream)
+            driver.copy(self.full.data_ptr() + rank * nbytes, x.data_ptr(), nbytes, stream)
         else:
-            full.view(self.link.tp, *x.shape)[rank].copy_(x)
+            self.full.view(self.link.tp, *x.shape)[rank].copy_(x)
+
+
+class _Gather(_Gathering):
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        super().__init__(backend, call, pieces)
+        self.gathered = self.full
+
+    def begin(self) -> None:
+        _, self._flight = self.begin_gather()
+        self._flight.enqueue()
+        self.copy_own()
+
+    def finish(self) -> None:
+        self._flight.wait()
+        if self.encoded:
+            blocks = matrix(self.full).split_with_sizes(self._cut.sizes)
+            for which, at in self._cut.places.items():
+                self.decode(which, blocks[at])
+
+
+class _GatherGemm(_Gathering):
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        super().__init__(backend, call, pieces)
+        self.y, self.gathered = self.empty(call.result_shape), self.full
+
+    def begin(self) -> None:
+        gemm, weight = _gemm(self.call)
+        cut, flight = self.begin_gather()
+        inputs, outputs = matrix(self.full).split_with_sizes(cut.sizes), matrix(self.y).split_with_sizes(cut.sizes)
+        gemm(self.x, weight, out=outputs[cut.own])
+        if self.call.return_gathered:
+            self.copy_own()
+        for which in flight:
+            at = cut.places[which]
+            if self.encoded:
+                self.decode(which, inputs[at])
+            gemm(inputs[at], weight, out=outputs[at])
+
+
+class _GatherGemmFp8(_Gathering):
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        super().__init__(backend, call, pieces)
+        assert call.fp8 is not None  # noqa: S101 - the caller has looked
+        self.pair, x, tp = call.fp8, call.fp8.x, self.link.tp
+        self.y = self.empty((call.m, call.n), self.pair.out)
+        scales = self.empty((tp, *x.scale_inv.shape), torch.float32) if self.pair.blocks else x.scale_inv
+        self.gathered = Fp8Operand(self.full, x.dtype, scales, x.scaling, tp)
+
+    def begin(self) -> None:
+        pair, gathered, bias, ahead = self.pair, self.gathered, self.call.bias, None
+        scales, every = pair.x.scale_inv, gathered.scale_inv
+        if pair.blocks:  # first, on their own: 4 bytes for 128
+            ahead = self.link.gather(self.call.operator, scales, every, (0, scales.nbytes))
+            ahead.enqueue()
+        cut, flight = self.begin_gather()
+        outputs = self.y.split_with_sizes(cut.sizes)
+        fp8_gemm(pair, bias, out=outputs[cut.own])
+        if self.call.return_gathered:
+            self.copy_own()
+        if ahead is not None:
+            ahead.wait()
+            every[self.link.rank].copy_(scales)
+        for peer, piece in flight:
+            part = gathered.shard(peer).part(cut.rows[piece], cut.rows[piece + 1])
+            fp8_gemm(pair._replace(x=part), bias, out=outputs[cut.places[peer, piece]])
+
+
+class _GemmScatter(_Chunked):
+    def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
+        super().__init__(backend, call, pieces)
+        (m, n, _), out, tp = call.sizes, call.out, self.link.tp
+        self.result, self.exact = self.empty(call.result_shape, out), self.wire == wires.EXACT
+        if self.exact:
+            self.theirs, self.sent = self.empty((tp, m // tp, n), out), self.empty((m, n), out)
+            return
+        cut = self.cut(self.wire, n, out.itemsize)
+        self.theirs, self.sent = (self.empty((tp, cut.cuts[-1]), torch.uint8) for _ in range(2))
+        self.own = self.empty((m // tp, n), out)
+        self.partial = self.empty((max(b - a for a, b in itertools.pairwise(cut.rows)), n), out)
+
+    def begin(self) -> None:
+        call, sent = self.call, self.sent
+        self._cut = cut = self.cut(self.wire, call.n, call.out.itemsize)
+        gemm = _gemm_of_blocks(call, self.x, cut)
+        if self.exact:
+            blocks = sent.split_with_sizes(cut.sizes)
+            self.own = blocks[cut.own]
+        self._exchange = exchange = self.link.exchange(call.operator, sent, self.theirs, cut.cuts)
+        for which in exchange.steps:
+            at = cut.places[which]
+            if self.exact:
+                gemm(at, blocks[at])
+            else:
+                peer, piece = which
+                gemm(at, part := self.partial[: cut.sizes[at]])
+                wires.encode(part, sent[peer, cut.cuts[piece] : cut.cuts[piece + 1]], self.state.kernels)
+            exchange.send()
+        gemm(cut.own, self.own)
+        if call.async_op:
+            exchange.enqueue()
+
+    def finish(self) -> None:
+        self._exchange.wait()
+        wire, own, rank, known = self.wire, self.own, self.link.rank, self.state.kernels
+        if self.exact:
+            wires.add(wire, self.theirs, own, rank, self.result, known)
+            return
+        cut, y = self._cut, matrix(self.result)
+        for (first, last), data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
+            wires.add(wire, self.theirs[:, slice(*data)], own[first:last], rank, y[first:last], known)
 
 
 class _Cut(NamedTuple):
@@ -310,20 +332,6 @@ def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at
             places[peer, piece] = len(sizes)
             sizes.append(some)
     return _Cut(by_rows, tuple(cuts), sizes, places, own)
-
-
-def _current_stream(x: torch.Tensor) -> int | None:
-    """Return the handle of the current stream of x's GPU."""
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
-
-
-def _used_behind(begun: int | None, *parts: torch.Tensor) -> None:
-    """Call ``record_stream`` on ``parts``, allocated on the stream ``begun`` (a handle), if the current stream is
-    another one. ``begun`` does not wait for that stream, so the allocator must.
-    """
-    if begun is not None and _current_stream(parts[0]) != begun:
-        for part in parts:
-            part.record_stream(torch.cuda.current_stream(part.device))
 
 
 def _gemm(call: OperatorCall) -> tuple[Callable[..., object], torch.Tensor]:

@@ -4,6 +4,7 @@ few calls of Python and of the driver.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections import Counter, defaultdict
@@ -42,15 +43,23 @@ def number(handle: Any) -> int:
     return found
 
 
+Enqueued = tuple[str, Any]
+"""``do``: a function that returns whether it has run; ``record`` or ``wait``: the mark of an event."""
+
+
 class Cuda(Driver):
-    """Streams and events: what is enqueued runs later."""
+    """Streams, events and graphs: what is enqueued runs later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []
         self.queues: dict[int, list[Callable[[], bool]]] = defaultdict(list)
         self.current, self.handles = 0, 100
-        self._reached: dict[int, list[bool]] = {}
+        self.recorded: dict[int, list[Enqueued]] | None = None
+        """By stream, what is being recorded."""
+        self._marks: dict[int, object] = {}
+        """What each event has recorded last."""
+        self._reached: set[object] = set()
 
     def handle(self) -> int:
         self.handles += 1
@@ -58,13 +67,41 @@ class Cuda(Driver):
 
     def put(self, operation: Callable[[], object], stream: int | None = None) -> None:
         """Enqueue ``operation``, by default in the caller's stream."""
-        self.queues[self.current if stream is None else stream].append(lambda: (operation(), True)[1])
+        self.add(self.current if stream is None else stream, "do", lambda: (operation(), True)[1])
+
+    def add(self, stream: int, kind: str, what: Any) -> None:
+        """Enqueue or record."""
+        if self.recorded is None:
+            self.queues[stream].append(self.ready(kind, what))
+        else:
+            self.recorded[stream].append((kind, what))
+
+    def ready(self, kind: str, what: Any) -> Callable[[], bool]:
+        """Return what runs."""
+        if kind == "do":
+            run: Callable[[], bool] = what
+            return run
+        return (lambda: (self._reached.add(what), True)[1]) if kind == "record" else lambda: what in self._reached
+
+    def replay(self, recorded: dict[int, list[Enqueued]]) -> None:
+        """Launch a graph: each stream that was recorded is a queue behind the caller's, and before what comes there."""
+        marks: dict[object, object] = defaultdict(object)
+        begun = object()
+        self.add(self.current, "record", begun)
+        for branch in recorded.values():
+            ended = object()
+            own = [(kind, what if kind == "do" else marks[what]) for kind, what in branch]
+            self.queues[self.handle()] = [
+                self.ready(kind, what) for kind, what in [("wait", begun), *own, ("record", ended)]
+            ]
+            self.add(self.current, "wait", ended)
 
     def cuStreamBatchMemOp_v2(self, stream: Any, count: Any, operations: Any, flags: Any) -> int:  # noqa: N802
         self.asked.append("words")
         self.got.clear()
         super().cuStreamBatchMemOp_v2(stream, count, operations, flags)
-        self.queues[stream.value] += [Ranks.word(one) for one in self.got]
+        for one in self.got:
+            self.add(stream.value, "do", Ranks.word(one))
         return self.status
 
     def cuMemcpyAsync(self, target: Any, source: Any, nbytes: Any, stream: Any) -> int:  # noqa: N802
@@ -74,14 +111,13 @@ class Cuda(Driver):
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
         self.asked.append("record")
-        reached = self._reached[number(event)] = [False]
-        self.put(lambda: reached.__setitem__(0, True), number(stream))
+        mark = self._marks[number(event)] = object()
+        self.add(number(stream), "record", mark)
         return 0
 
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> int:  # noqa: N802
         self.asked.append("wait")
-        reached = self._reached[number(event)]
-        self.queues[number(stream)].append(lambda: reached[0])
+        self.add(number(stream), "wait", self._marks[number(event)])
         return 0
 
 
@@ -110,14 +146,35 @@ class Scene:
             def __init__(self) -> None:
                 self.cuda_event = cuda.handle()
 
-            def record(self, stream: Any) -> None:
-                cuda.cuEventRecord(self.cuda_event, stream.cuda_stream)
+            def record(self, stream: Any = None) -> None:
+                cuda.cuEventRecord(self.cuda_event, cuda.current if stream is None else stream.cuda_stream)
 
+        class Graph:
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                assert (pool, capture_error_mode) == ("a pool", "thread_local")
+                self.recorded = cuda.recorded = defaultdict(list)
+
+            def capture_end(self) -> None:
+                cuda.recorded = None
+
+            def replay(self) -> None:
+                cuda.asked.append("replay")
+                cuda.replay(self.recorded)
+
+        @contextlib.contextmanager
+        def on(stream: Any) -> Iterator[None]:
+            before, cuda.current = cuda.current, stream.cuda_stream
+            yield
+            cuda.current = before
+
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+        patch.setattr(torch.cuda, "stream", on)
         for module in (cuda_driver, cuda_memory_ops):
             patch.setattr(module, "_driver", lambda: cuda)
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "Stream", lambda *_, priority: SimpleNamespace(cuda_stream=cuda.handle()))
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=cuda.handle()))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.recorded is not None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cuda.current, raising=False)
         patch.setattr(gate, "launch", lambda *_: cuda.asked.append("gate"))
         patch.setattr(host_progress, "LinkAlarm", Bell)
@@ -125,7 +182,7 @@ class Scene:
         patch.setattr(chunked, "compare_calls", lambda call: None)
         layout = Layout(2, 300, 3)
         memory = self.memory = Ranks(layout)
-        regions = SimpleNamespace(host=memory.regions, lanes=memory.regions)
+        regions = SimpleNamespace(host=memory.regions, lanes=memory.regions, never_free=lambda: None)
         patch.setattr(host_link.shared_memory, "make_regions", lambda *_: regions)
         self.groups: list[Any] = [SizedGroup(2, rank) for rank in range(2)]
         self.links = [HostLink(group, GPU, layout) for group in self.groups]
@@ -137,7 +194,8 @@ class Scene:
         patch.setattr(torch, "mm", lambda *given, out: cuda.put(lambda: mm(*given, out=out)))
         patch.setattr(torch.Tensor, "copy_", lambda *given: cuda.put(lambda: copy(*given)))
         patch.setattr(chunked.wires, "add", self.add)
-        patch.setattr(torch.Tensor, "new_empty", lambda *a, **b: kept.append(made := empty(*a, **b)) or made)
+        self.allocate: Callable[..., torch.Tensor] = empty
+        patch.setattr(torch.Tensor, "new_empty", lambda *a, **b: kept.append(made := self.allocate(*a, **b)) or made)
         self.backend = chunked.ChunkedBackend()
         self.backend.pieces = 2
 
@@ -233,6 +291,7 @@ class Transport:
     """Moves nothing."""
 
     tp, rank = 2, 0
+    lanes = SimpleNamespace(current=lambda: torch._C._cuda_getCurrentRawStream(0))
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: list[int]) -> Any:
         self.theirs = theirs.data_ptr()
@@ -286,7 +345,7 @@ def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> N
         OperatorCall("all_gather_gemm", x, w, group),
         OperatorCall("gemm_reduce_scatter", whole, v, group),
     )
-    most = {"all_gather_gemm": 35, "gemm_reduce_scatter": 43}
+    most = {"all_gather_gemm": 52, "gemm_reduce_scatter": 60}
     asked = {
         "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
         "gemm_reduce_scatter": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1, "add": 1},

@@ -1,0 +1,182 @@
+"""Work over a link through host memory, recorded as CUDA graphs and replayed where the same memory comes again.
+
+A chunked call is 30 to 60 calls of the driver and several GEMMs: 0.5 to 0.8 ms of the host (results/host-link-x2), so
+small layers were bound by it. One launch of a graph with all of that takes it less than 0.1 ms. A training of fixed
+shapes gets the same addresses from torch's allocator in every step. Where it does not, calls run as they are.
+
+Contract
+    * A recording holds addresses: of operands, results and buffers, all of which its :class:`Work` allocates before it
+      begins. It is replayed for work on exactly these, on the stream that it is for.
+    * Work on new addresses runs as it is; the second time it is recorded, and replayed. At most one in
+      :data:`SPACING` calls of a plan is recorded, so that no step is held up by many.
+    * What ranks send each other is the same either way, so each rank decides for itself.
+
+Hazards
+    * **Order on the link.** The lanes of a call that is not recorded are streams, those of a recording branches of its
+      graph, and only the caller's stream stands between the two. So work is replayed only where the link is quiet: all
+      earlier calls have ended on the stream that it begins on. A call that is not replayed puts the lanes behind the
+      latest replay (:meth:`~megatron_flux.comm.host_link.HostLink.replayed`).
+    * **Memory of a recording's own.** cuBLAS's workspaces and temporaries come from a pool of the stream that it was
+      recorded on. So recordings that may run at the same time have streams, and pools, of their own.
+    * **One hardware queue.** CUDA chooses the order of a graph's branches; see :mod:`~megatron_flux.comm.host_link`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from megatron_flux import cuda_driver as driver
+from megatron_flux.comm.group_state import Cache, state_of
+from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.timeouts import poison_on_error
+from megatron_flux.errors import one_line
+from megatron_flux.ops.call import OperatorCall, matrix
+
+logger = logging.getLogger("megatron_flux")
+
+MOST = 512
+"""Recordings of a plan: calls of that kind in a step, of all layers and micro-batches."""
+SPACING = 8
+WASTE = 64
+"""Recordings of a plan that may be made before most of them have to have been replayed."""
+
+
+class Work:
+    """One call: all memory whose addresses its launches hold, and these launches."""
+
+    def __init__(self, call: OperatorCall, link: HostLink) -> None:
+        """Allocate all that the call needs. Nothing has begun: peers would wait for a call that ends in between."""
+        self.call, self.link, self.x, self.state = call, link, matrix(call.x), state_of(call.group)
+        pair = call.fp8
+        scales = () if pair is None else (pair.x.scale_inv, pair.weight.scale_inv)
+        given = (self.x, call.weight, call.bias, call.addend, *scales)
+        self.memory: list[torch.Tensor] = [one for one in given if one is not None]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate memory of the call."""
+        self.memory.append(made := self.call.x.new_empty(shape, dtype=dtype))
+        return made
+
+    def begin(self) -> None:
+        """Launch on the current stream what waits for no end of a transfer that may run beside later work."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Launch the rest: the current stream is behind the whole call then."""
+
+    def count(self) -> None:
+        """Note in the group's table that the call begins. Raises OperatorError: a neighbour's is another one."""
+        if self.state.table is not None:
+            self.state.table.enter()
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
+class Recordings:
+    """The recordings of a plan."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._graphs: Cache[tuple[object, ...], torch.cuda.CUDAGraph] = Cache(MOST)
+        self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
+        self.replayed = 0
+        """Calls so far."""
+        self._made = self._since = 0
+        self._failed = False
+
+    def find(self, work: Work, *, beside: bool) -> torch.cuda.CUDAGraph | None:
+        """Return what to replay in place of ``work``, which the second call records; None: run it as it is.
+        ``beside``: it is to run beside the current stream.
+        """
+        link = work.link
+        if not link.captures or not link.quiet():
+            return None
+        self._since += 1
+        key = (link.number, link.lanes.current(), *[one.data_ptr() for one in work.memory])
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self.replayed += 1
+            return graph
+        if key not in self._seen:
+            self._seen[key] = None
+            return None
+        wasteful = self._made >= WASTE and self.replayed < 2 * self._made
+        if self._failed or wasteful or self._since < SPACING or torch.cuda.is_current_stream_capturing():
+            return None
+        self._since, self._made = 0, self._made + 1
+        try:
+            graph = self._graphs[key] = _record(work, beside=beside)
+        except Exception as error:
+            self._failed = True
+            logger.warning(
+                "megatron_flux: %s over %s cannot be recorded, so each call takes more time of the host (%s)",
+                work.call.operator, link.through, one_line(error),
+            )  # fmt: skip
+        return graph
+
+
+def run(work: AnyWork, recordings: Recordings | None = None) -> AnyWork:
+    """Launch ``work`` on the current stream, to its end, and return it."""
+    link = work.link
+    with poison_on_error(link, work.call.operator):
+        work.count()
+        graph = None if recordings is None else recordings.find(work, beside=False)
+        if graph is None:
+            work.begin()
+            work.finish()
+        else:
+            graph.replay()
+            link.replayed(link.lanes.current())
+    return work
+
+
+def start(work: Work, recordings: Recordings | None = None) -> Callable[[], None]:
+    """Launch ``work`` and return what puts the then current stream behind its end, once."""
+    link, operator = work.link, work.call.operator
+    begun = link.lanes.current()
+    with poison_on_error(link, operator):
+        work.count()
+        graph = None if recordings is None else recordings.find(work, beside=True)
+        if graph is None:
+            work.begin()
+        else:
+            side = link.side(beside=True)
+            driver.record(side.event, begun)
+            driver.wait(side.stream.cuda_stream, side.event)
+            with torch.cuda.stream(side.stream):
+                graph.replay()
+            link.replayed(side.stream.cuda_stream, ended=False)
+
+    def wait() -> None:
+        with poison_on_error(link, operator):
+            if graph is None:
+                work.finish()
+            else:
+                link.wait_for_replay()
+        if link.lanes.current() != begun:  # the stream that this memory was allocated on does not wait
+            for one in work.memory:
+                one.record_stream(torch.cuda.current_stream(one.device))
+
+    return wait
+
+
+def _record(work: Work, *, beside: bool) -> torch.cuda.CUDAGraph:
+    """Record ``work``, which does not run."""
+    side, graph = work.link.side(beside=beside), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side.stream):
+        graph.capture_begin(side.pool, capture_error_mode="thread_local")  # other threads may do what they want
+        try:
+            work.begin()
+            work.finish()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph

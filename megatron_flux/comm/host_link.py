@@ -52,7 +52,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +70,22 @@ from megatron_flux.errors import OperatorError
 _numbers = itertools.count()
 
 
-class Side(NamedTuple):
+class Side:
     """Where recordings are made (:mod:`megatron_flux.ops.recordings`), and run beside the stream that they are for."""
 
-    stream: torch.cuda.Stream
-    pool: Any  # of the memory that they allocate
-    event: int  # a handle
+    def __init__(self, device: torch.device) -> None:
+        """Make a stream, and a pool for the memory that recordings allocate."""
+        self.stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
+        self._event.record(self.stream)  # it has no handle before
+        self.event = self._event.cuda_event
+        word = torch.zeros(1, device=device)
+        # torch gives up a pool with the last graph that has it. This one stays.
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            word.zero_()
+            self._graph.capture_end()
+        self.pool = self._graph.pool()
 
 
 class HostLink:
@@ -121,8 +131,6 @@ class HostLink:
         self._behind_replay = True
         """The lanes are behind it."""
         self._sides: dict[tuple[int, bool], Side] = {}
-        self._events: list[torch.cuda.Event] = []
-        """Of sides."""
 
         def make_lanes() -> None:
             if self._cuda:
@@ -186,10 +194,7 @@ class HostLink:
         key = self.lanes.current(), beside
         side = self._sides.get(key)
         if side is None:
-            stream, event = torch.cuda.Stream(self.device), torch.cuda.Event()
-            event.record(stream)  # it has no handle before
-            side = self._sides[key] = Side(stream, torch.cuda.graph_pool_handle(), event.cuda_event)
-            self._events.append(event)
+            side = self._sides[key] = Side(self.device)
         return side
 
     def replayed(self, stream: int, *, ended: bool = True) -> None:

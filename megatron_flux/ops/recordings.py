@@ -51,15 +51,16 @@ class Work:
 
     def __init__(self, call: OperatorCall, link: HostLink) -> None:
         """Allocate all that the call needs. Nothing has begun: peers would wait for a call that ends in between."""
-        self.call, self.link, self.x, self.state = call, link, matrix(call.x), state_of(call.group)
         pair = call.fp8
+        self.call, self.link, self.state = call, link, state_of(call.group)
+        self.x = matrix(call.x) if pair is None else pair.x.data
         scales = () if pair is None else (pair.x.scale_inv, pair.weight.scale_inv)
         given = (self.x, call.weight, call.bias, call.addend, *scales)
         self.memory: list[torch.Tensor] = [one for one in given if one is not None]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate memory of the call."""
-        self.memory.append(made := self.call.x.new_empty(shape, dtype=dtype))
+        self.memory.append(made := self.x.new_empty(shape, dtype=dtype))
         return made
 
     def begin(self) -> None:
@@ -170,13 +171,16 @@ def _record(work: Work, *, beside: bool) -> torch.cuda.CUDAGraph:
     """Record ``work``, which does not run."""
     side, graph = work.link.side(beside=beside), torch.cuda.CUDAGraph()
     with torch.cuda.stream(side.stream):
-        graph.capture_begin(side.pool, capture_error_mode="thread_local")  # other threads may do what they want
         try:
+            graph.capture_begin(side.pool, capture_error_mode="thread_local")  # other threads may do what they want
             work.begin()
             work.finish()
+            graph.capture_end()
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            # torch may have left its generator as in a capture, where random numbers raise.
+            generator = torch.cuda.default_generators[work.x.get_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
-        graph.capture_end()
     return graph

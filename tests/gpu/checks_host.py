@@ -31,6 +31,7 @@ from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire
+from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Operand, random_pair
 from tests.gpu.common import error, gather, make, parser, poison_results, run_checks, scatter_sum, start
@@ -389,6 +390,28 @@ def replayed(group):
     return f"replays {counted}, host us {host}"
 
 
+def not_recorded(group):
+    """A recording that fails midway: the call runs as it is, torch's random numbers too, and it says so."""
+    x, w = make(True, torch.bfloat16, 256, 512), make(True, torch.bfloat16, 128, 512)
+    finish, met = chunked._GatherGemm.finish, []
+
+    def fails(work):
+        finish(work)
+        if torch.cuda.is_current_stream_capturing():
+            met.append(work)
+            raise RuntimeError("on purpose")
+
+    with mock.patch.object(chunked._GatherGemm, "finish", fails):
+        for _ in range(20):
+            y = ops.all_gather_gemm(x, w, group, backend="chunked")
+            assert error(y, gather(x, group).float() @ w.t().float()) == 0
+            assert torch.rand(8, device="cuda").unique().numel() > 4
+            del y
+    assert len(met) == (1 if state_of(group).transports[w.device].captures else 0)
+    compare(group, 64, 128, 96, integer=True)
+    return "after a failure 12 calls"
+
+
 def by_auto(group):
     """The tuner decides between stock and chunked, and says so."""
     x, w = make(False, torch.bfloat16, 8192 // group.size(), 4096), make(False, torch.bfloat16, 4096, 4096)
@@ -409,7 +432,7 @@ CHECKS = {
     function.__name__: function
     for function in (
         kernels_of_the_wire, shapes, large, on_the_wire, small_slots, over_islands, random_shapes, repeated, late,
-        streams, left_open, two_groups, captured, replayed, by_auto,
+        streams, left_open, two_groups, captured, replayed, by_auto, not_recorded,
     )
 }  # fmt: skip
 

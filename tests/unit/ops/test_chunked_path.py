@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ class Scene:
                 cuda.cuEventRecord(self.cuda_event, cuda.current if stream is None else stream.cuda_stream)
 
         class Graph:
-            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+            def capture_begin(self, pool: Any, *, capture_error_mode: str) -> None:
                 assert (pool, capture_error_mode) == ("a pool", "thread_local")
                 self.recorded = cuda.recorded = defaultdict(list)
 
@@ -168,7 +169,8 @@ class Scene:
             cuda.current = before
 
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
-        patch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+        patch.setattr(torch.cuda, "default_generators", [mock.MagicMock()] * 2)
+        patch.setattr(host_link, "Side", self.side)
         patch.setattr(torch.cuda, "stream", on)
         for module in (cuda_driver, cuda_memory_ops):
             patch.setattr(module, "_driver", lambda: cuda)
@@ -202,6 +204,10 @@ class Scene:
     def add(self, wire: str, theirs: torch.Tensor, own: torch.Tensor, rank: int, y: torch.Tensor, _: Any) -> None:
         self.cuda.asked.append("add")
         self.cuda.put(lambda: torch.add(own, theirs[1 - rank], out=y))
+
+    def side(self, device: torch.device) -> Any:
+        event = torch.cuda.Event()
+        return SimpleNamespace(stream=torch.cuda.Stream(device), pool="a pool", event=event.cuda_event)
 
     def on_ranks(self) -> Iterator[tuple[int, Any]]:
         for rank, group in enumerate(self.groups):

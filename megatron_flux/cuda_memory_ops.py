@@ -96,9 +96,11 @@ def record_of(event: int, stream: int) -> Call:
     return _driver().cuEventRecord, (_P(event), _P(stream)), False, []  # a number would be converted in each call
 
 
-def wait_of(stream: int, event: int) -> Call:
-    """Lay out what puts ``stream`` behind ``event``."""
-    return _driver().cuStreamWaitEvent, (_P(stream), _P(event), _U32(0)), False, []
+def wait_of(stream: int, event: int, *, external: bool = False) -> Call:
+    """Lay out what puts ``stream`` behind ``event``. ``external``: each launch of the CUDA graph that has it
+    waits for what the event has recorded last.
+    """
+    return _driver().cuStreamWaitEvent, (_P(stream), _P(event), _U32(external)), False, []  # CU_EVENT_WAIT_EXTERNAL
 
 
 def run(calls: Sequence[Call], rows: Sequence[int]) -> None:

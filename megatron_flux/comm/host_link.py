@@ -57,7 +57,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_driver as driver
 from megatron_flux import settings
 from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
@@ -77,7 +76,7 @@ class Side:
         """Make a stream, and a pool for the memory that recordings allocate."""
         self.stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         self._event.record(self.stream)  # it has no handle before
-        self.event = self._event.cuda_event
+        self.event, self.handle = self._event.cuda_event, self.stream.cuda_stream
         word = torch.zeros(1, device=device)
         # torch gives up a pool with the last graph that has it. This one stays.
         self._graph = torch.cuda.CUDAGraph()
@@ -116,21 +115,16 @@ class HostLink:
         self.alarm = progress.alarm
         """Alarm of its waits."""
         self._regions = regions.lanes
-        self._calls: Cache[tuple[str, str, tuple[int, ...], int], Call] = Cache()
+        self._calls: Cache[tuple[str, str, tuple[int, ...], int, bool], Call] = Cache()
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
         self.number = next(_numbers)
         """Of this link among all of the process."""
-        self._open = 0
-        """Calls that have begun and not ended."""
-        self._ended_on: int | None = None
-        """The stream on which the latest call has ended; None: there was none."""
-        self._replay: torch.cuda.Event | None = None
-        """The end of the latest replay."""
-        self._behind_replay = True
-        """The lanes are behind it."""
-        self._sides: dict[tuple[int, bool], Side] = {}
+        self._replayed_on: int | None = None
+        """The stream of the latest call if that was replayed. Else lanes are behind all replays."""
+        self._sides: dict[tuple[int, str], Side] = {}
+        self._recording = False
 
         def make_lanes() -> None:
             if self._cuda:
@@ -179,63 +173,52 @@ class HostLink:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
         if self._latest is call:
             self._latest = None
-        self._open -= 1
-        self._ended_on = self.lanes.current()
         if self._cuda:
             self._gate()
 
-    def quiet(self) -> bool:
-        """Return True if all calls have ended on the current stream. Raises OperatorError: one was broken off."""
-        self._check()
-        return not self._open and self._ended_on in (None, self.lanes.current())
-
-    def side(self, *, beside: bool) -> Side:
-        """Return the side of the current stream for recordings that run on it, or ``beside`` it."""
+    def side(self, beside: str) -> Side:
+        """Return the side of the current stream for recordings of an operator ``beside`` it, or, "", on it."""
         key = self.lanes.current(), beside
-        side = self._sides.get(key)
-        if side is None:
-            side = self._sides[key] = Side(self.device)
-        return side
+        if key not in self._sides:
+            self._sides[key] = Side(self.device)
+        return self._sides[key]
 
-    def replayed(self, stream: int, *, ended: bool = True) -> None:
-        """Note that a call was replayed on ``stream`` (a handle), and whether the current stream is behind its end."""
-        if self._replay is None:
-            self._replay = torch.cuda.Event()
-            self._replay.record()
-        driver.record(self._replay.cuda_event, stream)
-        self._behind_replay = False
-        if ended:
-            self._ended_on = stream
-        else:
-            self._open += 1
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Begin calls in a recording: their lanes are behind the calls before each replay, not before the recording."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
 
-    def wait_for_replay(self) -> None:
-        """Put the current stream behind the end of the latest replay, which was beside another."""
-        assert self._replay is not None  # noqa: S101 - there was one
-        self._ended_on = self.lanes.current()
-        driver.wait(self._ended_on, self._replay.cuda_event)
-        self._open -= 1
+    def replay(self, graph: torch.cuda.CUDAGraph, stream: int) -> None:
+        """Replay a call on the current stream, which has the handle ``stream``."""
+        self.lanes.mark_earlier(self._replayed_on)
+        self._replayed_on = stream
+        graph.replay()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise OperatorError if a call was broken off."""
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
 
     def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
         """Count a call that begins on the stream ``here``; nothing is enqueued."""
-        key = kind, operator, tuple(cuts), here
+        key = kind, operator, tuple(cuts), here, self._recording
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = Call(operator, self._build(kind, cuts))
-            laid_out = functools.partial(self.lanes.laid_out, caller=here)
+            laid_out = functools.partial(self.lanes.laid_out, caller=here, recorded=self._recording)
             call.program.lay_out(laid_out, cuts[-1], exchange=kind == "exchange")
-        self._check()
+        self.check()
         captured = self._cuda and torch.cuda.is_current_stream_capturing()
         if captured:
             self._progress.regions.never_free()
-        elif not self._behind_replay:
-            self.lanes.wait(self._replay)
-            self._behind_replay = True
-        self._open += 1
+        elif self._replayed_on is not None:
+            self.lanes.mark_earlier(self._replayed_on)
+            self.lanes.behind_earlier()
+            self._replayed_on = None
         call.program.stamp(self._progress.begin(call, captured=captured))
         return call.program
 

@@ -115,14 +115,18 @@ class StreamLanes:
         """What was noted last; what was enqueued to wait for it does not see that it is used again."""
         self._events: list[torch.cuda.Event] = []
         """Others that no call will wait for any more."""
+        self._earlier = [self._event() for _ in LANES]
+        """What lanes in recordings wait for: the end of earlier calls."""
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self._streams[UP])  # it has no handle before
         return event
 
-    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0) -> list[memory_ops.Call]:
-        """Return ``steps`` as :meth:`run` takes them; ``caller``: handle of the caller's stream."""
+    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0, *, recorded: bool = False) -> list[memory_ops.Call]:
+        """Return ``steps`` as :meth:`run` takes them; ``caller``: handle of the caller's stream. ``recorded``: for a
+        recording, whose lanes begin behind what :meth:`mark_earlier` has marked before each replay.
+        """
         found: list[memory_ops.Call] = []
         event, streams = self._between.cuda_event, [*self._handles, caller]
         for step in steps:
@@ -133,6 +137,9 @@ class StreamLanes:
                 found.append(memory_ops.record_of(event, streams[step.lane]))
             else:
                 found += [memory_ops.wait_of(streams[lane], event) for lane in step.lanes]
+                if recorded and step.lanes == LANES:  # once in a call, at the begin of both
+                    waits = zip(LANES, self._earlier, strict=True)
+                    found += [memory_ops.wait_of(streams[at], one.cuda_event, external=True) for at, one in waits]
         return found
 
     run = staticmethod(memory_ops.run)
@@ -143,19 +150,28 @@ class StreamLanes:
 
     def mark(self, lane: int) -> torch.cuda.Event:
         """Note what ``lane`` has been given by now, for :meth:`behind`."""
+        return self.mark_of(self.current() if lane == CALLER else self._handles[lane])
+
+    def mark_of(self, stream: int) -> torch.cuda.Event:
+        """Note what ``stream`` (a handle) has been given by now, for :meth:`behind`."""
         event = self._events.pop() if self._events else self._event()
-        driver.record(event.cuda_event, self.current() if lane == CALLER else self._handles[lane])
+        driver.record(event.cuda_event, stream)
         return event
+
+    def mark_earlier(self, stream: int | None) -> None:
+        """Mark what has been given to ``stream`` by now, or to both lanes if it is None."""
+        for event, lane in zip(self._earlier, self._handles, strict=True):
+            driver.record(event.cuda_event, lane if stream is None else stream)
+
+    def behind_earlier(self) -> None:
+        """Put both lanes behind what was marked."""
+        for event, lane in zip(self._earlier, self._handles, strict=True):
+            driver.wait(lane, event.cuda_event)
 
     def behind(self, mark: torch.cuda.Event, lane: int) -> None:
         """Put ``lane`` behind what was noted. A mark serves once."""
         driver.wait(self.current() if lane == CALLER else self._handles[lane], mark.cuda_event)
         self._events.append(mark)
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Put both lanes behind ``event``."""
-        for stream in self._handles:
-            driver.wait(stream, event.cuda_event)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the memory of ``tensor`` until what is on its way down by now has been read."""
@@ -227,7 +243,7 @@ class ProcessorLanes:
             threading.Thread(target=worker.run, name="megatron-flux-lane", daemon=True).start()
             weakref.finalize(self, worker.queue.put, None).atexit = False
 
-    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0) -> Sequence[Enqueued]:
+    def laid_out(self, steps: Sequence[Enqueued], caller: int = 0, *, recorded: bool = False) -> Sequence[Enqueued]:
         """Return ``steps`` as :meth:`run` takes them."""
         return steps
 

@@ -12,10 +12,10 @@ Contract
     * What ranks send each other is the same either way, so each rank decides for itself.
 
 Hazards
-    * **Order on the link.** The lanes of a call that is not recorded are streams, those of a recording branches of its
-      graph, and only the caller's stream stands between the two. So work is replayed only where the link is quiet: all
-      earlier calls have ended on the stream that it begins on. A call that is not replayed puts the lanes behind the
-      latest replay (:meth:`~megatron_flux.comm.host_link.HostLink.replayed`).
+    * **Order on the link.** The lanes of a call that runs as it is are streams, those of a recording branches of its
+      graph. Slots are used in the order of calls, so each waits for the other: :meth:`~comm.host_link.HostLink.replay`
+      marks where earlier calls end, in an event that the lanes of recordings wait for, as an external one, and a call
+      that is not replayed puts the lanes behind the latest replay.
     * **Memory of a recording's own.** cuBLAS's workspaces and temporaries come from a pool of the stream that it was
       recorded on. So recordings that may run at the same time have streams, and pools, of their own.
     * **One hardware queue.** CUDA chooses the order of a graph's branches; see :mod:`~megatron_flux.comm.host_link`.
@@ -26,13 +26,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.group_state import Cache, state_of
 from megatron_flux.comm.host_link import HostLink
+from megatron_flux.comm.lanes import CALLER
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import one_line
 from megatron_flux.ops.call import OperatorCall, matrix
@@ -79,108 +80,122 @@ class Work:
 AnyWork = TypeVar("AnyWork", bound=Work)
 
 
+class Recording(NamedTuple):
+    """A call as a CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    begun: torch.cuda.Event
+    """Each replay records it where :meth:`Work.begin` has ended."""
+
+
 class Recordings:
     """The recordings of a plan."""
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._graphs: Cache[tuple[object, ...], torch.cuda.CUDAGraph] = Cache(MOST)
+        self._made: Cache[tuple[object, ...], Recording] = Cache(MOST)
         self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
         self.replayed = 0
         """Calls so far."""
-        self._made = self._since = 0
+        self.number = self._since = 0
         self._failed = False
 
-    def find(self, work: Work, *, beside: bool) -> torch.cuda.CUDAGraph | None:
+    def find(self, work: Work, beside: str) -> Recording | None:
         """Return what to replay in place of ``work``, which the second call records; None: run it as it is.
-        ``beside``: it is to run beside the current stream.
+        ``beside``: see :meth:`~megatron_flux.comm.host_link.HostLink.side`.
         """
         link = work.link
-        if not link.captures or not link.quiet():
+        link.check()
+        if not link.captures:
             return None
         self._since += 1
         key = (link.number, link.lanes.current(), *[one.data_ptr() for one in work.memory])
-        graph = self._graphs.get(key)
-        if graph is not None:
+        recording = self._made.get(key)
+        if recording is not None:
             self.replayed += 1
-            return graph
+            return recording
         if key not in self._seen:
             self._seen[key] = None
             return None
-        wasteful = self._made >= WASTE and self.replayed < 2 * self._made
+        wasteful = self.number >= WASTE and self.replayed < 2 * self.number
         if self._failed or wasteful or self._since < SPACING or torch.cuda.is_current_stream_capturing():
             return None
-        self._since, self._made = 0, self._made + 1
+        self._since, self.number = 0, self.number + 1
         try:
-            graph = self._graphs[key] = _record(work, beside=beside)
+            recording = self._made[key] = _record(work, beside)
         except Exception as error:
             self._failed = True
             logger.warning(
                 "megatron_flux: %s over %s cannot be recorded, so each call takes more time of the host (%s)",
                 work.call.operator, link.through, one_line(error),
             )  # fmt: skip
-        return graph
+        return recording
 
 
-def run(work: AnyWork, recordings: Recordings | None = None) -> AnyWork:
+def run(work: AnyWork, recordings: Recordings | None) -> AnyWork:
     """Launch ``work`` on the current stream, to its end, and return it."""
     link = work.link
     with poison_on_error(link, work.call.operator):
         work.count()
-        graph = None if recordings is None else recordings.find(work, beside=False)
-        if graph is None:
+        recording = None if recordings is None else recordings.find(work, "")
+        if recording is None:
             work.begin()
             work.finish()
         else:
-            graph.replay()
-            link.replayed(link.lanes.current())
+            link.replay(recording.graph, link.lanes.current())
     return work
 
 
-def start(work: Work, recordings: Recordings | None = None) -> Callable[[], None]:
-    """Launch ``work`` and return what puts the then current stream behind its end, once."""
-    link, operator = work.link, work.call.operator
-    begun = link.lanes.current()
+def start(work: Work, recordings: Recordings | None) -> Callable[[], None]:
+    """Launch ``work``, the current stream behind what it begins with. Return what puts the then current stream behind
+    its end, once.
+    """
+    link, operator, end = work.link, work.call.operator, None
+    lanes, begun = link.lanes, link.lanes.current()
     with poison_on_error(link, operator):
         work.count()
-        graph = None if recordings is None else recordings.find(work, beside=True)
-        if graph is None:
+        recording = None if recordings is None else recordings.find(work, operator)
+        if recording is None:
             work.begin()
         else:
-            side = link.side(beside=True)
+            side = link.side(operator)
             driver.record(side.event, begun)
-            driver.wait(side.stream.cuda_stream, side.event)
+            driver.wait(side.handle, side.event)
             with torch.cuda.stream(side.stream):
-                graph.replay()
-            link.replayed(side.stream.cuda_stream, ended=False)
+                link.replay(recording.graph, side.handle)
+            end = lanes.mark_of(side.handle)
+            driver.wait(begun, recording.begun.cuda_event)
 
     def wait() -> None:
         with poison_on_error(link, operator):
-            if graph is None:
+            if end is None:
                 work.finish()
             else:
-                link.wait_for_replay()
-        if link.lanes.current() != begun:  # the stream that this memory was allocated on does not wait
+                lanes.behind(end, CALLER)
+        if lanes.current() != begun:  # the stream that this memory was allocated on does not wait
             for one in work.memory:
                 one.record_stream(torch.cuda.current_stream(one.device))
 
     return wait
 
 
-def _record(work: Work, *, beside: bool) -> torch.cuda.CUDAGraph:
+def _record(work: Work, beside: str) -> Recording:
     """Record ``work``, which does not run."""
-    side, graph = work.link.side(beside=beside), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side.stream):
+    side = work.link.side(beside)
+    recording = Recording(torch.cuda.CUDAGraph(), torch.cuda.Event(external=True))
+    with torch.cuda.stream(side.stream), work.link.recorded():
+        recording.begun.record()  # it has no handle before
         try:
-            graph.capture_begin(side.pool, capture_error_mode="thread_local")  # other threads may do what they want
+            recording.graph.capture_begin(side.pool, capture_error_mode="thread_local")  # of this thread alone
             work.begin()
+            recording.begun.record()
             work.finish()
-            graph.capture_end()
+            recording.graph.capture_end()
         except BaseException:
             with contextlib.suppress(RuntimeError):
-                graph.capture_end()
+                recording.graph.capture_end()
             # torch may have left its generator as in a capture, where random numbers raise.
             generator = torch.cuda.default_generators[work.x.get_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise
-    return graph
+    return recording

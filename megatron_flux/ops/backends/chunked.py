@@ -129,8 +129,8 @@ class ChunkedBackend(Backend):
         the GEMMs have ended run beside what comes next.
         """
         work = _GemmScatter(self, call, pieces)
-        if call.async_op:  # not recorded: a graph would end on its stream with its last transfer
-            return Pending(work.result, start(work), keep=(call.x,))
+        if call.async_op:
+            return Pending(work.result, start(work, recordings), keep=(call.x,))
         return Pending(run(work, recordings).result)
 
 

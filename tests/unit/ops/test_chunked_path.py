@@ -45,7 +45,8 @@ def number(handle: Any) -> int:
 
 
 Enqueued = tuple[str, Any]
-"""``do``: a function that returns whether it has run; ``record`` or ``wait``: the mark of an event."""
+"""``do``: a function that returns whether it has run; ``record`` or ``wait``: the mark of an event. In graphs also
+``record external`` and ``wait external``: an event, whose mark is made or looked up as the graph is launched."""
 
 
 class Cuda(Driver):
@@ -89,13 +90,27 @@ class Cuda(Driver):
         marks: dict[object, object] = defaultdict(object)
         begun = object()
         self.add(self.current, "record", begun)
+        earlier = dict(self._marks)
+        for branch in recorded.values():
+            for kind, event in branch:
+                if kind == "wait external":
+                    marks[event] = earlier[event]
+                elif kind == "record external":
+                    marks["recorded", event] = self._marks[event] = object()
         for branch in recorded.values():
             ended = object()
-            own = [(kind, what if kind == "do" else marks[what]) for kind, what in branch]
+            own = [self.launched(kind, what, marks) for kind, what in branch]
             self.queues[self.handle()] = [
                 self.ready(kind, what) for kind, what in [("wait", begun), *own, ("record", ended)]
             ]
             self.add(self.current, "wait", ended)
+
+    @staticmethod
+    def launched(kind: str, what: Any, marks: dict[object, object]) -> Enqueued:
+        """Return what runs in a launch that has these ``marks``."""
+        if kind == "do":
+            return kind, what
+        return kind.split()[0], marks["recorded", what] if kind == "record external" else marks[what]
 
     def cuStreamBatchMemOp_v2(self, stream: Any, count: Any, operations: Any, flags: Any) -> int:  # noqa: N802
         self.asked.append("words")
@@ -118,7 +133,11 @@ class Cuda(Driver):
 
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> int:  # noqa: N802
         self.asked.append("wait")
-        self.add(number(stream), "wait", self._marks[number(event)])
+        if number(flags):
+            assert self.recorded is not None, "in graphs alone"
+            self.add(number(stream), "wait external", number(event))
+        else:
+            self.add(number(stream), "wait", self._marks[number(event)])
         return 0
 
 
@@ -144,11 +163,14 @@ class Scene:
         self.cuda = cuda = Cuda()
 
         class Event:
-            def __init__(self) -> None:
-                self.cuda_event = cuda.handle()
+            def __init__(self, *, external: bool = False) -> None:
+                self.cuda_event, self.external = cuda.handle(), external
 
             def record(self, stream: Any = None) -> None:
-                cuda.cuEventRecord(self.cuda_event, cuda.current if stream is None else stream.cuda_stream)
+                if self.external and cuda.recorded is not None:
+                    cuda.add(cuda.current, "record external", self.cuda_event)
+                else:
+                    cuda.cuEventRecord(self.cuda_event, cuda.current if stream is None else stream.cuda_stream)
 
         class Graph:
             def capture_begin(self, pool: Any, *, capture_error_mode: str) -> None:
@@ -206,8 +228,8 @@ class Scene:
         self.cuda.put(lambda: torch.add(own, theirs[1 - rank], out=y))
 
     def side(self, device: torch.device) -> Any:
-        event = torch.cuda.Event()
-        return SimpleNamespace(stream=torch.cuda.Stream(device), pool="a pool", event=event.cuda_event)
+        stream, event = torch.cuda.Stream(device), torch.cuda.Event()
+        return SimpleNamespace(stream=stream, handle=stream.cuda_stream, pool="a pool", event=event.cuda_event)
 
     def on_ranks(self) -> Iterator[tuple[int, Any]]:
         for rank, group in enumerate(self.groups):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -31,21 +32,22 @@ class Reused:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.empty = scene, scene.allocate
-        self.made: list[torch.Tensor] = []
-        self.given = 0
+        self.made: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        self.given: Counter[Any] = Counter()
 
     def begin(self, *, anew: bool = False) -> None:
         """Begin a turn, on memory that was never given if ``anew``."""
-        self.given = 0
+        self.given.clear()
         if anew:
-            self.made = []
+            self.made.clear()
         self.scene.allocate = self.allocate
 
-    def allocate(self, *like: Any, **more: Any) -> torch.Tensor:
-        if self.given == len(self.made):
-            self.made.append(self.empty(*like, **more))
-        self.given += 1
-        return self.made[self.given - 1]
+    def allocate(self, like: torch.Tensor, shape: Any, dtype: Any = None) -> torch.Tensor:
+        made, number = self.made[tuple(shape)], self.given[tuple(shape)]
+        if number == len(made):
+            made.append(self.empty(like, shape, dtype=dtype))
+        self.given[tuple(shape)] += 1
+        return made[number]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,8 @@ def test_replays_among_other_calls_give_the_same_in_every_order(scene: Scene, se
             y, full = of("all_gather_gemm", x, weights[0])
             opened = of("all_gather", beside, None)
             left = of("gemm_reduce_scatter", whole, weights[1], async_op=True) if at_random[turn] else None
+            if turn % 3 == 1:  # beside two open calls
+                y, full = of("all_gather_gemm", x, weights[0])
             rows = opened.wait() if turn % 2 else None
             z = of("gemm_reduce_scatter", whole, weights[1]).wait()
             rows = opened.wait()
@@ -100,7 +104,7 @@ def test_replays_among_other_calls_give_the_same_in_every_order(scene: Scene, se
         for rank, mine in enumerate(seen):
             share = want[2][rank * MP : (rank + 1) * MP]
             assert all(map(torch.equal, mine, (*want[:2], share, want[3], share)))
-    assert cuda.asked.count("replay") >= 20
+    assert cuda.asked.count("replay") >= 30
 
 
 def repeat(scene: Scene, times: int, made: Recordings, memory: Reused | None = None) -> list[bool]:
@@ -120,7 +124,7 @@ def test_recordings_are_apart(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
     assert repeat(scene, 9, Recordings()) == [False] * 7 + [True] * 2
 
 
-def test_a_replay_is_two_calls_of_the_driver_and_few_of_python(scene: Scene) -> None:
+def test_a_replay_is_three_calls_of_the_driver_and_few_of_python(scene: Scene) -> None:
     (_, group), *_ = scene.on_ranks()
     x, w, memory = integers(MP, K), integers(N, K), Reused(scene)
     asked = OperatorCall("all_gather_gemm", x, w, group)
@@ -130,7 +134,7 @@ def test_a_replay_is_two_calls_of_the_driver_and_few_of_python(scene: Scene) -> 
         memory.begin()
         scene.cuda.asked.clear()
         functions = called(lambda: ops.all_gather_gemm(x, w, group, return_gathered=True))
-    assert scene.cuda.asked == ["replay", "record"]
+    assert scene.cuda.asked == ["record", "record", "replay"]
     assert len(functions) <= 36, functions
 
 

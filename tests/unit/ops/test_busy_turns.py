@@ -39,13 +39,14 @@ class Turns:
         """Let the host be busy for so long."""
         self.clock += ms / 1e3
 
-    def call(self, *, idle: bool, ms: dict[int, float], m: int = 4096) -> bool:
-        """Make one call; return whether the trial goes on."""
+    def call(self, *, idle: bool | set[int], ms: dict[int, float], m: int = 4096) -> bool:
+        """Make one call; return whether the trial goes on. ``idle``: it finds the GPU so; if of these candidates."""
         turn = self.trial.turn(SimpleNamespace(m=m), PROCESSES)  # type: ignore[arg-type]
         self.calls += 1
         if turn is None:
             return False
-        self.idle, self.ms = idle, ms[turn.candidate]
+        self.idle = idle if isinstance(idle, bool) else turn.candidate in idle
+        self.ms = ms[turn.candidate]
         if turn.timed:
             end = self.trial.begin(turn.candidate, m, True)
             self.tick(self.host[turn.candidate])
@@ -127,10 +128,7 @@ def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest
     while goes_on and turns.calls < 500:
         late = 3.0 if draw.random() < 0.1 else 0.0
         turns.host = {i: ms + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
-        stock = (
-            turns.trial._round[turns.trial._at].candidate == 0 if turns.trial._at < len(turns.trial._round) else True
-        )
-        goes_on = turns.call(idle=not stock or late > 0, ms={0: 0.5, 1: 0.4, 2: 0.4})
+        goes_on = turns.call(idle={0, 1, 2} if late else {1, 2}, ms={0: 0.5, 1: 0.4, 2: 0.4})
     assert turns.trial.decided == UNMEASURED
 
 

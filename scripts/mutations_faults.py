@@ -222,6 +222,20 @@ FAULTS: tuple[Fault, ...] = (
         (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
     ),
     _fault(
+        "each rank takes its own host's times",
+        f"{OPS}/tuner/trial.py",
+        "statistics.fmean(host)",
+        "host[processes.rank()]",
+        (f"{TRIAL}::test_ranks_whose_hosts_take_different_times_choose_alike",),
+    ),
+    _fault(
+        "a call that takes the host little counts where it was delayed alone",
+        f"{OPS}/tuner/host_bound.py",
+        "    for turn in turns:\n        ms",
+        "    for turn in [one for one in turns if not one.busy] or turns:\n        ms",
+        ("tests/unit/ops/test_busy_turns.py::test_a_call_that_finds_the_gpu_idle_where_it_was_delayed",),
+    ),
+    _fault(
         "a rank takes times that another one lacks",
         f"{OPS}/tuner/trial.py",
         "            if None not in by_rank:\n",

@@ -343,6 +343,28 @@ def test_calls_that_nobody_waits_for_run_stock_in_the_end(tmp_path: Path) -> Non
 
 
 @on_ranks("world2")
+def test_ranks_whose_hosts_take_different_times_choose_alike(tmp_path: Path) -> None:
+    """One alone would keep its candidate, and the GPU of one alone waits. By the mean of both stock takes less."""
+    enqueued = trial.Trial.enqueued
+
+    def noted(one: trial.Trial, cuda: bool) -> trial.Sample:
+        sample, rank = enqueued(one, cuda), dist.get_rank()
+        sample.busy, sample.host = rank == 0, 0.1 if sample.candidate == 0 else (0.1, 0.4)[rank]
+        return sample
+
+    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial.Trial, "enqueued", noted)
+        train(by)
+        assert step(by) is None, "stock"
+        (one,) = trials(by)
+        everywhere = agreement.of_all_ranks((one.timed, one.decided), dist.group.WORLD)
+        assert everywhere[0] == everywhere[1]
+        train(by, 64)
+        assert step(by, 64) is None
+    assert not (tmp_path / "tuned.json").exists()
+
+
+@on_ranks("world2")
 def test_what_a_trial_has_bound_is_freed_with_the_workspace(tmp_path: Path) -> None:
     with training(tmp_path) as (by, clock):
         while set(clock.turns) < {0, 1, 2}:

@@ -28,10 +28,12 @@ Agreement
     that fails on some is an error on all, since what the others have enqueued waits.
 
 Limits
-    * A trial takes some forty calls for three candidates. One that does not get so many goes on for ever, and is lost
-      with the process: a job that resumes begins it again.
-    * Where the host is the bound, times tell nothing of the candidates: the likeliest one runs, of chunks the one that
-      takes GPU and host together the least, and is not kept in the file (:mod:`~megatron_flux.ops.tuner.trial`).
+    * A trial takes some forty calls for three candidates, sixty where the host is the bound. One that does not get so
+      many goes on for ever, and is lost with the process: a job that resumes begins it again.
+    * Where the host is the bound, times tell little of the candidates: the likeliest one runs, unless stock or another
+      takes the host clearly less, and is not kept in the file (:mod:`~megatron_flux.ops.tuner.host_bound`).
+    * A plan that is kept runs in every training. So one that was found where the GPU was the bound, as ``tune`` does,
+      may be slower than stock where the host is.
     * In a CUDA graph's capture nothing is tried, made or read: a call that has not run in this process, or has no
       workspace of graphs, takes ``reference``, with a warning. Calls that will be captured take the entry of eager ones
       where they have none, but for an all-reduce.

@@ -8,11 +8,11 @@ Contract
     * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
       its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
     * A turn counts where the GPU was behind the host, on all ranks. Elsewhere the time is the host's, and says nothing
-      of the candidate, nor of calls of more rows. Where all turns are such, the likeliest candidate wins: by rule, or
-      what was chosen for another m. It is not written to the file.
-    * Numbers of pieces differ in host time. Where most of their last turns found the GPU idle, the one wins for which
-      GPU and host together take the least: it loses no more of the one than it gains of the other. It is not written
-      either.
+      of the candidate, nor of calls of more rows. Where some candidate has no turn that counts, the likeliest one wins:
+      by rule, or what was chosen for another m. It is not written to the file.
+    * Where most of the last turns found the GPU idle, the host is the bound. There stock or another candidate wins that
+      takes the host clearly less (:mod:`~megatron_flux.ops.tuner.host_bound`): it takes time to enqueue a turn, and the
+      wait of an asynchronous one. That is not written either.
     * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
       GPU, or nearly so; and the GPU is busy with the others.
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
@@ -24,21 +24,23 @@ Contract
 Rounds
     1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
     2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each; once more
-       where too few of these count, :data:`FINALS` times at most. None where none has counted so far.
+       where too few of these count or the host is the bound, with stock; :data:`FINALS` times at most.
     3. The one with the least median wins, beside calls of as many rows (:mod:`~megatron_flux.ops.tuner.effects`); stock
        has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,7 @@ from megatron_flux.errors import OperatorError, one_line
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.device import shared_memory
+from megatron_flux.ops.tuner import host_bound
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import MARGIN, Backends, runs
 from megatron_flux.ops.tuner.effects import Timed, effects_of
@@ -60,7 +63,7 @@ logger = logging.getLogger("megatron_flux")
 
 LOSES = 1.10  # times of the fastest, above which a candidate gets no second look
 SAMPLES = 5  # timed turns of those that are left
-FINALS = 2  # rounds of these, where the host is the bound
+FINALS = 2  # rounds of these, where the host is the bound or few turns count
 LOOKS = 3  # rounds in which a candidate gets its first turns
 GAP = 4  # calls behind a round's timed ones
 AHEAD = 2  # of them, between sending a round's times and reading the others'
@@ -100,13 +103,15 @@ class Trial:
         """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled.
 
         ``ran``: numbers of candidates that have run for another m. ``meanwhile``: the one of them, or the first, that
-        runs until more is known. ``likely``: the one to take where the host is the bound, and times tell nothing. The
-        group is given with each call: its state holds trials.
+        runs until more is known. ``likely``: the one to take where times of the GPU tell nothing, unless another takes
+        the host less. The group is given with each call: its state holds trials.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self._likely = min(likely, len(self.entries) - 1)
         self.timed: list[Timed] = []
-        """Turns, by the mean of all ranks."""
+        """Turns, by the mean of all ranks: the first ones, in the end those of the finals."""
+        self._first: list[Timed] = []
+        """The first ones of those in the finals: beside first calls."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
@@ -163,13 +168,14 @@ class Trial:
 
         return end
 
-    def enqueued(self, cuda: bool) -> None:
-        """Note that the latest timed turn has been enqueued. If the GPU has come to its begin by now, it waits for the
-        host there, and what is timed is the host.
+    def enqueued(self, cuda: bool) -> Sample:
+        """Note that the latest timed turn has been enqueued, and return it. If the GPU has come to its begin by now, it
+        waits for the host there, and what is timed is the host.
         """
         sample = self._samples[-1]
         sample.host = (time.perf_counter() - sample.since) * 1e3
         sample.busy = not (cuda and sample.begun.query())
+        return sample
 
     def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
         """Run a candidate no more; alike on all ranks."""
@@ -180,10 +186,10 @@ class Trial:
             logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about, label, why)
 
     def runnable(self, call: OperatorCall) -> Entry:
-        """Return the fastest candidate that ``call`` can run, of those that were timed; stock if there is none."""
+        """Return what was chosen, or the fastest of the others that ``call`` can run; stock if none was timed."""
         order = sorted(self._known(), key=self._rank_of)
-        if not self._sure(order) and self._likely in order:
-            order = [self._likely, *order]
+        if self.choice in order:
+            order = [self.choice, *order]
         return next((self.entries[i] for i in order if runs(call, self.entries[i])), self.entries[0])
 
     def _known(self) -> list[int]:
@@ -240,10 +246,10 @@ class Trial:
             self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
             by_label = self._ms_of(call.m)
-            cheapest = self._cheapest(by_label)
-            if cheapest is not None:
-                self.choice = cheapest
-            if cheapest is not None or not self._sure(known):
+            weighed = self._weighed() if self._is_host_bound() else None
+            if weighed is not None:
+                self.choice = weighed
+            if weighed is not None or not self._sure(known):
                 by_label = {}  # it is not written to the file: another training may tell
             self.decided = self.entries[self.choice].model_copy(update={"ms": by_label})
         else:
@@ -251,17 +257,15 @@ class Trial:
             gap = GAP * min(1 << self._waits, MOST_GAPS)  # ranks of several hosts ask one store
             self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
 
-    def _cheapest(self, ms: dict[str, float]) -> int | None:
-        """Return the candidate to take instead of the fastest by these times of the GPU, where the host is the bound.
-        None: it is not, or all candidates take the host as long.
-        """
-        close = [i for i in self._known() if self.entries[i] in self.close and self.entries[i].pieces]
-        last = [turn for turn in self.timed if turn.candidate in close]
-        idle = [turn for turn in last if not turn.busy]  # elsewhere the host may have waited for room in a queue
-        host = {i: [turn.host for turn in idle if turn.candidate == i] for i in close}
-        if self.choice not in close or 2 * len(idle) <= len(last) or not self._sure(close) or not all(host.values()):
-            return None
-        return min(close, key=lambda i: ms[self.entries[i].label] + statistics.median(host[i]))
+    def _is_host_bound(self) -> bool:
+        """Return True if most of the last turns of the candidates that are left found the GPU idle."""
+        return host_bound.is_bound([turn for turn in self.timed if self.entries[turn.candidate] in self.close])
+
+    def _weighed(self) -> int | None:
+        """Return the candidate to take where the host is the bound; None: the choice, as elsewhere."""
+        left = [i for i in self._known() if i in (0, self.choice) or self.entries[i] in self.close]
+        turns = [turn for turn in self.timed if turn.candidate in left]
+        return host_bound.weighed(self.choice, turns, [turn for turn in self._first if turn.candidate in left])
 
     def _telling(self) -> list[Timed]:
         """Return the turns that found the GPU busy, or all where some candidate has none."""
@@ -282,7 +286,10 @@ class Trial:
             return None
         if self._finals:
             close = [i for i, entry in enumerate(self.entries) if entry in self.close and i not in self.failed]
-            return None if self._finals == FINALS or self._sure(close, SAMPLES // 2) else self._final_turns(close)
+            is_bound = self._is_host_bound()
+            if self._finals == FINALS or (self._sure(close, SAMPLES // 2) and not is_bound):
+                return None
+            return self._final_turns(sorted({0, *close}) if is_bound else close)
         if self._is_known:
             return None if 1 in self.failed or self.compiled[1] == self.rounds else []
         if self._looks[0] == LOOKS and 0 not in known:
@@ -298,8 +305,6 @@ class Trial:
             return [turn for i in new for turn in self._look(i)] + [Turn(0, timed=True)]
         if len(ready) < len(left):
             return []
-        if not any(turn.busy for turn in self.timed):
-            return None  # the host is the bound of all such calls
         fastest = min(statistics.median(self.effects[i]) for i in left)
         close = left
         if self._sure(left):
@@ -307,7 +312,8 @@ class Trial:
         self.close = [self.entries[i] for i in close]
         if len(close) == 1:
             return None
-        self.timed = [turn for turn in self.timed if turn.candidate not in close]  # those were beside first calls
+        self._first = [turn for turn in self.timed if turn.candidate in close]
+        self.timed = [turn for turn in self.timed if turn.candidate not in close]
         return self._final_turns(close)
 
     def _final_turns(self, close: list[int]) -> list[Turn]:
@@ -358,9 +364,10 @@ class TrialPlan(Plan):
             return plan.run(call)
         end = trial.begin(candidate, call.m, self._cuda)
         result = plan.run(call)
-        trial.enqueued(self._cuda)
+        sample = trial.enqueued(self._cuda)
         if isinstance(result, Pending) or call.async_op:  # what stands between its begin and its wait counts
-            return (result if isinstance(result, Pending) else Pending(result)).then(end)
+            pending = result if isinstance(result, Pending) else Pending(result)
+            return pending.within(functools.partial(_on_host, sample)).then(end)
         end()
         return result
 
@@ -465,6 +472,14 @@ def _now(cuda: bool) -> Any:
     event = free.pop() if free else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+@contextmanager
+def _on_host(sample: Sample) -> Iterator[None]:
+    """Add what the body takes the host."""
+    since = time.perf_counter()
+    yield
+    sample.host += (time.perf_counter() - since) * 1e3
 
 
 def _free(begun: Any, ended: Any) -> None:

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import trial
 from megatron_flux.ops.tuner.cache import Entry
@@ -33,16 +35,21 @@ class Turns:
         self.trial, self.idle, self.ms, self.calls = trial.Trial(entries, "a call", **how), False, 0.0, 0
         self.trial.begun |= {1: -1, 2: -1}
 
-    def call(self, *, idle: bool, ms: dict[int, float], m: int = 4096) -> bool:
-        """Make one call; return whether the trial goes on."""
+    def tick(self, ms: float) -> None:
+        """Let the host be busy for so long."""
+        self.clock += ms / 1e3
+
+    def call(self, *, idle: bool | set[int], ms: dict[int, float], m: int = 4096) -> bool:
+        """Make one call; return whether the trial goes on. ``idle``: it finds the GPU so; if of these candidates."""
         turn = self.trial.turn(SimpleNamespace(m=m), PROCESSES)  # type: ignore[arg-type]
         self.calls += 1
         if turn is None:
             return False
-        self.idle, self.ms = idle, ms[turn.candidate]
+        self.idle = idle if isinstance(idle, bool) else turn.candidate in idle
+        self.ms = ms[turn.candidate]
         if turn.timed:
             end = self.trial.begin(turn.candidate, m, True)
-            self.clock += self.host[turn.candidate] / 1e3
+            self.tick(self.host[turn.candidate])
             self.trial.enqueued(True)
             end()
         return True
@@ -94,8 +101,86 @@ def test_where_the_host_is_the_bound_its_time_counts(
             ms = {0: 3.0, 1: slower, 2: 1.0} if busy else dict.fromkeys(range(3), 4.0)
             goes_on = turns.call(idle=not busy, ms=ms)
         assert turns.trial.decided is not None
-        assert turns.trial.decided.pieces == (pieces if turns.trial._sure([1, 2]) else 2)
+        assert turns.trial.decided.pieces in ({pieces} if turns.trial._sure([1, 2]) else {2, pieces})
         assert bool(turns.trial.decided.ms) == (share == 0.9 or slower == 1.2)
+
+
+CHUNKED = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
+
+
+def test_the_hosts_time_is_robust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns in which something else took the host, the first ones among them, decide nothing; there are enough."""
+    for seed in range(20):
+        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
+        goes_on = True
+        while goes_on and turns.calls < 500:
+            late = 5.0 if turns.calls < 15 or draw.random() < 0.2 else 0.0
+            turns.host = {i: ms * draw.uniform(0.95, 1.05) + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
+            goes_on = turns.call(idle=True, ms={0: 3.0, 1: 2.0, 2: 2.5})
+        assert turns.trial.decided == UNMEASURED
+        counts = [sum(turn.candidate == i for turn in turns.trial.timed) for i in range(3)]
+        assert min(counts) >= 2 * trial.SAMPLES
+
+
+def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work leaves the GPU behind the host for so long that stock's calls alone find it busy."""
+    turns, draw, goes_on = Turns(monkeypatch, CHUNKED), random.Random(0), True
+    while goes_on and turns.calls < 500:
+        late = 3.0 if draw.random() < 0.1 else 0.0
+        turns.host = {i: ms + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
+        goes_on = turns.call(idle={0, 1, 2} if late else {1, 2}, ms={0: 0.5, 1: 0.4, 2: 0.4})
+    assert turns.trial.decided == UNMEASURED
+
+
+@pytest.mark.parametrize(("stock", "runs"), [(1.3, None), (3.0, 2)])
+@pytest.mark.parametrize("share", [0.0, 0.15])
+def test_stock_takes_part_where_its_times_are_known(
+    monkeypatch: pytest.MonkeyPatch, stock: float, runs: int | None, share: float
+) -> None:
+    """It loses no more of the GPU's time than it gains of the host's. While all calls run stock the GPU is behind the
+    host, and that counts where it is not, once they have run others.
+    """
+    for seed in range(20):
+        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
+        turns.host, goes_on = {0: 0.2, 1: 0.6, 2: 0.7}, True
+        while goes_on and turns.calls < 500:
+            busy = turns.calls < 14 or draw.random() < share
+            ms = {0: stock, 1: 1.0, 2: 1.08} if busy else dict.fromkeys(range(3), 4.0)
+            goes_on = turns.call(idle=not busy, ms=ms)
+        assert turns.trial.decided is not None
+        assert (turns.trial.decided.pieces, turns.trial.decided.ms) == (runs, {})
+
+
+def test_few_turns_that_find_the_gpu_busy_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(monkeypatch, CHUNKED)
+    turns.host, goes_on = {0: 0.2, 1: 0.6, 2: 0.7}, True
+    while goes_on and turns.calls < 500:
+        busy = turns.calls in (1, 8)  # one of stock, one of two pieces
+        goes_on = turns.call(idle=not busy, ms={0: 3.0, 1: 1.0, 2: 1.0})
+    assert turns.trial.decided == UNMEASURED
+
+
+def test_an_asynchronous_calls_wait_is_the_hosts_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between both the host does other things."""
+    turns = Turns(monkeypatch)
+
+    def run(call: Any) -> Pending:
+        turns.tick(0.2)
+        return Pending(torch.zeros(1), lambda: turns.tick(0.3))
+
+    backends: Any = SimpleNamespace(
+        plan=lambda call, entry: SimpleNamespace(run=run), processes=lambda group: PROCESSES
+    )
+    call: Any = SimpleNamespace(
+        x=torch.zeros(1), m=4096, bytes_received=0, async_op=True, group=SimpleNamespace(size=lambda: 2)
+    )
+    plan = trial.TrialPlan(call, turns.trial, backends, lambda *_: UNMEASURED)
+    plan._compiles = False
+    plan.run(call).wait()
+    begun = plan.run(call)
+    turns.tick(5.0)
+    begun.wait()
+    assert turns.trial._samples[0].host == pytest.approx(0.5)
 
 
 def medians(turns: list[Timed]) -> dict[int, float]:

@@ -5,6 +5,7 @@ On real ranks: tests/distributed/test_trial.py and test_tuner.py; on GPUs: tests
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -281,6 +282,18 @@ def clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> None:
 
     monkeypatch.setattr(trial.Trial, "begin", begun)
     monkeypatch.setattr(trial, "_between", lambda begun, ended: begun)
+
+
+def host(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Entry], float], busy: Callable[[int], bool]) -> None:
+    """Let turns take the host so long, by candidate; ``busy``: the GPU was behind it, by the turns before."""
+    before = itertools.count()
+
+    def enqueued(one: trial.Trial, cuda: bool) -> trial.Sample:
+        sample = one._samples[-1]
+        sample.host, sample.busy = ms(one.entries[sample.candidate]), busy(next(before))
+        return sample
+
+    monkeypatch.setattr(trial.Trial, "enqueued", enqueued)
 
 
 @pytest.mark.parametrize(("other", "wins"), [(0.98, True), (0.995, False), (1.05, False)])
@@ -618,6 +631,57 @@ def test_over_host_memory_chunked_is_tried_against_stock(over_host: Tuned) -> No
         over_host.backends.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
         assert over_host() == STOCK
     assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
+
+
+@pytest.mark.parametrize(
+    ("stock", "chunked", "runs"),
+    [(0.25, 0.6, STOCK), (0.25, 0.27, ("chunked", 1)), (0.03, 0.045, ("chunked", 1)), (0.6, 0.25, ("chunked", 1))],
+)
+def test_where_the_gpu_waits_for_the_host_in_all_turns_the_one_runs_that_takes_it_least(
+    over_host: Tuned, monkeypatch: pytest.MonkeyPatch, stock: float, chunked: float, runs: Any
+) -> None:
+    """If it does so clearly. A further m begins with it; the file gets none of it."""
+    host(monkeypatch, lambda entry: stock if entry.backend == "reference" else chunked, lambda _: False)
+    assert over_host() == runs
+    at = len(over_host.log)
+    assert over_host(x=torch.zeros(512, 4)) == runs
+    assert over_host.log[at + 3 : at + 7] == [runs] * 4, "until more is known"
+    assert over_host.trials[-1].runnable(call_of(500)).backend == runs[0]
+    over_host.forget()
+    assert not cache.cache_path().exists()
+
+
+def test_where_another_m_found_the_host_no_bound_its_choice_does_not_hold_for_one_that_does(
+    over_host: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert over_host(x=torch.zeros(512, 4)) == ("chunked", 1)
+    host(monkeypatch, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: False)
+    assert over_host() == STOCK
+    host(monkeypatch, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: True)
+    assert over_host(x=torch.zeros(64, 4)) == ("chunked", 1)
+
+
+@pytest.mark.parametrize("busy", [0, 6, 1000])
+def test_fused_kernels_that_take_the_host_less_than_stock_stay_chosen(
+    timed: Tuned, monkeypatch: pytest.MonkeyPatch, busy: int
+) -> None:
+    """As over NVLink: by the host's time, and by the GPU's where that is known."""
+    host(monkeypatch, lambda entry: 0.15 if entry.backend == "reference" else 0.04, lambda turns: turns < busy)
+    known = busy == 1000
+    assert timed() == ("fused", FULL[-1 if known else 0])
+    timed.forget()
+    assert cache.cache_path().exists() == known
+
+
+def test_fused_kernels_win_by_the_host_over_a_stock_that_is_as_fast(
+    timed: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(monkeypatch, lambda candidate: 1.02 if candidate else 1.0)
+    for busy, runs in ((lambda turns: True, STOCK), (lambda turns: turns % 3 == 0, ("fused", FULL[0]))):
+        host(monkeypatch, lambda entry: 0.15 if entry.backend == "reference" else 0.04, busy)
+        assert timed() == runs
+        timed.forget()
+        cache.cache_path().unlink(missing_ok=True)
 
 
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:

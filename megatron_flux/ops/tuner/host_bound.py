@@ -1,0 +1,62 @@
+"""Weigh what candidates take the host, where it is the bound: in most calls the GPU waits for it.
+
+There a call costs a step what it takes the host. Chunks take it longer than stock, fused kernels less.
+
+Contract
+    * Stock and all that may still win take part, beside the choice: the fastest, or the likeliest where times of the
+      GPU tell nothing. It stays unless another one takes the host clearly less, so that noise does not decide.
+    * Where :data:`ENOUGH` turns of the choice and of stock found the GPU busy, the candidate wins for which GPU and
+      host together take the least: it loses no more of the one than it gains of the other. First turns count here.
+      Most calls run stock beside them: if stock leaves the GPU behind the host, they alone may tell.
+    * Elsewhere the candidate wins that takes the host the least.
+    * A candidate takes the host the median of its turns. Those that found the GPU busy count, too: a call that takes
+      the host little finds it idle only where something else delayed the host.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from megatron_flux.ops.tuner.effects import Timed, effects_of
+
+LESS, LESS_MS = 0.10, 0.02  # of the host's time: what is clearly less
+ENOUGH = 2
+
+
+def is_bound(turns: Sequence[Timed]) -> bool:
+    """Return True if most of these turns found the GPU idle."""
+    return 2 * sum(turn.busy for turn in turns) < len(turns)
+
+
+def weighed(choice: int, turns: Sequence[Timed], first: Sequence[Timed]) -> int | None:
+    """Return the candidate to run where the host is the bound; None: none takes it clearly less than ``choice``.
+
+    ``turns``: those of all that take part, stock is 0; ``first``: earlier ones of the same candidates.
+    """
+    host = _host_ms(turns)
+    if choice not in host or min(host.values()) > min(host[choice] * (1 - LESS), host[choice] - LESS_MS):
+        return None
+    gpu = _gpu_ms([turn for turn in (*first, *turns) if turn.busy])
+    if not {0, choice} <= gpu.keys():
+        return min(host, key=lambda candidate: host[candidate])
+    return min(gpu, key=lambda candidate: gpu[candidate] + host[candidate])
+
+
+def _host_ms(turns: Sequence[Timed]) -> dict[int, float]:
+    """Return what each candidate takes the host."""
+    ms: dict[int, list[float]] = defaultdict(list)
+    for turn in turns:
+        ms[turn.candidate].append(turn.host)
+    return {candidate: statistics.median(found) for candidate, found in ms.items()}
+
+
+def _gpu_ms(busy: Sequence[Timed]) -> dict[int, float]:
+    """Return what a call takes the GPU, about as many rows as these turns had, by candidate with enough of them."""
+    counts = Counter(turn.candidate for turn in busy)
+    enough = [turn for turn in busy if counts[turn.candidate] >= ENOUGH]
+    effects = {candidate: statistics.median(found) for candidate, found in effects_of(enough).items()}
+    calls = [turn.ms / math.exp(effects[turn.candidate]) for turn in enough]
+    return {candidate: statistics.median(calls) * math.exp(effect) for candidate, effect in effects.items()}

@@ -29,6 +29,8 @@ class Plan:
     """Bytes that this rank receives in the latest call."""
     degraded: tuple[str, ...] = ()
     """Reasons why calls run on a slower backend than the tuned one; counted in every call."""
+    replay_ms: float | None = None
+    """What a call takes the host whose memory comes again, where such calls are replayed."""
 
     def run(self, call: OperatorCall) -> Any:
         """Make ``call``, whose operands have been checked.

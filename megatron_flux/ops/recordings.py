@@ -40,6 +40,8 @@ from megatron_flux.ops.call import OperatorCall, matrix
 
 logger = logging.getLogger("megatron_flux")
 
+REPLAY_MS = 0.14
+"""What a replay takes the host (2 x H100)."""
 MOST = 512
 """Recordings of a plan: calls of that kind in a step, of all layers and micro-batches."""
 SPACING = 8

@@ -43,7 +43,7 @@ from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import fp8_gemm
-from megatron_flux.ops.recordings import Recordings, Work, run, start
+from megatron_flux.ops.recordings import REPLAY_MS, Recordings, Work, run, start
 
 PIECE_BYTES = 12 << 20
 """A shard is cut into pieces of about this size unless the tuner knows better: smaller ones hide more, make GEMMs of
@@ -76,6 +76,8 @@ class ChunkedPlan(BackendPlan):
         """``pieces`` of a shard, None: by its size."""
         recordings = Recordings() if call.x.is_cuda and not call.captured else None
         super().__init__(backend, call, pieces=pieces, recordings=recordings)
+        if recordings is not None and transport_of(call.group, call.x.device).captures:
+            self.replay_ms = REPLAY_MS
         self.nbytes = backend.bytes_received(call)
 
 

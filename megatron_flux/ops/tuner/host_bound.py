@@ -9,8 +9,10 @@ Contract
       host together take the least: it loses no more of the one than it gains of the other. First turns count here.
       Most calls run stock beside them: if stock leaves the GPU behind the host, they alone may tell.
     * Elsewhere the candidate wins that takes the host the least.
-    * A candidate takes the host the median of its turns. Those that found the GPU busy count, too: a call that takes
-      the host little finds it idle only where something else delayed the host.
+    * Where calls keep their number of rows, calls that will be replayed (:mod:`~megatron_flux.ops.recordings`) take it
+      what a replay does: few turns are replays.
+    * Else a candidate takes the host the median of its turns. Those that found the GPU busy count, too: a call that
+      takes the host little finds it idle only where something else delayed the host.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_flux.ops.tuner.effects import Timed, effects_of
 
@@ -31,12 +33,15 @@ def is_bound(turns: Sequence[Timed]) -> bool:
     return 2 * sum(turn.busy for turn in turns) < len(turns)
 
 
-def weighed(choice: int, turns: Sequence[Timed], first: Sequence[Timed]) -> int | None:
+def weighed(choice: int, turns: Sequence[Timed], first: Sequence[Timed], replays_ms: Mapping[int, float]) -> int | None:
     """Return the candidate to run where the host is the bound; None: none takes it clearly less than ``choice``.
 
-    ``turns``: those of all that take part, stock is 0; ``first``: earlier ones of the same candidates.
+    ``turns``: those of all that take part, stock is 0; ``first``: earlier ones of the same candidates; ``replays_ms``:
+    what a replay takes the host, of candidates that have them.
     """
     host = _host_ms(turns)
+    if len({turn.rows for turn in turns}) == 1:
+        host |= {candidate: min(host[candidate], ms) for candidate, ms in replays_ms.items() if candidate in host}
     if choice not in host or min(host.values()) > min(host[choice] * (1 - LESS), host[choice] - LESS_MS):
         return None
     gpu = _gpu_ms([turn for turn in (*first, *turns) if turn.busy])

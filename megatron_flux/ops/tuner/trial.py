@@ -112,6 +112,8 @@ class Trial:
         """Turns, by the mean of all ranks: the first ones, in the end those of the finals."""
         self._first: list[Timed] = []
         """The first ones of those in the finals: beside first calls."""
+        self.replays_ms: dict[int, float] = {}
+        """By candidate, what a replayed call takes the host."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
@@ -265,7 +267,8 @@ class Trial:
         """Return the candidate to take where the host is the bound; None: the choice, as elsewhere."""
         left = [i for i in self._known() if i in (0, self.choice) or self.entries[i] in self.close]
         turns = [turn for turn in self.timed if turn.candidate in left]
-        return host_bound.weighed(self.choice, turns, [turn for turn in self._first if turn.candidate in left])
+        first = [turn for turn in self._first if turn.candidate in left]
+        return host_bound.weighed(self.choice, turns, first, self.replays_ms)
 
     def _telling(self) -> list[Timed]:
         """Return the turns that found the GPU busy, or all where some candidate has none."""
@@ -344,6 +347,8 @@ class TrialPlan(Plan):
     def _plan(self, candidate: int, call: OperatorCall) -> Plan:
         if (plan := self._plans[candidate]) is None:
             plan = self._plans[candidate] = self._backends.plan(call, self._trial.entries[candidate])
+            if plan.replay_ms is not None:
+                self._trial.replays_ms[candidate] = plan.replay_ms
         return plan
 
     def run(self, call: OperatorCall) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import trial
+from megatron_flux.ops.tuner import host_bound, trial
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED
 from megatron_flux.ops.tuner.effects import Timed, effects_of
@@ -169,7 +169,7 @@ def test_an_asynchronous_calls_wait_is_the_hosts_time_too(monkeypatch: pytest.Mo
         return Pending(torch.zeros(1), lambda: turns.tick(0.3))
 
     backends: Any = SimpleNamespace(
-        plan=lambda call, entry: SimpleNamespace(run=run), processes=lambda group: PROCESSES
+        plan=lambda call, entry: SimpleNamespace(run=run, replay_ms=None), processes=lambda group: PROCESSES
     )
     call: Any = SimpleNamespace(
         x=torch.zeros(1), m=4096, bytes_received=0, async_op=True, group=SimpleNamespace(size=lambda: 2)
@@ -215,3 +215,11 @@ def test_noise_and_an_outlier_do_not_decide() -> None:
 def test_one_candidate_alone() -> None:
     assert medians([Timed(0, rows, 1.0 * rows) for rows in (32, 64)]) == {0: 0.0}
     assert effects_of([]) == {}
+
+
+@pytest.mark.parametrize(("rows", "runs"), [((8, 8), None), ((8, 9), 0)])
+def test_calls_that_will_be_replayed_take_the_host_what_a_replay_does(rows: tuple[int, int], runs: int | None) -> None:
+    """Where calls keep their shape: elsewhere their memory does not come again."""
+    turns = [Timed(i, row, 1.0, False, host) for row in rows for i, host in enumerate((0.2, 0.6))]
+    assert host_bound.weighed(1, turns, [], {1: 0.14}) == runs
+    assert host_bound.weighed(1, turns, [], {}) == 0

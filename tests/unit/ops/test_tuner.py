@@ -56,7 +56,9 @@ class Recorder:
             self.log.append((self.name, config or pieces))
             return (call.x, call.x) if call.operator == "all_gather_gemm" else Pending(call.x)
 
-        return SimpleNamespace(run=run, degraded=(), compile_ahead=lambda call, y: (), is_ready=lambda call: self.ready)
+        return SimpleNamespace(
+            run=run, degraded=(), replay_ms=None, compile_ahead=lambda call, y: (), is_ready=lambda call: self.ready
+        )
 
     def why_not(self, *_: Any) -> str | None:
         return self.reason
@@ -714,7 +716,7 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
 ) -> None:
     renewed: list[Any] = []
     monkeypatch.setattr(transports, "renew", renewed.append)
-    broken = SimpleNamespace(run=lambda call: 1 / 0, compile_ahead=lambda call, y: ())
+    broken = SimpleNamespace(run=lambda call: 1 / 0, replay_ms=None, compile_ahead=lambda call, y: ())
     monkeypatch.setattr(over_host.backends.chunked["chunked"], "plan", lambda call, pieces: broken)
     assert over_host() == STOCK
     assert renewed == [GROUP]

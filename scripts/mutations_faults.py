@@ -37,6 +37,7 @@ class Fault:
 FP8 = "tests/distributed/test_fp8_ops.py"
 PROGRAM = "tests/unit/comm/test_host_schedule.py"
 STREAMS = "tests/unit/ops/test_chunked_path.py"
+REPLAYS = "tests/unit/ops/test_recordings.py"
 P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PLANS = "tests/unit/ops/test_fused_plans.py"
@@ -124,6 +125,48 @@ FAULTS: tuple[Fault, ...] = (
         "event = self._events.pop() if self._events else self._event()",
         "event = self._between",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
+    ),
+    _fault(
+        "a replayed call is not behind open calls",
+        "megatron_flux/comm/host_link.py",
+        "        self.lanes.mark_earlier(self._replayed_on)\n        self._replayed_on = stream\n",
+        "        self._replayed_on = stream\n",
+        (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
+    ),
+    _fault(
+        "a call is not behind the replay before it",
+        "megatron_flux/comm/host_link.py",
+        "            self.lanes.behind_earlier()\n",
+        "",
+        (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
+    ),
+    _fault(
+        "the caller overwrites what a replay still multiplies",
+        "megatron_flux/ops/recordings.py",
+        "            recording.begun.record()\n            work.finish()\n",
+        "            work.finish()\n",
+        (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
+    ),
+    _fault(
+        "a recording is replayed on other results",
+        "megatron_flux/ops/recordings.py",
+        "*[one.data_ptr() for one in work.memory])",
+        "*[one.data_ptr() for one in work.memory[:2]])",
+        (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
+    ),
+    _fault(
+        "open products are replayed where the GPU is behind the host",
+        "megatron_flux/ops/recordings.py",
+        "and not torch.cuda.current_stream().query()",
+        "and False",
+        (f"{REPLAYS}::test_open_products_are_replayed_only_where_the_gpu_waits_for_the_host",),
+    ),
+    _fault(
+        "calls that will be replayed count as calls that are not",
+        f"{OPS}/tuner/host_bound.py",
+        "    if len({turn.rows for turn in turns}) == 1:\n",
+        "    if False:\n",
+        ("tests/unit/ops/test_busy_turns.py::test_calls_that_will_be_replayed_take_the_host_what_a_replay_does",),
     ),
     # The link through peers' memory.
     _fault(

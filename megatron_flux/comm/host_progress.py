@@ -10,8 +10,9 @@ looks a few times a second. When a lane has stood for too long at a wait that is
    behind it runs. Peers are not misled: none of the words that they wait for is touched;
 3. logs what step 1 noted.
 
-A CUDA graph that is replayed comes to the same epochs and batches again and again. If every look within the limit meets
-the same wait unmet, even of different replays, that counts as standing still.
+A CUDA graph that is replayed, a recording of our own too, comes to the same epochs and batches again and again: the
+epochs in a message are then of the graphs. If every look within the limit meets the same wait unmet, even of different
+replays, that counts as standing still.
 
 On CPUs a lane measures the time itself and raises what step 1 noted.
 """
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.group_state import Cache
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
@@ -49,6 +51,9 @@ _EPOCHS = 0x7FFFFFFF
 _RELEASE_S = 10.0
 _REMEMBERED = 1024
 """Calls to remember; a driver's queues hold fewer."""
+
+
+_RECORDED = 1 << 14
 
 
 class Call(NamedTuple):
@@ -93,7 +98,7 @@ class Progress:
         self.keep: object = None  # other memory that lanes are at work on
         self.epoch = 0
         self.calls: dict[int, Call] = {}  # the latest, by epoch
-        self._captured: dict[int, Call] = {}  # in CUDA graphs, whose replays write the same epoch again
+        self._captured: dict[int, Call] = Cache(_RECORDED)  # in CUDA graphs, whose replays write the same epoch again
         self.release: Callable[[], None] = lambda: None
         self._own = regions.host[group.rank()]
         self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * len(LANES)

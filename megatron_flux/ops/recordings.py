@@ -151,9 +151,14 @@ def run(work: AnyWork, recordings: Recordings | None) -> AnyWork:
 def start(work: Work, recordings: Recordings | None) -> Callable[[], None]:
     """Launch ``work``, the current stream behind what it begins with. Return what puts the then current stream behind
     its end, once.
+
+    Work that multiplies is replayed only where the GPU waits for the host: the order in which a graph's branches run
+    may cost it a part of what it hides (results/host-link-x2).
     """
     link, operator, end = work.link, work.call.operator, None
     lanes, begun = link.lanes, link.lanes.current()
+    if work.call.weight is not None and recordings is not None and not torch.cuda.current_stream().query():
+        recordings = None
     with poison_on_error(link, operator):
         work.count()
         recording = None if recordings is None else recordings.find(work, operator)

@@ -367,6 +367,8 @@ def replayed(group):
         pending = timed("gather", ops.all_gather, x)
         left = None
         if step % 5 < 3:
+            if step % 2:  # it is replayed where the GPU waits for the host
+                torch.cuda.synchronize()
             left = timed("open rs", ops.gemm_reduce_scatter, whole, v, async_op=True)
             x @ w.t()
         rows = pending.wait()

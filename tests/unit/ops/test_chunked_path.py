@@ -194,6 +194,8 @@ class Scene:
         patch.setattr(torch.cuda, "default_generators", [mock.MagicMock()] * 2)
         patch.setattr(host_link, "Side", self.side)
         patch.setattr(torch.cuda, "stream", on)
+        self.idle: Callable[[], bool] = lambda: True
+        patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: self.idle()))
         for module in (cuda_driver, cuda_memory_ops):
             patch.setattr(module, "_driver", lambda: cuda)
         patch.setattr(torch.cuda, "Event", Event)

@@ -344,6 +344,7 @@ def replayed(group):
     dist.broadcast(pair.weight.data, 0)
     x, whole = make(True, torch.bfloat16, 1024, 4096), make(True, torch.bfloat16, 1024 * size, 512)
     times: dict[str, list[float]] = {}
+    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
 
     def timed(about, call, *operands, **how):
         began = time.perf_counter()
@@ -384,13 +385,16 @@ def replayed(group):
         if left is not None:
             assert error(left.wait(), sums) == 0, step
         del y, seen, rows, z, y8, seen8, left, pending, full, sums, rows8, whole8
+    recorded = 0
     for plan in state_of(group).plans.values():
         if (recordings := getattr(plan, "options", {}).get("recordings")) is not None and recordings.replayed:
             counted[plan.counted[0]] = counted.get(plan.counted[0], 0) + recordings.replayed
+            recorded += recordings.number
     captures = state_of(group).transports[w.device].captures
     assert min(counted.values(), default=0) >= 10 and len(counted) == 3 if captures else not counted, counted
     host = {about: f"{min(us[:8]):.0f} -> {min(us[30:]):.0f}" for about, us in times.items()}
-    return f"replays {counted}, host us {host}"
+    taken = (free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() + reserved) / MIB
+    return f"replays {counted} of {recorded} recordings, {taken:.0f} MiB outside torch, host us {host}"
 
 
 def not_recorded(group):

@@ -1,6 +1,6 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of the last rank alone. Megatron-LM logs
+Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs
 after every training step, so a row counts what happened since the previous step was logged; an evaluation in between
 counts towards the next row.
 

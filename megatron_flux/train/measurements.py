@@ -8,7 +8,7 @@
 Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
 ``sample_interval`` steps also operators, GPUs and how the ranks differ: every operator call is timed on the device
 (:mod:`megatron_flux.telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the step. A step
-that is not sampled costs a comparison or two. Names, units and meanings: :mod:`megatron_flux.metrics.schema`.
+that is not sampled costs a comparison or two. Names, units and meanings: docs/metrics.md.
 """
 
 from __future__ import annotations

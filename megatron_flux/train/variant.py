@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux.comm import timeouts
@@ -25,7 +24,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered
+from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.record import Records
 from megatron_flux.train.trainer import Trainer, require_finite
 
@@ -51,8 +50,6 @@ class Variant:
         for choice in config.layer_backend:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
-        replayed = name == "flux" and config.cuda_graph_impl != "none"
-        self._measurements = StepMeasurements(config.sample_interval, device, flux=name == "flux", replayed=replayed)
         self._profiler: StepProfiler | None = None
         self._first: dict[str, Any] = {}
         """What the first record alone says; empty once it is written."""
@@ -69,8 +66,7 @@ class Variant:
             with self.patched(), self.trainer.active():
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
-        stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._records = Records(self.name, self.trainer, stages, self._measurements)
+        self._records = Records(self.name, self.trainer)
         hosts = of_all_ranks(socket.gethostname(), dist.distributed_c10d._get_default_group())
         self._open_profiler()
         if self.config.nvtx:
@@ -103,25 +99,13 @@ class Variant:
         with self.patched(), self.trainer.active():
             for _ in range(count):
                 iteration = self.trainer.iteration + 1
-                self.trainer.memory.reset_peak()
-                before = megatron_flux.report()
                 profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
-                with profiled, self._measurements.step(iteration):
+                with self._records.step(iteration, profiled):
                     local = self.trainer.step()
                 began = time.perf_counter()
-                after = megatron_flux.report()
-                peak = self.trainer.memory.peak()  # before anything is measured, which takes memory of its own
-                values = {
-                    "peak_memory_bytes": None if peak.allocated is None else peak.allocated + peak.workspace,
-                    "allocated_peak_bytes": peak.allocated,
-                    "workspace_bytes": peak.workspace,
-                    "kept_bytes": after["kept_gathered"]["peak_bytes"],
-                    "active_layers": after["active_layers"],
-                    **self._measurements.values(),
-                }
-                result = gathered(local, values, self._device)
+                result = self._records.gather(local)
                 if self._writers:
-                    self._write(self._records.step(result, before, after, block))
+                    self._write(self._records.of(result, block))
                 self._metrics_ms = 1e3 * (time.perf_counter() - began)
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result

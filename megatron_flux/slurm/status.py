@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics.run_files import RunFiles
+from megatron_flux.metrics.run_files import RunFiles, ended
 from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import median_of
 from megatron_flux.metrics.table import relative
-from megatron_flux.metrics.watch import RECENT, activity, ended
+from megatron_flux.metrics.watch import RECENT, activity
 from megatron_flux.run.folder import ENDED
 from megatron_flux.slurm import queue
 
@@ -49,12 +49,6 @@ class Repetition:
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
     logs: Path | None  # of the newest start
-
-    @property
-    def iterations(self) -> dict[str, int]:
-        """The last recorded step of each variant that has begun."""
-        records = self.files.records.items()
-        return {name: of[-1]["iteration"] if of else 0 for name, of in records if (self.files.path / name).is_dir()}
 
 
 def split(root: Path) -> tuple[str, str]:
@@ -111,9 +105,9 @@ def describe(root: Path, now: float) -> list[str]:
         lines += [f"    last line of {log}: {_last_line(log)}" for log in submitted.glob(f"{name}-{number}*.log")]
     for repetition in begun:
         task, total = known.states.get(repetition.index, ""), repetition.files.settings.get("steps")
-        steps = ", ".join(f"{variant} {n}/{total}" for variant, n in repetition.iterations.items())
+        steps = ", ".join(f"{variant} {n}/{total}" for variant, n in repetition.files.last.items())
         parts = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
-        parts += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
+        parts += [f"step {steps}" if repetition.files.exists else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*parts, task] if task else parts)}")
         if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")

@@ -208,7 +208,7 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     with (run / "flux" / "metrics.jsonl").open("a") as record:
         record.write('{"iteration": 99, "lm lo')  # being written
     (found,) = status.repetitions(root)
-    assert found.iterations == {"baseline": 12, "flux": 12}
+    assert found.files.last == {"baseline": 12, "flux": 12}
     assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
 
 

@@ -74,7 +74,7 @@ def _supersede(path: Path, last_kept: int) -> int:
     kept, moved, last = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with contextlib.suppress(ValueError):
-            iteration = parse_record(line, after=last)["iteration"]
+            iteration = schema.checked(strict_json.loads(line), after=last)["iteration"]
             if iteration <= last_kept and line.endswith(b"\n"):
                 kept.append(line)
                 last = iteration
@@ -90,11 +90,6 @@ def _supersede(path: Path, last_kept: int) -> int:
     if last < last_kept and (kept or moved):
         logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
     return last
-
-
-def parse_record(line: bytes, after: int = 0) -> Record:
-    """Parse one line. Raises ValueError: it is not strict JSON, no record, or not later than iteration ``after``."""
-    return schema.checked(strict_json.loads(line), after)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -150,8 +145,9 @@ class RecordTail:
         *lines, self.rest = (self.rest + new).split(b"\n")
         for line in lines:
             self.lines += 1
+            last = self.records[-1]["iteration"] if self.records else 0
             try:
-                self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
+                self.records.append(schema.checked(strict_json.loads(line), after=last))
             except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
                 self.damaged.append((self.lines, one_line(error)))
 

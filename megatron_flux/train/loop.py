@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError, UserError
-from megatron_flux.metrics import wandb_mirror
+from megatron_flux.metrics import strict_json, wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
-from megatron_flux.metrics.summary import VARIANTS, summarize, write_summary
+from megatron_flux.metrics.summary import VARIANTS, summarize
 from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
@@ -144,7 +144,7 @@ def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
     """Print the table, then write ``summary.json`` and ``report.html``. Raises StorageError if that fails."""
     print_summary(summary)
     try:
-        write_summary(config.out / "summary.json", summary)
+        strict_json.write(config.out / "summary.json", summary)
         write_report([config.out], config.out)
     except UserError as error:  # here it is no bad input
         message = f"{error}; the records are there, and megatron-flux report {config.out} reads them"

@@ -163,6 +163,6 @@ class Variant:
             "error": f"{type(error).__name__}: {error}",
         }
         try:
-            strict_json.write_text(self.folder / f"failure-rank{rank:05d}.json", strict_json.dumps(note) + "\n")
+            strict_json.write(self.folder / f"failure-rank{rank:05d}.json", note, indent=None)
         except UserError as failed:
             logger.error("what ended rank %d could not be noted: %s", rank, failed)

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.metrics import schema
+from megatron_flux.metrics import schema, strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.summary import summarize, write_summary
+from megatron_flux.metrics.summary import summarize
 from tests.documented import example, fields
 
 Record = dict[str, Any]
@@ -96,5 +96,5 @@ def write_run(folder: Path, variants: dict[str, list[Record]], info: dict[str, A
             for item in records:
                 recorder.write(item)
     (folder / "config.json").write_text(json.dumps(info))
-    write_summary(folder / "summary.json", summarize(variants["baseline"], variants["flux"], info))
+    strict_json.write(folder / "summary.json", summarize(variants["baseline"], variants["flux"], info))
     return folder

@@ -70,7 +70,8 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()), *fsdp)
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
-                    variant.conclude(final)
+                    if variant.mirror is not None:
+                        variant.mirror.summarize(final)
         if summary is not None:
             conclude(config, summary)
         if dist.get_rank() == 0:

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -51,12 +51,12 @@ class Variant:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._profiler: StepProfiler | None = None
-        self._first: dict[str, Any] = {}
-        """What the first record alone says; empty once it is written."""
-        self._metrics_ms: float | None = None
+        self._more: dict[str, Any] = {}
+        """What the next record says beside its step."""
         self._exits = ExitStack()
         self._writers: list[JsonlRecorder | WandbMirror] = []
-        self._mirror: WandbMirror | None = None
+        self.mirror: WandbMirror | None = None
+        """On rank 0, while it is open."""
 
     def __enter__(self) -> Variant:
         begin = self.trainer.iteration  # a checkpoint may have been loaded
@@ -73,9 +73,9 @@ class Variant:
             self._exits.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
             recorder = self._exits.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
-            self._mirror = self._exits.enter_context(self._open_mirror())
-            self._writers = [recorder, self._mirror]
-            self._first = {"flux/run": (about := self._records.about(hosts, self._mirror.id))}
+            self.mirror = self._exits.enter_context(self._open_mirror())
+            self._writers = [recorder, self.mirror]
+            self._more = {"flux/run": (about := self._records.about(hosts, self.mirror.id))}
             if about["peak_tflops"] is None:
                 logger.info(about["peak_source"])
         return self
@@ -105,25 +105,14 @@ class Variant:
                 began = time.perf_counter()
                 result = self._records.gather(local)
                 if self._writers:
-                    self._write(self._records.of(result, block))
-                self._metrics_ms = 1e3 * (time.perf_counter() - began)
+                    record = self._records.of(result, block) | self._more
+                    if self._profiler is not None:
+                        record["profiled"] = self._profiler.active(iteration)
+                    for writer in self._writers:
+                        writer.write(record)
+                self._more = {"flux/metrics_ms": 1e3 * (time.perf_counter() - began)}
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
-
-    def conclude(self, values: Mapping[str, Any]) -> None:
-        """Show what a comparison found in this variant's wandb run; does nothing on other ranks."""
-        if self._mirror is not None:
-            self._mirror.summarize(values)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._profiler is not None:
-            record["profiled"] = self._profiler.active(record["iteration"])
-        if self._metrics_ms is not None:
-            record["flux/metrics_ms"] = self._metrics_ms
-        record |= self._first
-        self._first = {}
-        for writer in self._writers:
-            writer.write(record)
 
     def _open_profiler(self) -> None:
         if self.config.profile_steps is None:

@@ -1,4 +1,4 @@
-"""Define the record of a training step: names and types of its fields, and the check of a record.
+"""Define the record of a training step: names and types of its fields, its check, and flux's counters by these names.
 
 docs/metrics.md says what each field means, with its unit. It also has the fields of ``flux/calls``, ``flux/run`` and
 ``breakdown.json``. Tests compare its tables with this file and with the records of a run.
@@ -108,3 +108,21 @@ def checked(record: Any, after: int = 0) -> dict[str, Any]:
     if found["iteration"] <= after:
         raise ValueError(f"iteration {found['iteration']} after iteration {after}")
     return found
+
+
+def counters(seen: dict[str, Any]) -> dict[str, int]:
+    """Return flux's counters by their names in a record; ``seen`` is :func:`megatron_flux.report`."""
+    kept = seen["kept_gathered"]
+    calls = seen["calls"].items()  # by operator/backend
+    return {
+        **{f"flux/{name}_calls": sum(n for call, n in calls if call.split("/")[0] == name) for name in COUNTED},
+        "flux/bytes_received": seen["bytes_received"],
+        "flux/fallback_calls": sum(seen["fallbacks"].values()),
+        "flux/inputs_kept": kept["total"],
+        "flux/inputs_gathered_again": kept["no_room"],
+    }
+
+
+def since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    """Return the difference of two :func:`counters`; ``before`` may be empty."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}

@@ -36,7 +36,7 @@ def check(job: Resolved) -> dict[str, Any]:
 
     Raises FluxError: a stage cannot be built or run; names its rank.
     """
-    run, link = job.run, "none" if job.spans else job.profile.link
+    run, link = job.run, job.link
     return {
         "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
         "nodes": job.job.nodes,

@@ -20,7 +20,6 @@ show; the interval within one repetition is only about its own blocks.
 from __future__ import annotations
 
 import re
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.run_files import RunFiles, ended
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import median_of
+from megatron_flux.metrics.summary import median, median_of
 from megatron_flux.metrics.table import relative
 from megatron_flux.metrics.watch import RECENT, activity
 from megatron_flux.run.folder import ENDED
@@ -119,7 +118,7 @@ def describe(root: Path, now: float) -> list[str]:
         lines += [f"    {line}" for line in [*more, *repetition.files.problems, *result(repetition)]]
     speedups = [one for repetition in begun if (one := _summary(repetition).get("speedup")) is not None]
     if len(speedups) > 1:
-        spread = f"{statistics.median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
+        spread = f"{median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
         lines.append(f"  speed-up of the {len(speedups)} finished repetitions: median {spread}")
     return lines
 

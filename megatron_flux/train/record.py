@@ -26,8 +26,8 @@ from megatron.core import parallel_state
 import megatron_flux
 from megatron_flux import gpus, nvml
 from megatron_flux.comm import timeouts
-from megatron_flux.metrics.schema import SCHEMA_VERSION
-from megatron_flux.telemetry import call_sampler, counts, environment
+from megatron_flux.metrics.schema import SCHEMA_VERSION, counters, since
+from megatron_flux.telemetry import call_sampler, environment
 from megatron_flux.train.description import run_info
 from megatron_flux.train.measurements import LocalStep, StepResult, by_rank, gathered, known, over_gpus
 from megatron_flux.train.presets import step_flops
@@ -97,7 +97,7 @@ class Records:
     def of(self, result: StepResult, block: int) -> dict[str, Any]:
         """Return the record of the trainer's last step."""
         config, iteration, tflops = self._config, self._trainer.iteration, self._tflop / result.seconds
-        counted = counts.since(counts.totals(self._before), counts.totals(self._after))
+        counted = since(counters(self._before), counters(self._after))
         self._fallbacks += Counter(self._after["fallbacks"]) - Counter(self._before["fallbacks"])
         stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         record = {

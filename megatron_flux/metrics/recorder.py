@@ -111,9 +111,9 @@ def read_records(path: Path) -> list[Record]:
 class RecordTail:
     """The records of one file so far; :meth:`poll` adds those written since."""
 
-    def __init__(self, path: Path) -> None:
-        """``path`` need not exist yet."""
-        self.path = path
+    def __init__(self, path: Path, at_most: int | None = None) -> None:
+        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at the first poll."""
+        self.path, self._at_most = path, at_most
         self._start_over()
 
     def _start_over(self) -> None:
@@ -134,6 +134,10 @@ class RecordTail:
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
                     self._start_over()
                     self._inode = stat.st_ino
+                if self._offset == 0 and self._at_most and stat.st_size > self._at_most:
+                    file.seek(stat.st_size - self._at_most)
+                    file.readline()  # what is left of a line
+                    self._offset = file.tell()
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:

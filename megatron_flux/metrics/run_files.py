@@ -18,9 +18,10 @@ from megatron_flux.metrics.summary import VARIANTS, Record
 class RunFiles:
     """The files of a run folder; :meth:`poll` reads what is new."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, at_most: int | None = None) -> None:
+        """``at_most``: bytes of each variant's newest records to read; None is all of them."""
         self.path = path
-        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
+        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl", at_most) for variant in VARIANTS}
         self.config: dict[str, Any] = {}
         """``config.json``: configuration, versions, device, command."""
         self.problems: list[str] = []

@@ -35,6 +35,7 @@ from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT = "resumed", "submitted", "job.sbatch"
 _FAILURE = re.compile(r"(\d+) (\d+(?:\.\d+)?) (.+)")  # megatron_flux.run.node
+_NEWEST = 1 << 18  # bytes of records: a folder may hold many long runs
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
@@ -75,7 +76,7 @@ def repetitions(root: Path) -> list[Repetition]:
     for folder in root.glob("rep-*"):
         if not (index := folder.name.removeprefix("rep-")).isdigit():
             continue
-        files = RunFiles(folder / "run")
+        files = RunFiles(folder / "run", at_most=_NEWEST)
         files.poll()
         state = read_json_object(files.path / ENDED)["state"] if (files.path / ENDED).is_file() else "not ended"
         starts = [path for path in (folder / "logs").glob("*") if path.name.isdigit()]

@@ -212,6 +212,18 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
 
 
+def test_only_the_newest_records_of_a_long_run_are_read(root: Path) -> None:
+    run = recorded(root, 0, 0.2, None)
+    line = (run / "flux" / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
+    many = [line.replace(b'"iteration": 12', b'"iteration": %d' % n) for n in range(13, 1013)]
+    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many]))
+    (found,) = status.repetitions(root)
+    records = found.files.records["flux"]
+    assert found.files.last == {"baseline": 12, "flux": 1012}
+    assert 100 < len(records) < 1000
+    assert [one["iteration"] for one in records] == list(range(1013 - len(records), 1013))
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder of a job"):
         status.describe(tmp_path, 0.0)

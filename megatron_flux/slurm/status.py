@@ -43,7 +43,6 @@ _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 class Repetition:
     """One run of a job."""
 
-    folder: Path
     index: str
     files: RunFiles  # of the run folder
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
@@ -81,7 +80,7 @@ def repetitions(root: Path) -> list[Repetition]:
         state = read_json_object(files.path / ENDED)["state"] if (files.path / ENDED).is_file() else "not ended"
         starts = [path for path in (folder / "logs").glob("*") if path.name.isdigit()]
         newest = max(starts, key=lambda path: int(path.name), default=None)
-        found.append(Repetition(folder, index, files, state, len(starts), newest))
+        found.append(Repetition(index, files, state, len(starts), newest))
     return sorted(found, key=lambda one: int(one.index))
 
 
@@ -109,7 +108,7 @@ def describe(root: Path, now: float) -> list[str]:
         parts = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
         parts += [f"step {steps}" if repetition.files.exists else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*parts, task] if task else parts)}")
-        if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
+        if without := [line.split()[-1] for line in text(repetition.files.path.parent / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
         state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":

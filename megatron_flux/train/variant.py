@@ -46,7 +46,6 @@ class Variant:
 
             self.trainer = FsdpTrainer(config, dataset, device, weights)
         self.folder = config.out / name
-        self._device = device
         for choice in config.layer_backend:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
@@ -120,7 +119,7 @@ class Variant:
         (first, last), begin = self.config.profile_steps, self.trainer.iteration + 1
         if begin < first:
             rank, nvtx = dist.get_rank(), self.config.nvtx
-            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self._device, nvtx=nvtx)
+            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self.trainer.device, nvtx=nvtx)
         else:
             resumes = f"training resumes at iteration {begin}, --profile-steps begin at {first}"
             logger.warning(f"nothing is profiled: {resumes}, and one step more is needed to start the profiler")

@@ -80,9 +80,7 @@ class Records:
         peak = self._trainer.memory.peak()  # before anything is measured, which takes memory of its own
         self._sampled, reading = self._sampler.result(), self._sampler.reading
         values: dict[str, float | None] = {
-            "peak_memory_bytes": None if peak.allocated is None else peak.allocated + peak.workspace,
-            "allocated_peak_bytes": peak.allocated,
-            "workspace_bytes": peak.workspace,
+            **peak,
             "kept_bytes": self._after["kept_gathered"]["peak_bytes"],
             "active_layers": self._after["active_layers"],
             "host_memory_bytes": psutil.Process().memory_info().rss if self._config.device == "cpu" else None,

@@ -8,6 +8,7 @@ never removes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -20,17 +21,36 @@ from pathlib import Path
 logger = logging.getLogger("megatron_flux")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError."""
+def write_atomically(path: Path, content: str | bytes, *, synced: bool = False) -> None:
+    """Write ``content`` (text as UTF-8): a reader sees the old file or the whole new one, also after an OSError.
+
+    Where it is ``synced`` that holds after a power cut too.
+    """
     # In names that are no UTF-8 each strange byte becomes an escape, as JSON has it.
     # In the same folder: rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        if synced:
+            sync(partial)
         os.replace(partial, path)
+        if synced:
+            sync(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do so by themselves, or cannot
+            raise
+    finally:
+        os.close(handle)
 
 
 @contextmanager

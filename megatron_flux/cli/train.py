@@ -84,7 +84,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             run.world_size,
             left=f"what was recorded is in {run.out}",
         )
-        if asked is not None and folder.has_stopped(run.out):
+        if asked is not None and read_json_object(run.out / folder.ENDED)["state"] == "stopped":
             go_on = "and nothing is saved; the same command begins again"
             if checkpoint_access.is_saved(run):
                 go_on = f"saved in {run.save}; the same command with --load {run.save} goes on"

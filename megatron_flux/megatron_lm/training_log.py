@@ -1,6 +1,6 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of the last rank alone. Megatron-LM logs
+Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs
 after every training step, so a row counts what happened since the previous step was logged; an evaluation in between
 counts towards the next row.
 
@@ -23,9 +23,8 @@ from megatron_flux import nvml
 from megatron_flux.comm import timeouts
 from megatron_flux.layers import keep
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
-from megatron_flux.metrics.schema import COUNTED
+from megatron_flux.metrics.schema import COUNTED, counters, since
 from megatron_flux.patch import report
-from megatron_flux.telemetry import counts
 from megatron_flux.telemetry.call_sampler import Sampler
 
 logger = logging.getLogger("megatron_flux")
@@ -77,10 +76,10 @@ class _Log:
         ``seen``: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out:
         graphs are replayed without a call, and what is counted beside them would pass for all.
         """
-        totals = counts.totals(seen)
+        totals = counters(seen)
         row = {"flux/active_layers": seen["active_layers"]}
         if not seen["cuda_graphs"]:
-            row |= counts.since(self.totals, totals) | {"flux/kept_bytes": seen["kept_gathered"]["peak_bytes"]}
+            row |= since(self.totals, totals) | {"flux/kept_bytes": seen["kept_gathered"]["peak_bytes"]}
         self.iteration, self.totals = iteration, totals
         return row
 

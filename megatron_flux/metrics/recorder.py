@@ -74,7 +74,7 @@ def _supersede(path: Path, last_kept: int) -> int:
     kept, moved, last = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with contextlib.suppress(ValueError):
-            iteration = parse_record(line, after=last)["iteration"]
+            iteration = schema.checked(strict_json.loads(line), after=last)["iteration"]
             if iteration <= last_kept and line.endswith(b"\n"):
                 kept.append(line)
                 last = iteration
@@ -90,11 +90,6 @@ def _supersede(path: Path, last_kept: int) -> int:
     if last < last_kept and (kept or moved):
         logger.warning("%s ends at iteration %d, training resumes after %d: the rest is missing", path, last, last_kept)
     return last
-
-
-def parse_record(line: bytes, after: int = 0) -> Record:
-    """Parse one line. Raises ValueError: it is not strict JSON, no record, or not later than iteration ``after``."""
-    return schema.checked(strict_json.loads(line), after)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -116,9 +111,9 @@ def read_records(path: Path) -> list[Record]:
 class RecordTail:
     """The records of one file so far; :meth:`poll` adds those written since."""
 
-    def __init__(self, path: Path) -> None:
-        """``path`` need not exist yet."""
-        self.path = path
+    def __init__(self, path: Path, at_most: int | None = None) -> None:
+        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at the first poll."""
+        self.path, self._at_most = path, at_most
         self._start_over()
 
     def _start_over(self) -> None:
@@ -139,6 +134,10 @@ class RecordTail:
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
                     self._start_over()
                     self._inode = stat.st_ino
+                if self._offset == 0 and self._at_most and stat.st_size > self._at_most:
+                    file.seek(stat.st_size - self._at_most)
+                    file.readline()  # what is left of a line
+                    self._offset = file.tell()
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
@@ -150,8 +149,9 @@ class RecordTail:
         *lines, self.rest = (self.rest + new).split(b"\n")
         for line in lines:
             self.lines += 1
+            last = self.records[-1]["iteration"] if self.records else 0
             try:
-                self.records.append(parse_record(line, after=self.records[-1]["iteration"] if self.records else 0))
+                self.records.append(schema.checked(strict_json.loads(line), after=last))
             except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
                 self.damaged.append((self.lines, one_line(error)))
 

@@ -5,6 +5,7 @@ Damage is no reason to show nothing: it is listed in :attr:`RunFiles.problems`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from megatron_flux.metrics.summary import VARIANTS, Record
 class RunFiles:
     """The files of a run folder; :meth:`poll` reads what is new."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, at_most: int | None = None) -> None:
+        """``at_most``: bytes of each variant's newest records to read; None is all of them."""
         self.path = path
-        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl") for variant in VARIANTS}
+        self.tails = {variant: RecordTail(path / variant / "metrics.jsonl", at_most) for variant in VARIANTS}
         self.config: dict[str, Any] = {}
         """``config.json``: configuration, versions, device, command."""
         self.problems: list[str] = []
@@ -57,3 +59,42 @@ class RunFiles:
         """The requested configuration."""
         settings = self.config.get("config")
         return settings if isinstance(settings, dict) else {}
+
+    @property
+    def exists(self) -> bool:
+        """False while there is no run yet."""
+        return self.begun > 0 or any(self.records.values())
+
+    @property
+    def variants(self) -> list[str]:
+        """The variants that there are or will be."""
+        if self.settings.get("command") == "compare":
+            return list(VARIANTS)
+        known = [variant for variant, records in self.records.items() if records]
+        return known or ["flux" if self.settings.get("flux", True) else "baseline"]
+
+    @property
+    def last(self) -> dict[str, int]:
+        """Iteration of each side's last record; 0 before the first."""
+        records = self.records
+        return {variant: records[variant][-1]["iteration"] if records[variant] else 0 for variant in self.variants}
+
+    def end(self) -> tuple[str, str] | None:
+        """Return how the run ended, in words and their colour; None while it runs."""
+        if (self.path / "ended.json").exists():
+            state = str(self.read("ended.json").get("state", "unknown"))
+            if state == "finished":
+                return ended(state), "green"
+            at = ", ".join(f"{variant} after step {iteration}" for variant, iteration in self.last.items())
+            return f"{ended(state)}, {at}", "yellow"
+        notes = [note for variant in VARIANTS for note in (self.path / variant).glob("failure-rank*.json")]
+        if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
+            first = self.read(min(failed, key=lambda note: note.stat().st_mtime).relative_to(self.path))
+            where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
+            return f"ended by an error, {where}", "red"
+        return None
+
+
+def ended(state: str) -> str:
+    """Describe the ``state`` of an ``ended.json``."""
+    return "ended: " + {"finished": "all steps done", "stopped": "stopped by a signal"}.get(state, state)

@@ -61,6 +61,11 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
+def write(path: Path, value: Any, *, indent: int | None = 2) -> Path:
+    """Write ``value`` as strict JSON; :func:`write_text` says how, and what it raises."""
+    return write_text(path, dumps(value, indent=indent) + "\n")
+
+
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy ``config`` without entries, at any depth, whose name looks like a secret's.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,8 +323,3 @@ def parity(summary: Mapping[str, Any], allowed: float) -> tuple[bool, str]:
         f"parity {'holds' if same else 'is broken'}: largest relative loss difference {difference} over "
         f"{summary['compared_iterations']} iterations, {allowed:g} allowed; {layers} layers ran flux"
     )
-
-
-def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically, indented. Raises UserError: it cannot be written."""
-    strict_json.write_text(path, strict_json.dumps(summary, indent=2) + "\n")

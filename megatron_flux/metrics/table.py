@@ -8,7 +8,6 @@ from typing import IO, Any
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -193,18 +192,16 @@ def print_table(
     Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. Where the encoding lacks
     a character there is a ``?``.
     """
-    console = Console(file=file, highlight=False, emoji=False, markup=False)
+    console = Console(
+        file=file, highlight=False, emoji=False, markup=False, width=10_000
+    )  # a table takes its own width
 
     def encodable(cell: str | Text) -> Text:
         plain, style = (cell.plain, cell.style) if isinstance(cell, Text) else (cell, "")
         return Text(plain.encode(console.encoding, "replace").decode(console.encoding), style)
 
-    table = grid(head, [map(encodable, row) for row in rows])
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    )
     if title:
         console.print(encodable(title), style="bold", soft_wrap=True)
-    console.print(table)
+    console.print(grid(head, [map(encodable, row) for row in rows]))
     for note in notes:
         console.print(encodable(note), soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def watch(path: Path) -> None:
 
     A terminal waits for a run that is about to begin. Raises UserError: there is none, or the folder is a file.
     """
-    watched = Watched(path)
+    watched = RunFiles(path)
     console = Console(highlight=False, emoji=False)
     watched.poll()
     if not watched.exists:
@@ -51,58 +50,13 @@ def watch(path: Path) -> None:
             watched.poll()
         with Live(console=console, auto_refresh=False) as live:
             live.update(view(watched, time.time()), refresh=True)
-            while watched.end is None and console.is_terminal:
+            while watched.end() is None and console.is_terminal:
                 time.sleep(REFRESH_S)
                 watched.poll()
                 live.update(view(watched, time.time()), refresh=True)
 
 
-class Watched(RunFiles):
-    """A run folder that is read repeatedly."""
-
-    end: tuple[str, str] | None = None
-    """How the run ended, in words and their colour; None while it runs."""
-
-    def poll(self) -> None:
-        """Read what is new."""
-        super().poll()
-        self.end = self._end()
-
-    @property
-    def exists(self) -> bool:
-        """False while there is no run yet."""
-        return self.begun > 0 or any(self.records.values())
-
-    @property
-    def variants(self) -> list[str]:
-        """The variants that there are or will be."""
-        if self.settings.get("command") == "compare":
-            return list(VARIANTS)
-        known = [variant for variant, records in self.records.items() if records]
-        return known or ["flux" if self.settings.get("flux", True) else "baseline"]
-
-    @property
-    def last(self) -> dict[str, int]:
-        """Iteration of each side's last record; 0 before the first."""
-        records = self.records
-        return {variant: records[variant][-1]["iteration"] if records[variant] else 0 for variant in self.variants}
-
-    def _end(self) -> tuple[str, str] | None:
-        if (self.path / "ended.json").exists():
-            state = str(self.read("ended.json").get("state", "unknown"))
-            if state == "finished":
-                return ended(state), "green"
-            at = ", ".join(f"{variant} after step {iteration}" for variant, iteration in self.last.items())
-            return f"{ended(state)}, {at}", "yellow"
-        notes = [note for variant in VARIANTS for note in (self.path / variant).glob("failure-rank*.json")]
-        if failed := [note for note in notes if note.stat().st_mtime >= self.begun]:
-            first = self.read(min(failed, key=lambda note: note.stat().st_mtime).relative_to(self.path))
-            where = "rank {rank} on {host} after step {iteration}: {error}".format_map(defaultdict(lambda: "?", first))
-            return f"ended by an error, {where}", "red"
-        return None
-
-
-def view(watched: Watched, now: float) -> Group:
+def view(watched: RunFiles, now: float) -> Group:
     """Return title, progress, the table of the summary so far, and lines below it."""
     summary = summarize(watched.records["baseline"], watched.records["flux"], watched.config)
     device = watched.config.get("device")
@@ -116,7 +70,7 @@ def view(watched: Watched, now: float) -> Group:
     return Group(title, Text(_progress(watched), style="bold"), table, *lines)
 
 
-def _progress(watched: Watched) -> str:
+def _progress(watched: RunFiles) -> str:
     steps, parts, left = watched.settings.get("steps"), [], 0.0
     total = steps if isinstance(steps, int) and steps > 0 else None
     for variant, done in watched.last.items():
@@ -124,12 +78,12 @@ def _progress(watched: Watched) -> str:
         of_all = f" of {total} ({100 * done / total:.0f} %)" if total else ""
         parts.append(f"{variant} {done}{of_all}" + (f", {short(1000 * pace)} ms a step" if pace else ""))
         left += max(0, total - done) * pace if total and pace else math.nan
-    if watched.end is None and math.isfinite(left):
+    if watched.end() is None and math.isfinite(left):
         parts.append(f"{duration(left)} left")
     return "; ".join(parts)
 
 
-def _lines(watched: Watched, summary: dict[str, Any], now: float) -> Iterator[tuple[str, str]]:
+def _lines(watched: RunFiles, summary: dict[str, Any], now: float) -> Iterator[tuple[str, str]]:
     """Yield lines with their style: findings, the state, the verdict, damage."""
     both = len(watched.variants) > 1
     for label, text in findings(summary):
@@ -139,19 +93,15 @@ def _lines(watched: Watched, summary: dict[str, Any], now: float) -> Iterator[tu
     usual = max(median_of(timed(watched.records[variant]), "iteration-time") or 0.0 for variant in watched.variants)
     # Without a configuration, the first record is the only sign of a start.
     state, stalled = activity(now, watched.begun or written, written if any(watched.last.values()) else None, usual)
-    yield watched.end or (state, "red" if stalled else "")
+    end = watched.end()
+    yield end or (state, "red" if stalled else "")
     if both:
-        yield f"{'' if watched.end else 'so far: '}{summary['verdict']}", "bold"
+        yield f"{'' if end else 'so far: '}{summary['verdict']}", "bold"
     yield from ((problem, "red") for problem in dict.fromkeys(watched.problems))
     # The last line of a running job may be half written: only whole lines can be damaged.
     for variant in watched.variants:
         for problem in watched.tails[variant].problems(ended=False):
             yield f"{variant}/metrics.jsonl: {problem}", "red"
-
-
-def ended(state: str) -> str:
-    """Describe the ``state`` of an ``ended.json``."""
-    return "ended: " + {"finished": "all steps done", "stopped": "stopped by a signal"}.get(state, state)
 
 
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:

@@ -148,13 +148,8 @@ def unwritable(folder: Path, error: OSError, option: str = "--out") -> UserError
 
 
 def write_ended(out: Path, state: Literal["finished", "stopped"], iterations: Mapping[str, int]) -> None:
-    """Write :data:`ENDED`: the state, and the last step of baseline and flux."""
-    strict_json.write_atomically(out / ENDED, strict_json.dumps({"state": state, "iterations": iterations}) + "\n")
-
-
-def has_stopped(out: Path) -> bool:
-    """Return True if the run in ``out`` ended in order, before its last step."""
-    return bool(strict_json.read_json_object(out / ENDED)["state"] == "stopped")
+    """Write :data:`ENDED`: the state, and the last step of baseline and flux. Raises UserError."""
+    strict_json.write(out / ENDED, {"state": state, "iterations": iterations}, indent=None)
 
 
 def described(config: dict[str, Any], options: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Ranks that wait for a dead one are ended by the launcher at once, so a run ends 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -155,13 +154,10 @@ def cause_order(failure: ProcessFailure) -> int:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """Return the exception's text from the rank's error file."""
-    try:
-        message = json.loads(Path(failure.error_file).read_text())["message"]
-        text = message["message"] if isinstance(message, dict) else message
-    except (OSError, ValueError, KeyError, TypeError):
-        text = str(failure.message)
-    kind, separator, rest = str(text).partition(": ")
+    """Return the exception's text, which torch has read from the rank's error file."""
+    message: Any = failure.message  # an object in files of torch's ErrorHandler
+    text = str(message["message"] if isinstance(message, dict) else message)
+    kind, separator, rest = text.partition(": ")
     if separator and kind.endswith("UserError"):
         text = rest
-    return " ".join(str(text).split()).removesuffix(":")  # of an exception without a text
+    return " ".join(text.split()).removesuffix(":")  # of an exception without a text

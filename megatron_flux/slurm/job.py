@@ -17,6 +17,7 @@ from megatron_flux import gpus
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.options import is_file_only, validated
+from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Training, seconds
 from megatron_flux.train import config
 from megatron_flux.train.fp8 import check_capability
@@ -56,15 +57,9 @@ class Resolved:
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
 
     @property
-    def spans(self) -> bool:
-        """True if tensor-parallel groups span nodes."""
-        return self.profile.processes_per_node % self.job.tp > 0
-
-    @property
-    def through_host(self) -> bool:
-        """True if flux may send through host memory."""
-        there = self.profile.link in ("host", "p2p") and not self.spans
-        return there and self.mode != "baseline" and self.job.tp > 1
+    def link(self) -> LinkKind:
+        """Link of tensor-parallel groups."""
+        return _group_link(self.job, self.profile)
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -111,22 +106,25 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
 
 
+def _group_link(job: Job, profile: Profile) -> LinkKind:
+    """Return the link of tensor-parallel groups, which is none if they span nodes."""
+    return "none" if profile.processes_per_node % job.tp else profile.link
+
+
 def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None) -> dict[str, str]:
     """Return the ranks' options ``link`` and ``wire``, if any; a :class:`UserError` refuses what cannot be used.
 
-    A tensor-parallel group that spans nodes has the link none. Over host, none keeps NCCL in the nodes from stronger
-    links as well; over p2p, it would keep NCCL from that.
+    For groups that span nodes of the link host, none keeps NCCL in the nodes from stronger links as well; on nodes of
+    the link p2p, it would keep NCCL from that.
     """
-    spans, link = profile.processes_per_node % job.tp > 0, profile.link
-    options: dict[str, str] = {}
-    if link == "host" or (link == "p2p" and not spans):
-        options["link"] = "none" if spans else link
+    link = _group_link(job, profile)
+    options: dict[str, str] = {"link": link} if profile.link == "host" or link == "p2p" else {}
     for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():
         if wire in (None, EXACT) or mode == "baseline":
             continue
-        if options.get("link") not in ("host", "p2p") or job.tp == 1:
+        if link not in ("host", "p2p") or job.tp == 1:
             sizes = f"tp {job.tp} on nodes of {profile.processes_per_node}"
-            why = sizes if link in ("host", "p2p") else f"the link {link}"
+            why = sizes if profile.link in ("host", "p2p") else f"the link {profile.link}"
             raise UserError(
                 f"{name} {wire} is for groups within a node over the links p2p and host, not {why}; leave {name} out"
             )

@@ -30,25 +30,20 @@ from megatron_flux.train.shims import cpu_shims
 def check(job: Resolved) -> dict[str, Any]:
     """Run one layer of each stage of ``job`` and return the layout.
 
-    ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output``, the
-    linears that ran flux (``flux_layers``) and their ``calls`` in one forward and backward. ``memory_gib``: weights,
-    gradients and optimizer state of a GPU. ``bytes_note``: a line where gathering weights would move fewer bytes, or
-    None.
+    ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output`` and
+    the number of linears that ran flux (``flux_layers``). ``memory_gib``: weights, gradients and optimizer state of a
+    GPU. ``bytes_note``: a line where gathering weights would move fewer bytes, or None.
 
     Raises FluxError: a stage cannot be built or run; names its rank.
     """
-    run, stages = job.run, []
-    for stage in range(run.pp):
-        rank = stage * run.tp * run.dp  # Megatron's order: tp, then dp, then pp
-        with _world(rank, run):
-            stages.append(_check_stage(rank, run, stage))
+    run, link = job.run, job.link
     return {
         "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
         "nodes": job.job.nodes,
-        "link": "none" if job.spans else job.profile.link,
-        "stages": stages,
+        "link": link,
+        "stages": [_check_stage(run, stage) for stage in range(run.pp)],
         "memory_gib": least_memory(run),
-        "bytes_note": run.bytes_note("none" if job.spans else job.profile.link),
+        "bytes_note": run.bytes_note(link),
     }
 
 
@@ -84,27 +79,20 @@ def _world(rank: int, run: RunConfig) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _check_stage(rank: int, run: RunConfig, stage: int) -> dict[str, Any]:
-    """Build and run one layer of ``stage`` as this rank; a :class:`FluxError` names both where that fails."""
-    where = f"rank {rank}, pipeline stage {stage}"
+def _check_stage(run: RunConfig, stage: int) -> dict[str, Any]:
+    """Build and run one layer of ``stage`` as its first rank; a :class:`FluxError` names both where that fails."""
+    rank = stage * run.tp * run.dp  # Megatron's order: tp, then dp, then pp
     one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
-    before = report()["calls"]
     try:
         # backend: meta tensors have no GPU for the fused kernels; shapes and calls are the same.
-        with cpu_shims(), patched(FluxConfig(backend="reference", strict=run.tp > 1)):
+        with _world(rank, run), cpu_shims(), patched(FluxConfig(backend="reference", strict=run.tp > 1)):
             model, output = _run(one_layer, stage)
-            ran = report()  # layers count as long as they live
+            flux_layers = report()["active_layers"]  # layers count as long as they live
             del model
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
-        raise FluxError(f"{where}: {type(error).__name__}: {error}") from error
-    calls = {name: count - before.get(name, 0) for name, count in ran["calls"].items()}
-    return {
-        "stage": stage,
-        "layers": run.shape.num_layers // run.pp,
-        "output": tuple(output.shape),
-        "flux_layers": ran["active_layers"],
-        "calls": {name: count for name, count in calls.items() if count},
-    }
+        raise FluxError(f"rank {rank}, pipeline stage {stage}: {type(error).__name__}: {error}") from error
+    layers = run.shape.num_layers // run.pp
+    return {"stage": stage, "layers": layers, "output": tuple(output.shape), "flux_layers": flux_layers}
 
 
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:

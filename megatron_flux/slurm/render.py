@@ -65,7 +65,8 @@ def _expected(resolved: Resolved) -> list[str]:
     words.append(f"--slow-fraction={profile.preflight.slow_fraction}")
     if profile.gpu is not None:
         words += [f"--gpu-name={profile.gpu.name}", f"--gpu-memory-gib={profile.gpu.memory_gib}"]
-    words += [f"--host-tp={resolved.run.tp}"] if resolved.through_host else []
+    if resolved.link in ("host", "p2p") and resolved.mode != "baseline" and resolved.run.tp > 1:
+        words.append(f"--host-tp={resolved.run.tp}")
     return [*words, f"--floors={resolved.profile.floors.model_dump_json(exclude_defaults=True)}"]
 
 

@@ -19,25 +19,23 @@ show; the interval within one repetition is only about its own blocks.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
-from megatron_flux.metrics.recorder import parse_record
+from megatron_flux.metrics.run_files import RunFiles, ended
 from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import VARIANTS, median_of
+from megatron_flux.metrics.summary import median, median_of
 from megatron_flux.metrics.table import relative
-from megatron_flux.metrics.watch import RECENT, activity, ended
-from megatron_flux.run.folder import CONFIG, ENDED
+from megatron_flux.metrics.watch import RECENT, activity
+from megatron_flux.run.folder import ENDED
 from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT = "resumed", "submitted", "job.sbatch"
-_TAIL = 1 << 18  # bytes of a growing file that are read from its end
 _FAILURE = re.compile(r"(\d+) (\d+(?:\.\d+)?) (.+)")  # megatron_flux.run.node
+_NEWEST = 1 << 18  # bytes of records: a folder may hold many long runs
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
@@ -45,11 +43,8 @@ _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 class Repetition:
     """One run of a job."""
 
-    folder: Path
-    run: Path  # the run folder
     index: str
-    iterations: dict[str, int]  # the last recorded step of each variant that has begun
-    steps: int | None  # what it trains to; None before it has begun
+    files: RunFiles  # of the run folder
     state: str  # `finished`, `stopped` (on a signal, to be continued), or `not ended`
     starts: int
     logs: Path | None  # of the newest start
@@ -78,18 +73,14 @@ def repetitions(root: Path) -> list[Repetition]:
     """Return the runs of a job so far, in order."""
     found = []
     for folder in root.glob("rep-*"):
-        run, index = folder / "run", folder.name.removeprefix("rep-")
-        if not index.isdigit():
+        if not (index := folder.name.removeprefix("rep-")).isdigit():
             continue
-        last = {
-            variant: _recent(run / variant / "metrics.jsonl")[-1:] for variant in VARIANTS if (run / variant).is_dir()
-        }
-        iterations = {variant: records[0]["iteration"] if records else 0 for variant, records in last.items()}
-        steps = read_json_object(run / CONFIG)["config"]["steps"] if (run / CONFIG).is_file() else None
-        state = read_json_object(run / ENDED)["state"] if (run / ENDED).is_file() else "not ended"
-        starts = {int(path.name): path for path in (folder / "logs").glob("*") if path.name.isdigit()}
-        logs = starts[max(starts)] if starts else None
-        found.append(Repetition(folder, run, index, iterations, steps, state, len(starts), logs))
+        files = RunFiles(folder / "run", at_most=_NEWEST)
+        files.poll()
+        state = read_json_object(files.path / ENDED)["state"] if (files.path / ENDED).is_file() else "not ended"
+        starts = [path for path in (folder / "logs").glob("*") if path.name.isdigit()]
+        newest = max(starts, key=lambda path: int(path.name), default=None)
+        found.append(Repetition(index, files, state, len(starts), newest))
     return sorted(found, key=lambda one: int(one.index))
 
 
@@ -112,29 +103,29 @@ def describe(root: Path, now: float) -> list[str]:
         submitted = Path(text(root / SUBMITTED).partition("\n")[0])
         lines += [f"    last line of {log}: {_last_line(log)}" for log in submitted.glob(f"{name}-{number}*.log")]
     for repetition in begun:
-        task = known.states.get(repetition.index, "")
-        steps = ", ".join(f"{variant} {n}/{repetition.steps}" for variant, n in repetition.iterations.items())
+        task, total = known.states.get(repetition.index, ""), repetition.files.settings.get("steps")
+        steps = ", ".join(f"{variant} {n}/{total}" for variant, n in repetition.files.last.items())
         parts = [repetition.state if repetition.state == "not ended" else ended(repetition.state)]
-        parts += [f"step {steps}" if steps else "nothing recorded", f"{repetition.starts} start(s)"]
+        parts += [f"step {steps}" if repetition.files.exists else "nothing recorded", f"{repetition.starts} start(s)"]
         lines.append(f"  rep-{repetition.index}: {', '.join([*parts, task] if task else parts)}")
-        if without := [line.split()[-1] for line in text(repetition.folder / "retries").splitlines()]:
+        if without := [line.split()[-1] for line in text(repetition.files.path.parent / "retries").splitlines()]:
             lines.append(f"    retried without {', '.join(without)}")
         state, more = (task or known.states.get("", "")).split(" ")[0], []
         if state == "RUNNING":
             more = [line for line in [doing(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
             more = cause(repetition)
-        lines += [f"    {line}" for line in [*more, *result(repetition)]]
+        lines += [f"    {line}" for line in [*more, *repetition.files.problems, *result(repetition)]]
     speedups = [one for repetition in begun if (one := _summary(repetition).get("speedup")) is not None]
     if len(speedups) > 1:
-        spread = f"{statistics.median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
+        spread = f"{median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
         lines.append(f"  speed-up of the {len(speedups)} finished repetitions: median {spread}")
     return lines
 
 
 def _summary(repetition: Repetition) -> dict[str, Any]:
     """Read the summary of a comparison that has finished; empty of others."""
-    file = repetition.run / "summary.json"
+    file = repetition.files.path / "summary.json"
     return read_json_object(file) if repetition.state == "finished" and file.is_file() else {}
 
 
@@ -143,7 +134,7 @@ def result(repetition: Repetition) -> list[str]:
     if not (found := _summary(repetition)):
         return []
     loss = relative(found["max_relative_loss_difference"])
-    return [f"{found['verdict']}; largest relative loss difference {loss}; see {repetition.run / 'report.html'}"]
+    return [f"{found['verdict']}; largest relative loss difference {loss}; see {repetition.files.path / 'report.html'}"]
 
 
 def cause(repetition: Repetition) -> list[str]:
@@ -168,12 +159,11 @@ def doing(repetition: Repetition, now: float) -> str | None:
     began, written, usual = _began(repetition), None, 0.0
     if not began or repetition.state == "finished":
         return None
-    for variant in VARIANTS:
-        file = repetition.run / variant / "metrics.jsonl"
-        records = _recent(file)[-RECENT:]
+    for tail in repetition.files.tails.values():
+        records = tail.records[-RECENT:]
         # A run that resumes writes its earlier records anew before it adds to them.
-        if records and (records[-1].get("timestamp") or file.stat().st_mtime) >= began:
-            written = max(written or 0.0, file.stat().st_mtime)
+        if records and (records[-1].get("timestamp") or tail.path.stat().st_mtime) >= began:
+            written = max(written or 0.0, tail.path.stat().st_mtime)
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
     words, stalled = activity(now, began, written, usual)
     return f"{words}; see {repetition.logs}" if stalled else words
@@ -187,30 +177,10 @@ def _began(repetition: Repetition) -> float:
     return (first if first.is_file() else repetition.logs).stat().st_mtime
 
 
-def _recent(file: Path) -> list[dict[str, Any]]:
-    """Read the last whole records of a file that may be being written; other lines are skipped."""
-    found = []
-    for line in _tail(file)[:-1]:
-        with contextlib.suppress(ValueError):
-            found.append(parse_record(line))
-    return found
-
-
 def _last_line(file: Path) -> str:
     """Return the last line of a job's output, or Slurm's error a few lines before; empty if it has none."""
-    lines = [line for raw in _tail(file) if (line := raw.decode(errors="replace").strip())][-20:]
+    lines = text(file).splitlines()[-20:]
     return next((line for line in reversed(lines) if "error: *** " in line), lines[-1] if lines else "")
-
-
-def _tail(file: Path) -> list[bytes]:
-    """Read the lines at the end of a file, from the first whole one on; empty if it cannot be read."""
-    try:
-        with file.open("rb") as content:
-            begin = max(0, file.stat().st_size - _TAIL)
-            content.seek(begin)
-            return content.read().split(b"\n")[1 if begin else 0 :]
-    except OSError:
-        return []
 
 
 def text(file: Path) -> str:

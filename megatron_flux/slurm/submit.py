@@ -166,7 +166,7 @@ def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
     is_comparison = directive(script, "job-name").endswith("-compare")
     steps = {index: _checkpoint(root / f"rep-{index}" / "checkpoints", is_comparison) for index in unfinished}
     # A repetition that has recorded nothing has nothing to lose.
-    begun = [index for index in unfinished if index in there and any(there[index].iterations.values())]
+    begun = [index for index in unfinished if index in there and any(there[index].files.last.values())]
     anew = [index for index in begun if steps[index] is None]
     if anew and not from_start:
         which = ", ".join(f"rep-{index}" for index in anew)

@@ -2,5 +2,5 @@
 
 Modules: ``environment`` (versions, devices and links of this machine, and if flux can run here), ``call_sampler``
 (times of operator calls every n-th step, compared with their GEMMs), ``profiler`` (traces of a few steps),
-``breakdown`` (where the time in a trace went), ``counts`` (flux's counters by the names of the record).
+``breakdown`` (where the time in a trace went).
 """

@@ -89,7 +89,7 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """Return ``breakdown.json`` (:class:`~megatron_flux.metrics.schema.Breakdown`) of the trace of ``rank``.
+    """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank``.
 
     ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step, or
     nothing ran on a GPU.

@@ -1,6 +1,6 @@
 """Time the operators' calls of every n-th step, and compare them with their GEMMs alone.
 
-Names, units and meanings are those of :mod:`megatron_flux.metrics.schema`, of this rank. :mod:`ops.call_events` defines
+Names, units and meanings are those of docs/metrics.md, of this rank. :mod:`ops.call_events` defines
 the time of a call.
 
 Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend). They are measured between steps: a

@@ -36,9 +36,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_flux.errors import FluxError, StorageError, one_line
+from megatron_flux.files import write_atomically
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held
-from megatron_flux.train.checkpoint_folder import DESCRIPTION, chosen
+from megatron_flux.train.checkpoint_folder import DESCRIPTION, TRACKER, chosen
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.lora import is_adapter
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
@@ -81,14 +82,13 @@ def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
             "run": str(config.out.resolve()),
             "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
         }
-        checkpoint_folder.write_synced(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n")
-        checkpoint_folder.sync_folder(unfinished)
+        write_atomically(unfinished / DESCRIPTION, json.dumps(about, indent=2) + "\n", synced=True)
         replaced = folder / f"{final.name}.old.partial"
         if final.exists():  # a run that was resumed before it has come here again
             final.rename(replaced)
         unfinished.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
-        checkpoint_folder.move_latest(folder, iteration)
+        write_atomically(folder / TRACKER, str(iteration), synced=True)
         if config.save_keep is not None:
             checkpoint_folder.prune(folder, iteration, config.save_keep)
         logger.info("saved %s", final)

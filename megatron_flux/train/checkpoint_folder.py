@@ -12,9 +12,7 @@ The names of folders and tracker are Megatron's own, and Megatron reads them.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -32,15 +30,10 @@ def checkpoint_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def iteration_of(checkpoint: Path) -> int:
-    """Return the iteration in the name of a checkpoint."""
-    return int(checkpoint.name.removeprefix("iter_"))
-
-
 def iterations(folder: Path) -> list[int]:
     """Return the iterations with a checkpoint in ``folder``, whole or damaged, in order."""
     names = folder.iterdir() if folder.is_dir() else ()
-    return sorted(iteration_of(path) for path in names if re.fullmatch(r"iter_\d{7,}", path.name))
+    return sorted(int(found[1]) for path in names if (found := re.fullmatch(r"iter_(\d{7,})", path.name)))
 
 
 def _listed(folder: Path) -> str:
@@ -103,34 +96,6 @@ def owner(checkpoint: Path) -> str:
         return str(description(checkpoint).get("run", ""))
     except ValueError:
         return ""
-
-
-def move_latest(folder: Path, iteration: int) -> None:
-    """Point the tracker to ``iteration``. A reader finds the old one or the new one, after a power cut too."""
-    partial = folder / f"{TRACKER}.partial"
-    write_synced(partial, str(iteration))
-    partial.replace(folder / TRACKER)
-    sync_folder(folder)
-
-
-def write_synced(file: Path, text: str) -> None:
-    """Write ``file``, and bring it to the disk."""
-    with file.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do so by themselves, or cannot
-            raise
-    finally:
-        os.close(handle)
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:

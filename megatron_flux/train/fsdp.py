@@ -107,8 +107,10 @@ class FsdpTrainer(Trainer):
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device, model: torch.nn.Module) -> None:
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._weights = dict(unwrapped(model).named_parameters())
+        alike = {"tp": 1, "dp": config.world_size, "micro_batch_size": config.micro_batch_size // config.tp}
+        alike |= {"sequence_parallel": False, "gradient_accumulation_fusion": False}
         with all_data_parallel():
-            super().__init__(config_of(config), dataset, device)
+            super().__init__(config.model_copy(update=alike), dataset, device)
         del self._weights
 
     @contextmanager
@@ -128,12 +130,6 @@ class FsdpTrainer(Trainer):
 
     def _build_adam(self) -> Any:
         return Adam(self.model, self.config)
-
-
-def config_of(config: RunConfig) -> RunConfig:
-    """Return the configuration of the same run without tensor parallelism."""
-    alike = {"tp": 1, "dp": config.world_size, "micro_batch_size": config.micro_batch_size // config.tp}
-    return config.model_copy(update={**alike, "sequence_parallel": False, "gradient_accumulation_fusion": False})
 
 
 def unwrapped(model: Any) -> Any:

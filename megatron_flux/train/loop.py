@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError, UserError
-from megatron_flux.metrics import wandb_mirror
+from megatron_flux.metrics import strict_json, wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
-from megatron_flux.metrics.summary import VARIANTS, summarize, write_summary
+from megatron_flux.metrics.summary import VARIANTS, summarize
 from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
@@ -70,11 +70,19 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()), *fsdp)
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
-                    variant.conclude(final)
-        if summary is not None:
-            conclude(config, summary)
+                    if variant.mirror is not None:
+                        variant.mirror.summarize(final)
         if dist.get_rank() == 0:
-            _end(config, iterations, stopped)
+            try:
+                if summary is not None:
+                    print_summary(summary)
+                    strict_json.write(config.out / "summary.json", summary)
+                    write_report([config.out], config.out)
+                folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
+            except UserError as error:  # here it is no bad input
+                message = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
+                raise StorageError(message) from error
+            logger.info("%s", _how_it_ended(config, iterations, stopped))
 
 
 def _train(
@@ -140,23 +148,8 @@ def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tup
             block += 1
 
 
-def conclude(config: RunConfig, summary: dict[str, Any]) -> None:
-    """Print the table, then write ``summary.json`` and ``report.html``. Raises StorageError if that fails."""
-    print_summary(summary)
-    try:
-        write_summary(config.out / "summary.json", summary)
-        write_report([config.out], config.out)
-    except UserError as error:  # here it is no bad input
-        message = f"{error}; the records are there, and megatron-flux report {config.out} reads them"
-        raise StorageError(message) from error
-
-
-def _end(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> None:
-    """Write into the run folder how the run ended and the last steps, for job scripts, and log it with what is next."""
-    try:
-        folder.write_ended(config.out, "stopped" if stopped else "finished", iterations)
-    except OSError as error:
-        raise StorageError(f"{config.out / folder.ENDED} cannot be written: {error.strerror}") from error
+def _how_it_ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> str:
+    """Return how the run ended, and what can be done next, in one line."""
     report = f"megatron-flux report {shlex.quote(str(config.out))}"
     if stopped:
         left = "not saved: --save was not given"
@@ -164,12 +157,11 @@ def _end(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> Non
             unsaved = "no step of this run was done, and nothing is saved"
             left = f"saved in {config.save}" if is_saved(config) else unsaved
         at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
-        message = f"stopped on request: {at} of {config.steps}; {left}"
-    elif config.command == "compare":
-        message = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
-        message += f"; next: {report} OTHER --out FOLDER lays another run beside this one"
-    else:
-        message = f"records: {config.out / next(iter(iterations)) / 'metrics.jsonl'}; next: {report} makes the report"
-        if config.save is not None and config.save_interval != 0:
-            message += f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
-    logger.info("%s", message)
+        return f"stopped on request: {at} of {config.steps}; {left}"
+    if config.command == "compare":
+        written = f"summary: {config.out / 'summary.json'}, report: {config.out / 'report.html'}"
+        return f"{written}; next: {report} OTHER --out FOLDER lays another run beside this one"
+    message = f"records: {config.out / next(iter(iterations)) / 'metrics.jsonl'}; next: {report} makes the report"
+    if config.save is not None and config.save_interval != 0:
+        message += f", and --load {shlex.quote(str(config.save))} with more --steps goes on"
+    return message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -17,13 +16,6 @@ def forget_dummy_gradients() -> None:
     """Drop the unread weight gradients that TransformerEngine keeps for all layers (megatron-core's use them too)."""
     base = sys.modules.get("transformer_engine.pytorch.module.base")
     getattr(base, "_dummy_wgrads", {}).clear()
-
-
-class Peak(NamedTuple):
-    """Bytes of one trainer: the most in torch's allocator (None on CPUs), and in symmetric memory at the end."""
-
-    allocated: int | None
-    workspace: int
 
 
 class OwnMemory:
@@ -63,7 +55,13 @@ class OwnMemory:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def peak(self) -> Peak:
-        """Return the most that this trainer has held since :meth:`reset_peak`; only while it is active."""
+    def peak(self) -> dict[str, int | None]:
+        """Return the bytes that this trainer has held at most since :meth:`reset_peak`; only while it is active.
+
+        ``allocated_peak_bytes`` in torch's allocator (None on CPUs), ``workspace_bytes`` of symmetric memory, held at
+        the end, and ``peak_memory_bytes``, their sum.
+        """
         allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
-        return Peak(allocated, group_state.slab_bytes() - self._others_workspace)
+        workspace = group_state.slab_bytes() - self._others_workspace
+        both = None if allocated is None else allocated + workspace
+        return {"peak_memory_bytes": both, "allocated_peak_bytes": allocated, "workspace_bytes": workspace}

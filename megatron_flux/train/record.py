@@ -1,19 +1,39 @@
-"""The record of a training step, as :mod:`megatron_flux.metrics.schema` describes it."""
+"""Measure the steps of a variant and make their records (docs/metrics.md).
+
+    with records.step(iteration, profiled):
+        local = trainer.step()
+    result = records.gather(local)
+    record = records.of(result, block)
+
+Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
+``sample_interval`` steps also operators, GPUs and how the ranks differ: every operator call is timed on the device
+(:mod:`megatron_flux.telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the step. A step
+that is not sampled costs a comparison or two.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_flux import gpus
-from megatron_flux.metrics.schema import SCHEMA_VERSION
-from megatron_flux.telemetry import counts, environment
+import psutil
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import megatron_flux
+from megatron_flux import gpus, nvml
+from megatron_flux.comm import timeouts
+from megatron_flux.metrics.schema import SCHEMA_VERSION, counters, since
+from megatron_flux.telemetry import call_sampler, environment
 from megatron_flux.train.description import run_info
-from megatron_flux.train.measurements import StepMeasurements, StepResult, known
+from megatron_flux.train.measurements import LocalStep, StepResult, by_rank, gathered, known, over_gpus
 from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import Trainer
 
+_OF_SAMPLES = ("operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 _MEMORY = {
     "peak-memory-bytes": "peak_memory_bytes",
     "flux/allocated_peak_bytes": "allocated_peak_bytes",
@@ -23,29 +43,62 @@ _MEMORY = {
 
 
 class Records:
-    """Builds the records of ``name`` (``baseline`` or ``flux``), which ``trainer`` is about to train.
+    """Makes the records of ``name`` (``baseline``, ``flux`` or ``fsdp``), which ``trainer`` is about to train."""
 
-    ``stages``: the ranks of this rank's pipeline.
-    """
-
-    def __init__(self, name: str, trainer: Trainer, stages: list[int], measurements: StepMeasurements) -> None:
-        self._name, self._trainer, self._stages, self._measurements = name, trainer, stages, measurements
-        self._config = config = trainer.config
-        self._begin = begin = trainer.iteration
+    def __init__(self, name: str, trainer: Trainer) -> None:
+        self._name, self._trainer, self._config = name, trainer, trainer.config
+        config, begin = self._config, trainer.iteration
+        self._begin = begin
         self._warm_after = begin + config.warmup_steps  # a resumed run is as cold as a new one
         self._fallbacks: Counter[str] = Counter()
+        self._choices: dict[str, Any] | None = None
         self._peak_tflops, self.peak_source = gpus.device_peak(
             environment.device_name(), config.device, config.precision, config.fp8
         )
         flops = step_flops(config.shape, config.global_batch_size, frozen=config.lora is not None)
         self._tflop = flops / config.world_size / 1e12  # a step and device
+        self._replayed = name == "flux" and config.cuda_graph_impl != "none"
+        gpu, self._gpu_source = None, "none: nothing is sampled"
+        if config.sample_interval:
+            try:
+                gpu, self._gpu_source = nvml.of_device(trainer.device), nvml.source()
+            except LookupError as error:
+                self._gpu_source = f"none: {error}"
+        self._sampler = call_sampler.Sampler(config.sample_interval, operators=not self._replayed, gpu=gpu)
 
-    def step(self, result: StepResult, before: dict[str, Any], after: dict[str, Any], block: int) -> dict[str, Any]:
-        """Return the record of the trainer's last step, which ran between the reports ``before`` and ``after``."""
+    @contextmanager
+    def step(self, iteration: int, profiled: AbstractContextManager[object]) -> Iterator[None]:
+        """Measure one training step inside, which is also inside the profiler's context ``profiled``."""
+        self._trainer.memory.reset_peak()
+        self._before = megatron_flux.report()
+        with profiled, self._sampler.step(iteration):
+            yield
+        self._after = megatron_flux.report()
+
+    def gather(self, local: LocalStep) -> StepResult:
+        """Gather the step's results from all ranks, and its operators' baselines at first samples. Collective."""
+        peak = self._trainer.memory.peak()  # before anything is measured, which takes memory of its own
+        self._sampled, reading = self._sampler.result(), self._sampler.reading
+        values: dict[str, float | None] = {
+            **peak,
+            "kept_bytes": self._after["kept_gathered"]["peak_bytes"],
+            "active_layers": self._after["active_layers"],
+            "host_memory_bytes": psutil.Process().memory_info().rss if self._config.device == "cpu" else None,
+            **dict.fromkeys(_OF_SAMPLES),
+        }
+        if self._sampled is not None and (taken := self._sampled["flux/operator_time_ms"]) is not None:
+            values |= {"operators_ms": sum(taken.values()), "reduction_ms": self._sampler.reduction_ms}
+        if reading is not None:
+            values |= {name: getattr(reading, name) for name in nvml.FIELDS} | {"throttle": float(reading.throttle)}
+        return gathered(local, values, self._trainer.device)
+
+    def of(self, result: StepResult, block: int) -> dict[str, Any]:
+        """Return the record of the trainer's last step."""
         config, iteration, tflops = self._config, self._trainer.iteration, self._tflop / result.seconds
-        counted = counts.since(counts.totals(before), counts.totals(after))
-        self._fallbacks += Counter(after["fallbacks"]) - Counter(before["fallbacks"])
-        return {
+        counted = since(counters(self._before), counters(self._after))
+        self._fallbacks += Counter(self._after["fallbacks"]) - Counter(self._before["fallbacks"])
+        stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        record = {
             "iteration": iteration,
             "lm loss": result.loss,
             "grad-norm": result.grad_norm,
@@ -59,19 +112,28 @@ class Records:
             "block": block,
             "warmup": iteration <= self._warm_after,
             # One copy of the model: the sum over pipeline stages.
-            "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in self._stages]))),
+            "flux/active_layers": int(sum(known([result.ranks["active_layers"][rank] for rank in stages]))),
             # Where operator calls are in CUDA graphs, Python's counts are not what runs.
-            **(dict.fromkeys(counted) if self._measurements.replayed else counted),
+            **(dict.fromkeys(counted) if self._replayed else counted),
             "flux/fallbacks": dict(self._fallbacks),
             "schema": SCHEMA_VERSION,
             "timestamp": time.time(),
-            **self._measurements.fields(result),
+            "flux/sampled": self._sampled is not None,
+            "flux/wait_timeouts": timeouts.timeouts(),
         }
+        if memory := known(result.ranks["host_memory_bytes"]):
+            record["flux/host_memory_bytes"] = int(max(memory))
+        if self._name == "flux" and self._choices != (made := call_sampler.choices()):  # else they are recorded
+            self._choices = record["flux/choices"] = made
+        if self._sampled is not None:
+            record |= self._sampled | {"flux/ranks": by_rank(result.ranks)} | over_gpus(result.ranks)
+        return record
 
     def about(self, hosts: list[str], wandb_id: str | None) -> dict[str, Any]:
         """Return ``flux/run`` of the first record; ``hosts``: each rank's."""
         config, nodes = self._config, {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         info = run_info(config)
+        unseen = "none: calls inside replayed CUDA graphs are not seen by the host"
         return {
             "arm": self._name,
             "resumed_from": self._begin or None,
@@ -85,8 +147,8 @@ class Records:
             "device": environment.device_name(),
             "peak_tflops": self._peak_tflops,
             "peak_source": self.peak_source,
-            "gpu_source": self._measurements.gpu_source,
-            "operator_source": self._measurements.operator_source,
+            "gpu_source": self._gpu_source,
+            "operator_source": unseen if self._replayed else "events around the host's calls",
             "sample_interval": config.sample_interval,
             "environment": environment.switches(),
         }

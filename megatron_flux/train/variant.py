@@ -6,13 +6,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux.comm import timeouts
@@ -25,7 +24,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepMeasurements, StepResult, gathered
+from megatron_flux.train.measurements import StepResult
 from megatron_flux.train.record import Records
 from megatron_flux.train.trainer import Trainer, require_finite
 
@@ -47,19 +46,16 @@ class Variant:
 
             self.trainer = FsdpTrainer(config, dataset, device, weights)
         self.folder = config.out / name
-        self._device = device
         for choice in config.layer_backend:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
-        replayed = name == "flux" and config.cuda_graph_impl != "none"
-        self._measurements = StepMeasurements(config.sample_interval, device, flux=name == "flux", replayed=replayed)
         self._profiler: StepProfiler | None = None
-        self._first: dict[str, Any] = {}
-        """What the first record alone says; empty once it is written."""
-        self._metrics_ms: float | None = None
+        self._more: dict[str, Any] = {}
+        """What the next record says beside its step."""
         self._exits = ExitStack()
         self._writers: list[JsonlRecorder | WandbMirror] = []
-        self._mirror: WandbMirror | None = None
+        self.mirror: WandbMirror | None = None
+        """On rank 0, while it is open."""
 
     def __enter__(self) -> Variant:
         begin = self.trainer.iteration  # a checkpoint may have been loaded
@@ -69,17 +65,16 @@ class Variant:
             with self.patched(), self.trainer.active():
                 shape = self.config.shape
                 megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
-        stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._records = Records(self.name, self.trainer, stages, self._measurements)
+        self._records = Records(self.name, self.trainer)
         hosts = of_all_ranks(socket.gethostname(), dist.distributed_c10d._get_default_group())
         self._open_profiler()
         if self.config.nvtx:
             self._exits.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
             recorder = self._exits.enter_context(JsonlRecorder(self.folder / "metrics.jsonl", begin or None))
-            self._mirror = self._exits.enter_context(self._open_mirror())
-            self._writers = [recorder, self._mirror]
-            self._first = {"flux/run": (about := self._records.about(hosts, self._mirror.id))}
+            self.mirror = self._exits.enter_context(self._open_mirror())
+            self._writers = [recorder, self.mirror]
+            self._more = {"flux/run": (about := self._records.about(hosts, self.mirror.id))}
             if about["peak_tflops"] is None:
                 logger.info(about["peak_source"])
         return self
@@ -103,43 +98,20 @@ class Variant:
         with self.patched(), self.trainer.active():
             for _ in range(count):
                 iteration = self.trainer.iteration + 1
-                self.trainer.memory.reset_peak()
-                before = megatron_flux.report()
                 profiled = self._profiler.step(iteration) if self._profiler is not None else nullcontext()
-                with profiled, self._measurements.step(iteration):
+                with self._records.step(iteration, profiled):
                     local = self.trainer.step()
                 began = time.perf_counter()
-                after = megatron_flux.report()
-                peak = self.trainer.memory.peak()  # before anything is measured, which takes memory of its own
-                values = {
-                    "peak_memory_bytes": None if peak.allocated is None else peak.allocated + peak.workspace,
-                    "allocated_peak_bytes": peak.allocated,
-                    "workspace_bytes": peak.workspace,
-                    "kept_bytes": after["kept_gathered"]["peak_bytes"],
-                    "active_layers": after["active_layers"],
-                    **self._measurements.values(),
-                }
-                result = gathered(local, values, self._device)
+                result = self._records.gather(local)
                 if self._writers:
-                    self._write(self._records.step(result, before, after, block))
-                self._metrics_ms = 1e3 * (time.perf_counter() - began)
+                    record = self._records.of(result, block) | self._more
+                    if self._profiler is not None:
+                        record["profiled"] = self._profiler.active(iteration)
+                    for writer in self._writers:
+                        writer.write(record)
+                self._more = {"flux/metrics_ms": 1e3 * (time.perf_counter() - began)}
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
-
-    def conclude(self, values: Mapping[str, Any]) -> None:
-        """Show what a comparison found in this variant's wandb run; does nothing on other ranks."""
-        if self._mirror is not None:
-            self._mirror.summarize(values)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._profiler is not None:
-            record["profiled"] = self._profiler.active(record["iteration"])
-        if self._metrics_ms is not None:
-            record["flux/metrics_ms"] = self._metrics_ms
-        record |= self._first
-        self._first = {}
-        for writer in self._writers:
-            writer.write(record)
 
     def _open_profiler(self) -> None:
         if self.config.profile_steps is None:
@@ -147,7 +119,7 @@ class Variant:
         (first, last), begin = self.config.profile_steps, self.trainer.iteration + 1
         if begin < first:
             rank, nvtx = dist.get_rank(), self.config.nvtx
-            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self._device, nvtx=nvtx)
+            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self.trainer.device, nvtx=nvtx)
         else:
             resumes = f"training resumes at iteration {begin}, --profile-steps begin at {first}"
             logger.warning(f"nothing is profiled: {resumes}, and one step more is needed to start the profiler")
@@ -179,6 +151,6 @@ class Variant:
             "error": f"{type(error).__name__}: {error}",
         }
         try:
-            strict_json.write_text(self.folder / f"failure-rank{rank:05d}.json", strict_json.dumps(note) + "\n")
+            strict_json.write(self.folder / f"failure-rank{rank:05d}.json", note, indent=None)
         except UserError as failed:
             logger.error("what ended rank %d could not be noted: %s", rank, failed)

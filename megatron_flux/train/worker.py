@@ -61,20 +61,14 @@ def _no_meeting(cause: str, timeout: float) -> str:
     return f"{met} ({cause.splitlines()[0]}); {question}"
 
 
-@contextmanager
-def world(config: RunConfig) -> Iterator[tuple[Any, torch.device]]:
-    """Open what a run needs on this rank: data, process groups, shims; yields ``(dataset, device)``."""
-    corpus = data.prepare(config)
-    fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
-    with cpu_shims(), fused, process_groups(config) as device:
-        yield data.build_dataset(config, corpus), device
-
-
 def run(config: RunConfig) -> None:
-    """Train or compare on this rank, from process groups to the last record."""
+    """Train or compare on this rank, from its data and process groups to the last record."""
     gc.disable()  # megatron-core is imported meanwhile, of which nothing is garbage: looking took an eighth of a start
     try:
-        with world(config) as (dataset, device):
+        corpus = data.prepare(config)
+        fused = gradient_accumulation_fusion() if config.gradient_accumulation_fusion else nullcontext()
+        with cpu_shims(), fused, process_groups(config) as device:
+            dataset = data.build_dataset(config, corpus)
             from megatron_flux.train import loop  # refusing bad input must not wait for megatron-core
 
             # Under a launcher of the user's own, every rank has named the default folder by its own clock.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_flux import gpus
 from megatron_flux.metrics import schema
+from tests import documented
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_tune_ahead import Zeros
@@ -172,8 +173,8 @@ EXPECTED: dict[str, Callable[[Truth], Any]] = {
 """Expected values by field; ABSENT where the record must not have it. For (sampled) fields: in sampled records."""
 
 
-FIELDS = schema.StepRecord.model_json_schema()["properties"]
-SAMPLED = {name for name, field in FIELDS.items() if field["when"] == "sampled"}
+FIELDS = documented.fields("record")
+SAMPLED = {name for name, (_, meaning) in FIELDS.items() if "(sampled)" in meaning}
 
 
 class Satisfies:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
-from megatron_flux.metrics import schema
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
+from tests import documented
 from tests.distributed.pool import on_ranks
 
 DELAY = 0.05
@@ -76,7 +76,7 @@ def test_one_step_in_two_is_timed() -> None:
         ("all_gather", False, 0, 8),
     }
     for row in calls.values():
-        assert set(row) == schema.names(schema.CallRecord)
+        assert set(row) == documented.fields("calls").keys()
         assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
         assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
         assert row["gemm_ms"] >= 0 < row["serial_ms"]

@@ -73,7 +73,7 @@ def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Rep
     ],
 )
 def test_a_run_that_records_nothing_has_stalled(repetition: status.Repetition, seconds: float, said: str) -> None:
-    written = (repetition.run / "flux" / "metrics.jsonl").stat().st_mtime
+    written = (repetition.files.path / "flux" / "metrics.jsonl").stat().st_mtime
     found = status.doing(repetition, written + seconds + 0.01)
     assert found == (f"{said}; see {repetition.logs}" if seconds > 30 else said)
     assert status.doing(replace(repetition, state="finished"), written + 600) is None, "Slurm is only ending it"
@@ -208,8 +208,20 @@ def test_how_far_a_run_has_come(root: Path) -> None:
     with (run / "flux" / "metrics.jsonl").open("a") as record:
         record.write('{"iteration": 99, "lm lo')  # being written
     (found,) = status.repetitions(root)
-    assert found.iterations == {"baseline": 12, "flux": 12}
-    assert (found.index, found.steps, found.state, found.starts) == ("3", 12, "not ended", 1)
+    assert found.files.last == {"baseline": 12, "flux": 12}
+    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
+
+
+def test_only_the_newest_records_of_a_long_run_are_read(root: Path) -> None:
+    run = recorded(root, 0, 0.2, None)
+    line = (run / "flux" / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
+    many = [line.replace(b'"iteration": 12', b'"iteration": %d' % n) for n in range(13, 1013)]
+    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many]))
+    (found,) = status.repetitions(root)
+    records = found.files.records["flux"]
+    assert found.files.last == {"baseline": 12, "flux": 1012}
+    assert 100 < len(records) < 1000
+    assert [one["iteration"] for one in records] == list(range(1013 - len(records), 1013))
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.metrics import schema
+from tests import documented
 from tests.train.conftest import records, running
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
     about = {row["iteration"]: row["flux/run"] for row in rows if "flux/run" in row}
     assert list(about) == [1, resumed + 1]
     before, after = about[1], about[resumed + 1]
-    assert set(before) == schema.names(schema.ProcessRecord)
+    assert set(before) == documented.fields("run").keys()
     assert (before["resumed_from"], after["resumed_from"]) == (None, resumed)
     assert before["wandb_id"] == after["wandb_id"] == wandb_id
     assert (before["job"], after["job"]) == (None, {"id": "4711", "name": "night-run", "restart": "1"})

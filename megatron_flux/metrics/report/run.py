@@ -52,8 +52,7 @@ class Run(RunFiles):
     @property
     def trained_variant(self) -> str | None:
         """The variant of a run of ``train``, which never has a second one."""
-        known = [variant for variant, records in self.records.items() if records]
-        return known[0] if len(known) == 1 and self.settings.get("command") == "train" else None
+        return self.variants[0] if self.settings.get("command") == "train" and any(self.records.values()) else None
 
     @property
     def verdict(self) -> str:

@@ -1,34 +1,24 @@
 """Synthetic records of a comparison."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from megatron_flux.metrics import schema
+from megatron_flux.metrics import schema, strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.summary import summarize, write_summary
+from megatron_flux.metrics.summary import summarize
+from tests.documented import example, fields
 
 Record = dict[str, Any]
 
-_VALUES = {"integer": 0, "number": 0.0, "boolean": False, "string": "", "array": [], "object": {}}
-FIELDS = schema.StepRecord.model_json_schema()["properties"]
+FIELDS = fields("record")
 RARE = {"flux/run", "flux/choices", "flux/host_memory_bytes", "profiled"}
-
-
-@cache
-def example(model: type[BaseModel]) -> dict[str, Any]:
-    """A value for every field of a model, nothing or zero of its type."""
-    fields = model.model_json_schema()["properties"].items()
-    return {name: _VALUES[field.get("anyOf", [field])[0]["type"]] for name, field in fields}
 
 
 def record(iteration: int, *, flux: bool = False, **changes: Any) -> Record:
     """A record of a step that was not sampled, with ``changes`` to its fields."""
-    every = example(schema.StepRecord).items()
-    values = {name: value for name, value in every if FIELDS[name]["when"] != "sampled" and name not in RARE}
+    every = example("record").items()
+    values = {name: value for name, value in every if "(sampled)" not in FIELDS[name][1] and name not in RARE}
     values |= {"iteration": iteration, "consumed-samples": 8 * iteration, "timestamp": 1_700_000_000.0 + iteration}
     values |= {"lm loss": 5.0 - 0.1 * iteration, "grad-norm": 1.5, "learning-rate": 1e-3, "schema": 1}
     values |= {"iteration-time": 0.1, "throughput": 400.0, "tokens-per-second": 10_000.0, "mfu": 0.4}
@@ -50,7 +40,7 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
     of_rank = {"step_ms": 100.0, "operators_ms": sum(sums("time_ms").values()), "peak_memory_bytes": 2**30, **of_gpu}
     run = {"arm": "flux" if flux else "baseline", "nodes": ["node1"], "node_of_rank": [0] * ranks, "ranks": ranks}
     run |= {"tp": ranks, "dp": 1, "environment": {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
-    values = example(schema.StepRecord) | record(iteration, flux=flux)
+    values = example("record") | record(iteration, flux=flux)
     return values | {
         "flux/host_memory_bytes": 2**29,
         "flux/sampled": True,
@@ -64,14 +54,14 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
         "flux/ranks": {name: [value] * ranks for name, value in of_rank.items()},
         "flux/gpu": {"sm_clock_mhz_min": 1980.0, "power_w_max": 600.0},
         "flux/throttle_reasons": {"sw_power_cap": 1},
-        "flux/run": example(schema.ProcessRecord) | run,
+        "flux/run": example("run") | run,
         **changes,
     }
 
 
 def _call(operator: str, calls: int, time: float, gemm: float, serial: float) -> dict[str, Any]:
     """One entry of ``flux/calls``."""
-    return example(schema.CallRecord) | {
+    return example("calls") | {
         **{"operator": operator, "m": 64, "n": 96, "k": 32, "dtype": "bfloat16", "tp": 2, "withheld": None},
         **{"backend": "tuned: fused default", "calls": calls, "time_ms": time, "gemm_ms": gemm, "serial_ms": serial},
         **{"exposed_ms": time - gemm, "e_overlap": (serial - time) / (serial - gemm), "source": "measured"},
@@ -84,7 +74,7 @@ def breakdown(*, flux: bool = False) -> dict[str, Any]:
     parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
     parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
     found = {"steps": [5, 7], "span_ms": sum(parts.values()), "parts": parts}
-    return example(schema.Breakdown) | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
+    return example("breakdown") | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
 
 
 def interleaved(pairs: int, times: dict[str, list[float]], per_block: int = 3) -> dict[str, list[Record]]:
@@ -106,5 +96,5 @@ def write_run(folder: Path, variants: dict[str, list[Record]], info: dict[str, A
             for item in records:
                 recorder.write(item)
     (folder / "config.json").write_text(json.dumps(info))
-    write_summary(folder / "summary.json", summarize(variants["baseline"], variants["flux"], info))
+    strict_json.write(folder / "summary.json", summarize(variants["baseline"], variants["flux"], info))
     return folder

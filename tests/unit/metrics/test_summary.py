@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_flux.errors import UserError
+from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import (
     largest,
@@ -17,7 +18,6 @@ from megatron_flux.metrics.summary import (
     relative_difference,
     speedup_interval,
     summarize,
-    write_summary,
 )
 from tests.unit.metrics.metrics_records import Record, interleaved, record
 
@@ -99,12 +99,12 @@ def test_the_file_is_strict_json(tmp_path: Path) -> None:
     baseline[0]["lm loss"] = math.inf
     summary = summarize(baseline, variant([0.1], flux=True), info | {"config": {"path": Path("data")}})
     assert {name: summary[name] for name in info} == info
-    write_summary(tmp_path / "summary.json", summary)
+    strict_json.write(tmp_path / "summary.json", summary)
     text = (tmp_path / "summary.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == summary
     assert '"Infinity"' in text
     with pytest.raises(UserError, match="cannot write"):
-        write_summary(Path("/dev/null/missing/summary.json"), {})
+        strict_json.write(Path("/dev/null/missing/summary.json"), {})
 
 
 def test_secrets_are_found_by_name_at_any_depth() -> None:

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from megatron_flux.metrics import watch
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.watch import Watched, view
+from megatron_flux.metrics.run_files import RunFiles
+from megatron_flux.metrics.watch import view
 from tests.unit.metrics.metrics_records import record
 from tests.unit.metrics.report_runs import one_variant
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
-    watched = Watched(path)
+    watched = RunFiles(path)
     watched.poll()
     text = io.StringIO()
     Console(file=text, width=width).print(view(watched, time.time() + after))

@@ -1,13 +1,14 @@
-"""Documents: links, variables and the tables of options and fields; and that imports go downwards only."""
+"""Documents: links, variables and the tables of options and of fields; and that imports go downwards only."""
 
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from scripts import option_tables, record_tables
+from megatron_flux.metrics import schema
+from scripts import option_tables
 from scripts.rooms import Package
+from tests.documented import fields
 
 ROOT = Path(__file__).parents[3]
 DOCS = (
@@ -49,12 +50,19 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert "://" in link or not anchor or anchor in _anchors(target), link
 
 
-@pytest.mark.parametrize("tables", [option_tables, record_tables])
-def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
-    """If it fails: ``python -m scripts.option_tables``, ``python -m scripts.record_tables``."""
-    text = tables.FILE.read_text(encoding="utf-8")
-    assert tables.document(text) == text
-    assert text.count("<!-- end -->") == len(tables.TABLES)
+def test_option_tables_are_those_of_the_code() -> None:
+    """If it fails: ``python -m scripts.option_tables``."""
+    text = option_tables.FILE.read_text(encoding="utf-8")
+    assert option_tables.document(text) == text
+    assert text.count("<!-- end -->") == len(option_tables.TABLES)
+
+
+def test_the_fields_of_a_record_are_documented() -> None:
+    """Other tests compare the tables of a record's objects with those of real runs."""
+    optional = schema.StepRecord.__optional_keys__
+    documented = fields("record")
+    assert documented.keys() == schema.StepRecord.__annotations__.keys()
+    assert {name for name, (kind, _) in documented.items() if kind.endswith("?")} == optional
 
 
 def test_no_import_goes_upwards_or_in_a_circle() -> None:

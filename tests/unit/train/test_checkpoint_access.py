@@ -36,7 +36,7 @@ def checkpoint(folder: Path, iteration: int, out: Path | None = None, **more: An
     about |= {"precision": "fp32", "distributed_optimizer": True, "transformer_impl": "local"}
     about["run"] = str((out or folder.parent / "run").resolve())
     (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about))
-    checkpoint_folder.move_latest(folder, iteration)
+    (folder / checkpoint_folder.TRACKER).write_text(str(iteration))
     return made
 
 

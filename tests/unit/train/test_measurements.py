@@ -1,18 +1,21 @@
 """Measurements of a step, over ranks and GPUs."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_flux import nvml
 from megatron_flux.comm import group_state
-from megatron_flux.ops import call_events as observe
-from megatron_flux.telemetry import call_sampler as sampling
-from megatron_flux.train.measurements import StepMeasurements, StepResult, by_rank, over_gpus
-from megatron_flux.train.memory import OwnMemory, Peak
-
-
-def result(ranks: dict[str, list[float | None]]) -> StepResult:
-    return StepResult(loss=1.0, grad_norm=1.0, lr=1.0, seconds=0.2, ranks=ranks)
+from megatron_flux.ops import call_events
+from megatron_flux.telemetry import call_sampler
+from megatron_flux.train.config import resolve
+from megatron_flux.train.measurements import by_rank, over_gpus
+from megatron_flux.train.memory import OwnMemory
+from megatron_flux.train.options import TrainOptions
+from megatron_flux.train.record import Records, _memory
 
 
 def test_what_is_known_of_the_ranks() -> None:
@@ -22,16 +25,16 @@ def test_what_is_known_of_the_ranks() -> None:
 
 
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
-    telemetry = StepMeasurements(2, torch.device("cpu"), flux=True, replayed=True)
+    sampler = call_sampler.Sampler(2, operators=False)
     for iteration in (1, 2, 3):
-        with telemetry.step(iteration):
-            assert not observe.watching
-        values = {"peak_memory_bytes": None, **telemetry.values()}
-        fields = telemetry.fields(result({"seconds": [0.2, 0.3], **{name: [v, v] for name, v in values.items()}}))
-        assert fields["flux/sampled"] is (iteration == 2)
-        found = {name: fields.get(name, "absent") for name in sampling.FIELDS}
-        assert set(found.values()) == ({None} if iteration == 2 else {"absent"})
-    assert telemetry.operator_source == "none: calls inside replayed CUDA graphs are not seen by the host"
+        with sampler.step(iteration):
+            assert not call_events.watching
+        assert sampler.result() == (dict.fromkeys(call_sampler.FIELDS) if iteration == 2 else None)
+    config = resolve(TrainOptions(tp=2), world_size=2, device="cpu", out=Path("run"))
+    trainer: Any = SimpleNamespace(config=config.model_copy(update={"cuda_graph_impl": "local"}), iteration=0)
+    trainer.device = torch.device("cpu")
+    about = Records("flux", trainer).about(["node0", "node0"], None)
+    assert about["operator_source"] == "none: calls inside replayed CUDA graphs are not seen by the host"
 
 
 def test_gpus_are_summed_up_over_ranks() -> None:
@@ -59,8 +62,6 @@ def test_gpus_are_summed_up_over_ranks() -> None:
 
 def test_memory_is_that_of_the_rank_with_the_most() -> None:
     """CPUs know none, so the records above have none."""
-    from megatron_flux.train.record import _memory
-
     ranks: dict[str, list[float | None]] = {
         "peak_memory_bytes": [30, 50, 40],
         "allocated_peak_bytes": [29, 41, 12],
@@ -80,8 +81,8 @@ def test_workspaces_are_those_of_whoever_made_them(monkeypatch: pytest.MonkeyPat
     with own.active():
         held[0] += 5
         own.reset_peak()
-        assert own.peak() == Peak(None, 5)
+        assert own.peak()["workspace_bytes"] == 5
     with other.active():
-        assert other.peak() == Peak(None, 0)
+        assert other.peak() == {"peak_memory_bytes": None, "allocated_peak_bytes": None, "workspace_bytes": 0}
     with own.active():
-        assert own.peak() == Peak(None, 5)
+        assert own.peak()["workspace_bytes"] == 5

@@ -19,6 +19,8 @@ show; the interval within one repetition is only about its own blocks.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +37,7 @@ from megatron_flux.slurm import queue
 
 RESUMED, SUBMITTED, SCRIPT = "resumed", "submitted", "job.sbatch"
 _FAILURE = re.compile(r"(\d+) (\d+(?:\.\d+)?) (.+)")  # megatron_flux.run.node
-_NEWEST = 1 << 18  # bytes of records: a folder may hold many long runs
+_NEWEST = 1 << 18  # bytes of records or output: a folder may hold many long runs
 _FOLDER = re.compile(r"(?P<name>.+)-(?P<job>\d+)")
 
 
@@ -179,7 +181,10 @@ def _began(repetition: Repetition) -> float:
 
 def _last_line(file: Path) -> str:
     """Return the last line of a job's output, or Slurm's error a few lines before; empty if it has none."""
-    lines = text(file).splitlines()[-20:]
+    lines: list[str] = []
+    with contextlib.suppress(OSError), file.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _NEWEST))  # a job's output may be gigabytes
+        lines = log.read().decode(errors="replace").strip().splitlines()[-20:]
     return next((line for line in reversed(lines) if "error: *** " in line), lines[-1] if lines else "")
 
 

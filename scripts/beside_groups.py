@@ -1,22 +1,17 @@
-"""Train layers while a second NCCL group reduces their gradients, as data parallelism does: stock and flux interleaved,
-then many steps of flux. Use it after a change to what fused kernels wait for.
+"""Train layers while a second NCCL group reduces their gradients, as data parallelism does: stock and flux interleaved.
+Use it after a change to what fused kernels wait for. ``tests/gpu/checks.py --beside`` repeats operators many times.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 -m scripts.beside_groups --steps 10000 --out FOLDER
+    CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 -m scripts.beside_groups --out FOLDER
 
 The second group spans the same ranks. Each weight's gradient is reduced as soon as backward has computed it, and the
-step ends when all have been. ``summary.json`` is that of ``bench layer``, with the settings in ``beside``. The many
-steps are made with one input: every output and input gradient must have the bits of the first. One rank's GPU is late
-in some of them. A step that stands still ends the process after ``--hang`` seconds.
+step ends when all have been. ``summary.json`` is that of ``bench layer``, with the settings in ``beside``.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
-import random
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,7 +26,6 @@ from megatron_flux.bench.options import LayerRun
 from megatron_flux.metrics.strict_json import write_atomically
 
 VARIANTS = ("te", "te_again", "flux_te", "no_communication")
-LATE_CYCLES = (200_000, 2_000_000, 20_000_000)  # of a GPU's clock: up to some ten milliseconds
 
 
 class BesideBench(layer.LayerBench):
@@ -83,33 +77,6 @@ class BesideBench(layer.LayerBench):
             work.wait()
         self.works.clear()
 
-    def _row(self, variant: Variant, *given: Any) -> dict[str, Any]:
-        row = super()._row(variant, *given)
-        if variant.name == "flux_te" and self.options.steps:
-            row["many_steps"] = self._many_steps(variant)
-            self.say(f"{variant.name}: {row['many_steps']}")
-        return row
-
-    def _many_steps(self, variant: Variant) -> dict[str, Any]:
-        late = random.Random(dist.get_rank())  # noqa: S311 - no secret
-        differ = torch.zeros((), dtype=torch.int64, device=self.here.device)
-        with variant.active():
-            first = [tensor.clone() for tensor in variant.run()]
-            faulthandler.dump_traceback_later(self.options.hang, exit=True)
-            begun = time.monotonic()
-            for step in range(self.options.steps):
-                if late.random() < 0.02:
-                    torch.cuda._sleep(late.choice(LATE_CYCLES))
-                for got, want in zip(variant.run(), first, strict=True):
-                    differ += (got != want).sum()
-                if step % 100 == 99:
-                    torch.cuda.synchronize()
-                    faulthandler.dump_traceback_later(self.options.hang, exit=True)
-            torch.cuda.synchronize()
-            seconds = time.monotonic() - begun
-            faulthandler.cancel_dump_traceback_later()
-        return {"steps": self.options.steps, "seconds": round(seconds, 1), "numbers_that_differ": int(differ)}
-
 
 def main() -> None:
     """Measure on this rank; torchrun starts it."""
@@ -118,8 +85,6 @@ def main() -> None:
     options.add_argument("--seq-length", type=int, default=4096)
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--seconds", type=float, help="of measuring")
-    options.add_argument("--steps", type=int, default=0, help="of flux alone, behind the comparison")
-    options.add_argument("--hang", type=float, default=60, help="seconds after which a step has hung")
     options.add_argument("--high-priority", action="store_true", help="streams of the other group")
     options.add_argument("--cuda-graphs", action="store_true", help="each step is one, the reductions in it")
     options.add_argument("--out", type=Path, required=True)
@@ -129,7 +94,6 @@ def main() -> None:
         workloads=(work,), variants=VARIANTS, tp=int(os.environ["WORLD_SIZE"]), cuda_graphs=given.cuda_graphs, burst=3,
         rounds=given.rounds, seconds=given.seconds, out=given.out,
     )  # fmt: skip
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # attention's backward: the same bits in every step
     BesideBench.options = given
     vars(layer)["LayerBench"] = BesideBench
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")

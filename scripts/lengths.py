@@ -5,7 +5,7 @@ empty tuner's file. Use it after a change to the tuner.
 
 ``summary.json`` has a row for each step: ``m``, and milliseconds and host milliseconds of each variant, of the slowest
 rank (a step is waited for). The first step of an m is stock's and not timed. Python's garbage collector is off. Memory
-is what the GPU and the process use behind that step. ``again`` has the same lengths once more, when all is decided.
+is what the GPU and the process use behind that step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
 from megatron_flux.comm import agreement
 from megatron_flux.metrics.strict_json import write_atomically
-from megatron_flux.ops.backends import registry
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -48,9 +47,7 @@ class Lengths:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # imports TransformerEngine
 
         self.options, self.tp = options, dist.get_world_size()
-        self.work = Workload(
-            model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=fp8
-        )  # fmt: skip
+        self.work = Workload(model=options.preset, seq=WARMUP, micro_batch=1, layers=options.num_layers, fp8=fp8)
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
@@ -128,16 +125,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def middle(rows: list[dict[str, Any]], arm: str) -> float:
-    """Return the median of the host's milliseconds in a step."""
-    return round(statistics.median(row[f"{arm}_host_ms"] for row in rows), 3)
-
-
 def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
     """Measure on this rank."""
     lengths, first = Lengths(options, fp8), dist.get_rank() == 0
     draw = random.Random(options.seed)  # noqa: S311 - no secret
-    steps = [options.fixed or draw.randrange(options.least, options.most + 1, 32) for _ in range(options.steps)]
+    steps = [draw.randrange(options.least, options.most + 1, 32) for _ in range(options.steps)]
     for _ in range(3):
         lengths.step("te", WARMUP)
     gc.collect()
@@ -147,24 +139,16 @@ def measure(options: argparse.Namespace, fp8: str | None, out: Path) -> None:
         rows.append(lengths.pair(number, m))
         if first:
             print(rows[-1], flush=True)
-    seconds = time.monotonic() - began
-    half = len(rows) // 2
-    parts = {"all": summarize(rows), "first_step": rows[0], "second_half": summarize(rows[half:])}
-    again = [lengths.pair(number, row["m"]) for number, row in enumerate(rows[: options.again])]
-    if again:
-        parts["again"] = summarize(again)
-    entries = dict(registry.get_backend("tuned").tuner.entries())  # type: ignore[attr-defined]
     found = {
         "device": environment.device_name(), "commit": COMMIT or __version__,
-        "model": options.preset, "layers": options.num_layers, "fp8": fp8,
-        "sequence_parallel": lengths.work.sequence_parallel, "tp": lengths.tp, "seconds": round(seconds, 1),
-        "arms": {arm: {"ms": parts["all"][f"{arm}_ms"], "host_ms": middle(rows, arm)} for arm in ("te", "flux")},
-        **parts, "rows": rows, "rows_again": again, "entries": {key: entry.to_json() for key, entry in entries.items()},
+        "model": options.preset, "layers": options.num_layers, "fp8": fp8, "tp": lengths.tp,
+        "seconds": round(time.monotonic() - began, 1), "all": summarize(rows), "first_step": rows[0],
+        "second_half": summarize(rows[len(rows) // 2 :]), "rows": rows,
     }  # fmt: skip
     if first:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "summary.json", json.dumps(found, indent=1) + "\n")
-        print(json.dumps(parts, indent=1), flush=True)
+        print(json.dumps({name: found[name] for name in ("all", "first_step", "second_half")}, indent=1), flush=True)
 
 
 def main() -> None:
@@ -175,8 +159,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--least", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--most", type=int, default=16384)
-    parser.add_argument("--fixed", type=int, default=0, help="tokens of every step instead")
-    parser.add_argument("--again", type=int, default=40, help="steps whose lengths come once more")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--fp8", default="none", help="recipes, one after the other: none, current")
     parser.add_argument("--out", type=Path, required=True)

@@ -83,8 +83,7 @@ stage decode_ops 300 "$flux bench ops --tp $GPUS --preset llama2-70b --direction
 stage peers 590 "$flux bench peers --tp $GPUS --seconds 400 --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
 stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_graphs=true --set=trace=false --out @"
-stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --again 20 --out @"
-stage any_m 250 "$ranks $GPUS -m scripts.any_m --out @"
+stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --out @"
 stage rival 250 "$ranks $GPUS -m scripts.rival --out @"
 for queues in 1 8 32; do
     stage "beside_$queues" 150 "CUDA_DEVICE_MAX_CONNECTIONS=$queues $ranks $GPUS -m scripts.beside_groups --out @"

@@ -20,14 +20,13 @@ import atexit
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import re
-import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -224,42 +223,30 @@ def train(words: list[str], processes: int) -> list[int]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = Path(words[words.index("--tensorboard-dir") + 1]) / "run.log"
-    ranks = []
-    for rank in range(processes):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            _become(rank, processes, port, words, log)
-    deadline, codes = time.monotonic() + SECONDS, {}
-    while len(codes) < processes:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process:
-            codes[process] = os.waitstatus_to_exitcode(status)
-        if any(codes.values()) or time.monotonic() > deadline:  # the others may wait for it
-            for other in set(ranks) - codes.keys():
-                os.kill(other, signal.SIGKILL)
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_become, args=(rank, processes, port, words, log)) for rank in range(processes)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + SECONDS
+    while any(rank.is_alive() for rank in ranks):
+        if any(rank.exitcode for rank in ranks) or time.monotonic() > deadline:  # the others may wait for it
+            for rank in ranks:
+                rank.kill()
         time.sleep(0.05)
-    return [codes[process] for process in ranks]
+    return [int(rank.exitcode or 0) for rank in ranks]
 
 
 def _become(rank: int, processes: int, port: int, words: list[str], log: Path) -> None:
-    """Be a rank, and end."""
-    code = 1
+    """Be a rank; its output goes to ``log``."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    layout = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in {**layout, **address}.items()})
     try:
-        for stream in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        layout = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in {**layout, **address}.items()})
         megatron_lm_on_cpu.main(words)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    atexit._run_exitfuncs()  # TensorBoard's writer ends
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        atexit._run_exitfuncs()  # TensorBoard's writer ends
 
 
 if __name__ == "__main__":

@@ -12,22 +12,15 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Edit:
-    """A replacement in one file."""
+class Fault:
+    """A replacement in one file, and who must see it."""
 
+    name: str
     file: str
     """Below the root of the checkout."""
     old: str
     """Must occur exactly once."""
     new: str
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is damaged, and who must see it."""
-
-    name: str
-    edits: tuple[Edit, ...]
     tests: tuple[str, ...] = ()
     """Tests that need no GPU, as pytest names them; parameters may be left out. Each must fail."""
     checks: tuple[str, ...] = ()
@@ -54,22 +47,16 @@ TWIN, FENCES = (
 )
 
 
-def _fault(
-    name: str, file: str, old: str, new: str, tests: tuple[str, ...] = (), checks: tuple[str, ...] = ()
-) -> Fault:
-    return Fault(name, (Edit(file, old, new),), tests, checks)
-
-
 FAULTS: tuple[Fault, ...] = (
     # Adapters beside frozen weights.
-    _fault(
+    Fault(
         "without sequence parallelism nobody sums the gradient of an adapter's input",
         "megatron_flux/train/lora.py",
         '"disable_grad_reduce": unsummed}',
         '"disable_grad_reduce": True}',
         ("tests/distributed/test_lora.py::test_gradients_are_those_of_one_rank",),
     ),
-    _fault(
+    Fault(
         "adapters begin beside random weights instead of the loaded ones",
         "megatron_flux/train/checkpoint.py",
         "        _load_base(trainer, checkpoint)",
@@ -77,91 +64,91 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/train/test_lora.py::test_adapters_on_loaded_weights",),
     ),
     # The link through host memory.
-    _fault(
+    Fault(
         "reading runs further behind than there are slots",
         "megatron_flux/comm/host_schedule.py",
         "ahead = slots - 2",
         "ahead = slots",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "a slot is written before its readers have left it",
         "megatron_flux/comm/host_schedule.py",
         "            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],",
         "            [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "a slot is read before it is written",
         "megatron_flux/comm/host_schedule.py",
         "            [(WordOp(WAIT, word, FULL), Wait(source, rank))],",
         "            [],",
         (f"{PROGRAM}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "a lane at work is taken for one that waits",
         "megatron_flux/comm/host_progress.py",
         "if wait is None or self._stood",
         "if self._stood",
         ("tests/unit/comm/test_host_progress.py::test_a_lane_that_is_busy_with_something_else_is_left_alone",),
     ),
-    _fault(
+    Fault(
         "a gather ends before what is sent has been read",
         "megatron_flux/comm/host_schedule.py",
         ", (Mark(DOWN), Behind((CALLER,)))\n",
         ", (Mark(UP), Behind((CALLER,)))\n",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
-    _fault(
+    Fault(
         "a block is sent before its product is there",
         "megatron_flux/comm/host_schedule.py",
         "[[Behind(LANES if at == 0 else (DOWN,)), ",
         "[[Behind((UP,) if at == 0 else ()), ",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
-    _fault(
+    Fault(
         "an event is used again before it has been waited for",
         "megatron_flux/comm/lanes.py",
         "event = self._events.pop() if self._events else self._event()",
         "event = self._between",
         (f"{STREAMS}::test_every_order_of_the_streams_gives_the_same",),
     ),
-    _fault(
+    Fault(
         "a replayed call is not behind open calls",
         "megatron_flux/comm/host_link.py",
         "        self.lanes.mark_earlier(self._replayed_on)\n        self._replayed_on = stream\n",
         "        self._replayed_on = stream\n",
         (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
     ),
-    _fault(
+    Fault(
         "a call is not behind the replay before it",
         "megatron_flux/comm/host_link.py",
         "            self.lanes.behind_earlier()\n",
         "",
         (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
     ),
-    _fault(
+    Fault(
         "the caller overwrites what a replay still multiplies",
         "megatron_flux/ops/recordings.py",
         "            recording.begun.record()\n            work.finish()\n",
         "            work.finish()\n",
         (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
     ),
-    _fault(
+    Fault(
         "a recording is replayed on other results",
         "megatron_flux/ops/recordings.py",
         "*[one.data_ptr() for one in work.memory])",
         "*[one.data_ptr() for one in work.memory[:2]])",
         (f"{REPLAYS}::test_replays_among_other_calls_give_the_same_in_every_order",),
     ),
-    _fault(
+    Fault(
         "open products are replayed where the GPU is behind the host",
         "megatron_flux/ops/recordings.py",
         "and not torch.cuda.current_stream().query()",
         "and False",
         (f"{REPLAYS}::test_open_products_are_replayed_only_where_the_gpu_waits_for_the_host",),
     ),
-    _fault(
+    Fault(
         "calls that will be replayed count as calls that are not",
         f"{OPS}/tuner/host_bound.py",
         "    if len({turn.rows for turn in turns}) == 1:\n",
@@ -169,28 +156,28 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/ops/test_busy_turns.py::test_calls_that_will_be_replayed_take_the_host_what_a_replay_does",),
     ),
     # The link through peers' memory.
-    _fault(
+    Fault(
         "a rank sends before its round is open",
         "megatron_flux/comm/p2p_schedule.py",
         "return Transfer(waits(use), [copy],",
         "return Transfer([], [copy],",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "the next round is opened before this one has ended",
         "megatron_flux/comm/p2p_schedule.py",
         "if use == len(chunk) - 1 else ()",
         "if use == 0 else ()",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "what has not come is forwarded",
         "megatron_flux/comm/p2p_schedule.py",
         "            builder.after(OUT, IN)\n",
         "            pass\n",
         (f"{P2P}::test_every_order_ends_and_moves_everything",),
     ),
-    _fault(
+    Fault(
         "slots are open before any round",
         "megatron_flux/comm/p2p_link.py",
         "store(own + word, CLOSED)",
@@ -198,7 +185,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_host_link.py::test_everything_arrives",),
     ),
     # What ranks decide together.
-    _fault(
+    Fault(
         "kept answer is not broadcast",
         f"{OPS}/tuner/tuner.py",
         "agreement.first_rank(self.backends.processes(call.group), about, lambda: _kept(key, m))",
@@ -208,105 +195,105 @@ FAULTS: tuple[Fault, ...] = (
             "tests/distributed/test_tuner.py::test_what_ships_for_the_first_rank_holds_for_all",
         ),
     ),
-    _fault(
+    Fault(
         "what ships takes the place of what this machine has measured",
         f"{OPS}/tuner/tuner.py",
         "if _bucket(other) not in buckets} | own",
         "} | own",
         ("tests/unit/ops/test_tuner.py::test_the_own_file_counts_before_what_ships",),
     ),
-    _fault(
+    Fault(
         "what ships holds where stock may be faster than it was measured",
         f"{OPS}/tuner/shipped.py",
         '"nvls=0" in settings or " tp=2 " in kind',
         "True",
         ("tests/unit/ops/test_tuner.py::test_where_a_plan_holds_that_ships",),
     ),
-    _fault(
+    Fault(
         "while the kernel of what ships is compiled, calls run stock whatever is compiled for another m",
         f"{OPS}/tuner/tuner.py",
         "known=True, meanwhile=2, ran=[2])",
         "known=True)",
         ("tests/unit/ops/test_tuner.py::test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m",),
     ),
-    _fault(
+    Fault(
         "what ships keeps a machine from measuring",
         f"{OPS}/tuner/tuner.py",
         " or (full and entry.run is not None):",
         ":",
         ("tests/unit/ops/test_tuner.py::test_all_candidates_are_measured_whatever_ships",),
     ),
-    _fault(
+    Fault(
         "each m of a training is compared",
         f"{OPS}/call.py",
         "if state.table is None or seen < COMPARED_M:",
         "if True:",
         ("tests/distributed/test_different_calls.py::test_ever_other_m_cost_no_word_between_ranks",),
     ),
-    _fault(
+    Fault(
         "each rank lists its own candidates",
         f"{OPS}/tuner/candidates.py",
         "agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full))",
         "list_plans(call, full)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
-    _fault(
+    Fault(
         "a rank's own setting counts for its trials",
         f"{OPS}/tuner/tuner.py",
         'agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)',
         "tunes()",
         (f"{TRIAL}::test_ranks_of_which_one_is_late_and_one_tries_nothing_agree",),
     ),
-    _fault(
+    Fault(
         "each rank takes its own times",
         f"{OPS}/tuner/trial.py",
         "max(statistics.fmean(times), 1e-6)",
         "times[processes.rank()]",
         (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
     ),
-    _fault(
+    Fault(
         "each rank takes its own host's times",
         f"{OPS}/tuner/trial.py",
         "statistics.fmean(host)",
         "host[processes.rank()]",
         (f"{TRIAL}::test_ranks_whose_hosts_take_different_times_choose_alike",),
     ),
-    _fault(
+    Fault(
         "a call that takes the host little counts where it was delayed alone",
         f"{OPS}/tuner/host_bound.py",
         "    for turn in turns:\n        ms",
         "    for turn in [one for one in turns if not one.busy] or turns:\n        ms",
         ("tests/unit/ops/test_busy_turns.py::test_a_call_that_finds_the_gpu_idle_where_it_was_delayed",),
     ),
-    _fault(
+    Fault(
         "a rank takes times that another one lacks",
         f"{OPS}/tuner/trial.py",
         "            if None not in by_rank:\n",
         "            if by_rank[processes.rank()]:\n                by_rank = [one or 1.0 for one in by_rank]\n",
         (f"{TRIAL}::test_a_call_that_one_rank_has_not_waited_for_counts_on_none",),
     ),
-    _fault(
+    Fault(
         "ranks send a trial's times where they need the others'",
         f"{OPS}/tuner/trial.py",
         "if left <= AHEAD and",
         "if left == 0 and",
         (f"{TRIAL}::test_nobody_waits_for_a_rank_that_is_some_calls_late",),
     ),
-    _fault(
+    Fault(
         "kernels count as compiled that nobody was asked for when ranks said so",
         f"{OPS}/tuner/trial.py",
         "self.compiled[candidate] > self.begun[candidate]",
         "self.compiled[candidate] >= self.begun[candidate]",
         ("tests/unit/ops/test_tuner.py::test_kernels_asked_for_while_ranks_exchange_are_not_taken_for_compiled",),
     ),
-    _fault(
+    Fault(
         "a word is withdrawn that a slower peer has yet to read",
         "megatron_flux/comm/agreement.py",
         "if one < number and one not in unread",
         "if one < number",
         (f"{BOXES}::test_a_slot_is_not_written_again_before_a_slow_peer_has_read_it",),
     ),
-    _fault(
+    Fault(
         "a slot is written again before all ranks have read it",
         "megatron_flux/comm/mailbox.py",
         " or number % SLOTS in self._held",
@@ -316,175 +303,175 @@ FAULTS: tuple[Fault, ...] = (
             f"{BOXES}::test_more_than_there_are_slots_may_have_begun",
         ),
     ),
-    _fault(
+    Fault(
         "a rank writes into its box alone before all peers look into it",
         "megatron_flux/comm/agreement.py",
         "all(box.looks for box in self._boxes.values())",
         "True",
         (f"{BOXES}::test_without_memory_on_one_rank_all_stay_with_the_store",),
     ),
-    _fault(
+    Fault(
         "a message is read that is there in parts",
         "megatron_flux/comm/mailbox.py",
         "message if _checksum(number, message) == checksum else None",
         "message",
         ("tests/unit/comm/test_mailbox.py::test_a_message_that_is_seen_in_parts_is_not_there",),
     ),
-    _fault(
+    Fault(
         "a call that was broken off on one rank is kept from the others",
         f"{OPS}/tuner/trial.py",
         'agreement.of_all_ranks(one_line(broken), processes, f"calls before {about}")',
         "pass",
         (f"{TRIAL}::test_a_call_that_was_broken_off_on_one_rank_is_an_error_on_all",),
     ),
-    _fault(
+    Fault(
         "a rank asks about a candidate where its peers have raised",
         f"{OPS}/tuner/trial.py",
         "except agreement.OutOfStepError:",
         "except ZeroDivisionError:",
         (f"{TRIAL}::test_a_call_that_was_broken_off_on_one_rank_is_an_error_on_all",),
     ),
-    _fault(
+    Fault(
         "a candidate runs before its kernel is compiled on all ranks",
         f"{OPS}/tuner/trial.py",
         "if all(state is True for state in found):",
         "if any(state is True for state in found):",
         (f"{TRIAL}::test_until_kernels_are_compiled_on_all_ranks_calls_run_stock",),
     ),
-    _fault(
+    Fault(
         "a candidate runs before the m that it is for has it compiled",
         f"{OPS}/tuner/trial.py",
         "self.compiled[candidate] > self.begun[candidate]",
         "self.compiled[candidate] > 0",
         (f"{TRIAL}::test_a_candidate_that_only_a_later_m_can_run_is_compiled_for_it",),
     ),
-    _fault(
+    Fault(
         "a plan from the file is compiled by the training",
         f"{OPS}/tuner/tuner.py",
         "            return self._known(call, entry)\n",
         "            return self._planned(call, entry)\n",
         (f"{TRIAL}::test_a_plan_from_the_file_runs_once_it_is_compiled",),
     ),
-    _fault(
+    Fault(
         "a candidate that fails on some ranks is dropped",
         f"{OPS}/tuner/trial.py",
         "    if len(failed) < processes.size():\n",
         "    if False:\n",
         ("tests/distributed/test_tuner.py::test_a_candidate_that_fails_on_one_rank_is_an_error_on_all",),
     ),
-    _fault(
+    Fault(
         "a call that was broken off is taken for a candidate's fault",
         f"{OPS}/tuner/trial.py",
         "        slab.check()\n",
         "        pass\n",
         (f"{TRIAL}::test_a_call_that_was_broken_off_before_is_no_candidates_fault",),
     ),
-    _fault(
+    Fault(
         "a plan keeps a workspace that was replaced",
         "megatron_flux/comm/group_state.py",
         "            plan.leave(slab)\n",
         "            pass\n",
         (f"{TRIAL}::test_what_a_trial_has_bound_is_freed_with_the_workspace",),
     ),
-    _fault(
+    Fault(
         "times count in which the GPU waited for the host",
         f"{OPS}/tuner/trial.py",
         "effects_of(self._telling())",
         "effects_of(self.timed)",
         ("tests/unit/ops/test_busy_turns.py::test_turns_in_which_the_gpu_was_busy_count_alone",),
     ),
-    _fault(
+    Fault(
         "a kernel runs with the rows of the call before",
         "megatron_flux/kernels/launch.py",
         "            if rows is not self._rows:\n",
         "            if self._rows is self.first:\n",
         ("tests/unit/kernels/test_compiled.py::test_launches_lay_parameters_out_as_the_kernels_want_them",),
     ),
-    _fault(
+    Fault(
         "a capture takes what the file has",
         f"{OPS}/tuner/tuner.py",
         "entry = self._met(call) if in_capture else self._looked_up(call)",
         "entry = self._looked_up(call)",
         ("tests/unit/ops/test_tuner.py::test_capture_tries_nothing_reads_nothing_and_remembers_nothing",),
     ),
-    _fault(
+    Fault(
         "all_agree asks nobody",
         f"{OPS}/timing.py",
         "all(of_all_ranks(mine, group, about))",
         "mine",
         (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
     ),
-    _fault(
+    Fault(
         "fastest rank in bursts",
         f"{OPS}/timing.py",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
         (f"{RANKS}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
     ),
-    _fault(
+    Fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}\n",
         "    ms = {name: torch.tensor(bursts) for name, bursts in times.items()}\n",
         (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
     ),
-    _fault(
+    Fault(
         "step time of rank 0",
         "megatron_flux/train/measurements.py",
         "seconds=max(columns[0])",
         "seconds=columns[0][0]",
         (RECORD,),
     ),
-    _fault(
+    Fault(
         "tokens of a micro-batch",
         "megatron_flux/train/record.py",
         "config.tokens_per_step / result",
         "config.tokens_per_step / config.micro_batches / result",
         (RECORD,),
     ),
-    _fault(
+    Fault(
         "a resumed run is warm",
         "megatron_flux/train/record.py",
         "self._warm_after = begin + ",
         "self._warm_after = ",
         (RECORD,),
     ),
-    _fault(
+    Fault(
         "fallbacks of the last start alone",
         "megatron_flux/metrics/summary.py",
         'if following is None or following.get("flux/run")',
         "if following is None",
         ("tests/unit/metrics/test_summary.py::test_fallbacks_of_all_starts_are_counted",),
     ),
-    _fault(
+    Fault(
         "a key of calls that start together like any other",
         f"{OPS}/tuner/keys.py",
         "' together' if",
         "'' if",
         ("tests/unit/ops/test_tuner_cache.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
     ),
-    _fault(
+    Fault(
         "a key without torch's version",
         f"{OPS}/tuner/keys.py",
         "torch {torch.__version__} ",
         "torch ",
         ("tests/unit/ops/test_tuner_cache.py::test_every_part_of_a_key_changes_with_what_it_stands_for",),
     ),
-    _fault(
+    Fault(
         "90 % interval for 95 %",
         "megatron_flux/metrics/summary.py",
         "[2.5, 97.5]",
         "[5, 95]",
         ("tests/unit/metrics/test_summary.py::test_the_interval_is_a_95_percent_one",),
     ),
-    _fault(
+    Fault(
         "calls beside other groups start as they come",
         "megatron_flux/comm/links.py",
         "there.others and not settings.one_queue()",
         "False",
         ("tests/unit/comm/test_beside.py::test_the_rule",),
     ),
-    _fault(
+    Fault(
         "a kernel starts before its peers have come",
         f"{OPS}/fused_plan.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
@@ -493,28 +480,28 @@ FAULTS: tuple[Fault, ...] = (
             "tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",
         ),
     ),
-    _fault(
+    Fault(
         "tiles of a CTA that finds no SM stay",
         "megatron_flux/kernels/plain.py",
         "        share = _left(ctrl + 2, gemm_ctas, epoch)",
         "        share = gemm_ctas",
         ("tests/distributed/test_start_together.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
     ),
-    _fault(
+    Fault(
         "stock layers do not end a prefetch",
         "megatron_flux/patch/linears.py",
         "        prefetch.clear()\n",
         "",
         ("tests/distributed/test_prefetch_ends.py::test_a_stock_layer_ends_a_prefetch",),
     ),
-    _fault(
+    Fault(
         "a row layer without gradients leaves a pair behind",
         "megatron_flux/layers/linears.py",
         "        state_of(group).column = None\n        operand, multiplied, _ =",
         "        operand, multiplied, _ =",
         ("tests/distributed/test_whole_sequence.py::test_no_pairs_with_layers_that_gather",),
     ),
-    _fault(
+    Fault(
         "dgrad's sum is tuned as if nothing ran beside it",
         "megatron_flux/patch/tuning.py",
         '"async_op": wanted.beside_wgrad',
@@ -522,21 +509,21 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_tune_ahead.py::test_the_first_step_finds_every_answer",),
     ),
     # Norm outputs that adapters read.
-    _fault(
+    Fault(
         "the gradient of a gathered norm output is dropped",
         "megatron_flux/layers/linears.py",
         "addend, d_norm_output = rows(d_norm_output), None",
         "addend, d_norm_output = None, None",
         ("tests/distributed/test_norm_output.py::test_gradients_are_those_of_tp_1",),
     ),
-    _fault(
+    Fault(
         "what a caller owns lies in memory that later calls write to",
         f"{OPS}/fused.py",
         "                own.copy_(binding.gathered[half])\n",
         "                own = binding.gathered[half]\n",
         ("tests/distributed/test_norm_output.py::test_other_backends",),
     ),
-    _fault(
+    Fault(
         "a fused kernel leaves the addend out",
         f"{KERNELS}/plain.py",
         "acc += tl.load(addend + at,",
@@ -544,14 +531,14 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_addend.py::test_sums_of_both",),
     ),
     # Adapters that run as one function.
-    _fault(
+    Fault(
         "a rank's part of b's gradient is taken for the sum",
         "megatron_flux/layers/adapter.py",
         "[:, :own].sum(0)",
         "[:, :own][0]",
         ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
     ),
-    _fault(
+    Fault(
         "without sequence parallelism an adapter's dx is of the rank's columns of A alone",
         "megatron_flux/layers/adapter.py",
         "                a = ops.all_gather(a, adapter.group, backend=adapter.backends.dgrad).wait()\n"
@@ -559,28 +546,28 @@ FAULTS: tuple[Fault, ...] = (
         "                pass\n",
         ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
     ),
-    _fault(
+    Fault(
         "a row-parallel linear keeps its adapter's dx for the next backward",
         "megatron_flux/layers/linears.py",
         "low_rank, linear.low_rank = linear.low_rank, None",
         "low_rank, linear.low_rank = None, linear.low_rank",
         ("tests/distributed/test_adapted.py::test_gradients_are_those_of_tp_1",),
     ),
-    _fault(
+    Fault(
         "an adapter reads parameters before they have arrived",
         "megatron_flux/patch/adapters.py",
         "hook(module, ())",
         "pass",
         ("tests/distributed/test_adapted.py::test_linears_run_where_more_is_asked_for",),
     ),
-    _fault(
+    Fault(
         "an adapter's dx is summed although nobody asked for it",
         "megatron_flux/patch/linears.py",
         'reduce_dgrad=kwargs["allreduce_dgrad"]',
         "reduce_dgrad=True",
         ("tests/distributed/test_adapters.py::test_megatron_bridge",),
     ),
-    _fault(
+    Fault(
         "a delayed wgrad keeps memory of the group",
         "megatron_flux/layers/precision.py",
         "return self.delayed is not None\n",
@@ -590,21 +577,21 @@ FAULTS: tuple[Fault, ...] = (
             "tests/distributed/test_delayed_wgrad.py::test_fp8_on_fused_kernels",
         ),
     ),
-    _fault(
+    Fault(
         "a deferred wgrad is computed in backward as well",
         "megatron_flux/layers/linears.py",
         "        need_dw = need_dw and not deferred\n",
         "",
         ("tests/distributed/test_deferred_wgrad.py::test_dy_is_left_for_megatron",),
     ),
-    _fault(
+    Fault(
         "an early gather for a delayed wgrad is made again",
         "megatron_flux/layers/prefetch.py",
         "stays = self.own_gathered or self._begun",
         "stays = self._begun",
         ("tests/distributed/test_delayed_wgrad.py::test_two_layers",),
     ),
-    _fault(
+    Fault(
         "a frozen layer saves its input",
         "megatron_flux/layers/precision.py",
         "x if weight.requires_grad else None, weight)",
@@ -612,7 +599,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_frozen.py::test_no_input_is_saved",),
     ),
     # Epochs, flags and workspaces.
-    _fault(
+    Fault(
         "plain kernels compare epochs without wrapping",
         f"{KERNELS}/device.py",
         "ahead = tl.load(flags + lane, mask=lane < count, other=0, volatile=True) - epoch",
@@ -620,14 +607,14 @@ FAULTS: tuple[Fault, ...] = (
         (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("wrapping_plain",),
     ),
-    _fault(
+    Fault(
         "entered calls compare epochs without wrapping",
         f"{KERNELS}/device.py",
         "second - first > 0",
         "second > first",
         (f"{TWIN}::test_epochs_may_wrap",),
     ),
-    _fault(
+    Fault(
         "flags of a graph's slab are not written anew",
         f"{KERNELS}/device.py",
         ">> REFRESH_BITS) != 0:",
@@ -635,7 +622,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("worn_out",),
     ),
-    _fault(
+    Fault(
         "a slab is used for ever",
         "megatron_flux/comm/group_state.py",
         " and old.calls < old.limit",
@@ -643,7 +630,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{LATE}::test_a_late_rank_is_waited_for_however_many_calls_there_were",),
         ("worn_out",),
     ),
-    _fault(
+    Fault(
         "plain kernels do not wait",
         f"{KERNELS}/device.py",
         "behind = tl.min(tl.where(lane < count, ahead, 0))",
@@ -651,7 +638,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
         ("late_plain",),
     ),
-    _fault(
+    Fault(
         "kernels do not advance the epoch",
         f"{KERNELS}/device.py",
         "tl.store(epochs + next_slot, epoch + 1)",
@@ -659,28 +646,28 @@ FAULTS: tuple[Fault, ...] = (
         (f"{LATE}::test_every_transport_waits_for_a_late_rank",),
         ("late_plain", "late_hopper"),
     ),
-    _fault(
+    Fault(
         "captured calls do not meet",
         f"{KERNELS}/device.py",
         "    wait_flags(flags, TP, TP, epoch, err, limit, OP_ENTER, -1, 0, CPU, THREADS)\n",
         "",
         (f"{TWIN}::test_captured_gather_stays_open_beside_captured_gemms",),
     ),
-    _fault(
+    Fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
         "work.flags[peer].data_ptr())",
         "work.flags[(rank + step) % tp].data_ptr())",
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
-    _fault(
+    Fault(
         "one SM adds what all others multiply",
         f"{OPS}/kernel_config.py",
         "sms - fewest >= MIN_REDUCER_SMS",
         "fewest < sms",
         ("tests/unit/ops/test_plan.py::test_sms_that_no_round_needs_add_partials",),
     ),
-    _fault(
+    Fault(
         "a destroyed group's state is kept",
         "megatron_flux/comm/group_state.py",
         "weakref.finalize(group, _states.pop, key, None)",
@@ -690,7 +677,7 @@ FAULTS: tuple[Fault, ...] = (
             "tests/unit/comm/test_group_state.py::test_a_state_belongs_to_one_group_whatever_its_name_and_goes_with_it",
         ),
     ),
-    _fault(
+    Fault(
         "ready calls do not follow a change of stream",
         "megatron_flux/comm/slab.py",
         "        if raw != self._order.raw:\n            self._follow()\n        half",
@@ -698,7 +685,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/comm/test_slab.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),
     ),
-    _fault(
+    Fault(
         "a gather is waited for before the streams are in order",
         f"{OPS}/fused.py",
         "                    else:\n                        work.end()\n",
@@ -706,7 +693,7 @@ FAULTS: tuple[Fault, ...] = (
         (f"{PLANS}::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",),
         ("across_streams",),
     ),
-    _fault(
+    Fault(
         "calls of all dtypes have one plan",
         f"{OPS}/call.py",
         "x.shape, x.dtype, device,",
@@ -714,7 +701,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/ops/test_call_spec.py::test_another_call_has_another_spec",),
         ("kinds",),
     ),
-    _fault(
+    Fault(
         "a benchmark stops by another clock than the first rank's",
         "megatron_flux/bench/harness.py",
         "time.monotonic() - began > seconds, here.ranks)[0]",
@@ -722,7 +709,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_bench_ops.py::test_the_first_rank_s_clock_stops_all",),
     ),
     # Fences: what is missing is seen in the compiled code, without a GPU and with one.
-    _fault(
+    Fault(
         "plain kernels have no fence behind a poll",
         f"{KERNELS}/device.py",
         '"fence.acq_rel.sys;" + ',
@@ -730,7 +717,7 @@ FAULTS: tuple[Fault, ...] = (
         (PLAIN_FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "plain kernels have no fence between proxies",
         f"{KERNELS}/device.py",
         '" fence.proxy.async;" if',
@@ -738,7 +725,7 @@ FAULTS: tuple[Fault, ...] = (
         (PLAIN_FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "plain kernels have no fence before a flag",
         f"{KERNELS}/device.py",
         '_each_thread("fence.acq_rel.sys;", THREADS)',
@@ -746,7 +733,7 @@ FAULTS: tuple[Fault, ...] = (
         (PLAIN_FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "plain kernels publish before their stores have arrived",
         f"{KERNELS}/device.py",
         '_each_thread("cp.async.bulk.wait_group 0;", THREADS)',
@@ -754,7 +741,7 @@ FAULTS: tuple[Fault, ...] = (
         (PLAIN_FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "plain kernels ask GPUs before Hopper for its instructions",
         f"{KERNELS}/device.py",
         "if not CPU and cuda_capability_geq(9, 0):",
@@ -762,7 +749,7 @@ FAULTS: tuple[Fault, ...] = (
         (PLAIN_FENCES,),
     ),
     # Warp-specialised kernels: these run on GPUs only.
-    _fault(
+    Fault(
         "Hopper kernels do not wait",
         f"{KERNELS}/hopper/pieces.py",
         "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
@@ -770,28 +757,28 @@ FAULTS: tuple[Fault, ...] = (
         (FENCES,),
         ("late_hopper",),
     ),
-    _fault(
+    Fault(
         "Hopper kernels compare epochs without wrapping",
         f"{KERNELS}/hopper/pieces.py",
         "behind = gl.min(_acquire(flags + lane) - epoch, axis=0)",
         "behind = gl.min(gl.where(_acquire(flags + lane) < epoch, lane * 0 - 1, lane * 0), axis=0)",
         checks=("wrapping_hopper",),
     ),
-    _fault(
+    Fault(
         "Hopper AG+GEMM does not wait for what the copy engine brings",
         f"{KERNELS}/hopper/ag_gemm.py",
         "if unit != arrived:",
         "if unit < 0:",
         checks=("late_hopper",),
     ),
-    _fault(
+    Fault(
         "Hopper GEMM+RS waits for an earlier tile",
         f"{KERNELS}/hopper/gemm_rs.py",
         "wait_flags(flags + flag_off + tile * TP, TP, epoch,",
         "wait_flags(flags + flag_off + tile * TP, TP, epoch - 2,",
         checks=("late_hopper",),
     ),
-    _fault(
+    Fault(
         "Hopper kernels poll without acquire",
         f"{KERNELS}/hopper/pieces.py",
         "ld.acquire.sys.global.b32",
@@ -799,21 +786,21 @@ FAULTS: tuple[Fault, ...] = (
         (FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "promoted sums may be put off past the next product",
         f"{KERNELS}/hopper/scaled.py",
         'first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [first], gl.float32, is_pure=False, pack=1)',
         "pass",
         ("tests/unit/kernels/test_compiled.py::test_hopper_kernels_run_at_full_speed",),
     ),
-    _fault(
+    Fault(
         "a team frees a slot between two promoted products",
         f"{KERNELS}/hopper/scaled.py",
         "        slot = following\n    barrier()",
         "        slot = following\n        barrier()",
         ("tests/unit/kernels/test_compiled.py::test_nothing_is_waited_for_between_two_promoted_products",),
     ),
-    _fault(
+    Fault(
         "Hopper kernels have no fence between proxies",
         f"{KERNELS}/hopper/pieces.py",
         '"fence.proxy.async;"',
@@ -821,7 +808,7 @@ FAULTS: tuple[Fault, ...] = (
         (FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "Hopper kernels have no fence of the system",
         f"{KERNELS}/hopper/pieces.py",
         '"fence.acq_rel.sys;"',
@@ -829,7 +816,7 @@ FAULTS: tuple[Fault, ...] = (
         (FENCES,),
         ("fences",),
     ),
-    _fault(
+    Fault(
         "Hopper GEMM+RS publishes before its stores have arrived",
         f"{KERNELS}/hopper/gemm_rs.py",
         "        each_thread(STORES_DONE, epoch)\n",
@@ -838,70 +825,70 @@ FAULTS: tuple[Fault, ...] = (
         ("fences",),
     ),
     # FP8.
-    _fault(
+    Fault(
         "scales of a shard are not sent",
         "megatron_flux/comm/copy_engine.py",
         "ctypes.memmove(scales_to, scales, self.scale_bytes)",
         "pass",
         (f"{FP8}::test_fused_is_exact_on_two_ranks",),
     ),
-    _fault(
+    Fault(
         "a call does not send the scales of its shard",
         f"{OPS}/fused.py",
         "scales = fp8.x.scale_inv.data_ptr()",
         "scales = 0",
         (f"{PLANS}::test_fp8_travels_with_its_scales",),
     ),
-    _fault(
+    Fault(
         "every shard is scaled as the own one",
         f"{KERNELS}/plain.py",
         "by_row += src * tl.cdiv(k, 128) * ld + pm * BM",
         "by_row += rank * tl.cdiv(k, 128) * ld + pm * BM",
         (f"{FP8}::test_fused_is_exact_on_two_ranks",),
     ),
-    _fault(
+    Fault(
         "the tuner keeps one answer for sums that are promoted and sums that are not",
         f"{OPS}/fp8_operand.py",
         "return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, self.promoted)",
         "return Fp8Kind(self.x.dtype, self.weight.dtype, self.x.scaling, self.out, False)",
         ("tests/distributed/test_tuner.py::test_fp8_is_decided_by_how_it_is_scaled_and_added_up",),
     ),
-    _fault(
+    Fault(
         "sums of FP8 stay in the tensor core",
         f"{KERNELS}/device.py",
         "acc = tl.dot(x, y, acc, max_num_imprecise_acc=BK)",
         "acc = tl.dot(x, y, acc)",
         ("tests/unit/kernels/test_compiled.py::test_sums_of_fp8_are_promoted",),
     ),
-    _fault(
+    Fault(
         "a shard is transposed into the columns of another rank",
         f"{OPS}/fused.py",
         "columns = slice(work.rank * mp, (work.rank + 1) * mp)",
         "columns = slice(0, mp)",
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
     ),
-    _fault(
+    Fault(
         "a gathered dy lies where the next layer's x is gathered",
         f"{OPS}/fused.py",
         'self.purpose = "held gather" if call.async_op else "gather"',
         'self.purpose = "gather"',
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
     ),
-    _fault(
+    Fault(
         "copies that are held share the link with those that dgrad waits for",
         "megatron_flux/comm/copy_engine.py",
         "stream = work.streams.get(work.captured)",
         "stream = None",
         ("tests/unit/comm/test_copy_engine.py::test_slabs_of_a_group_share_the_stream_of_their_copies",),
     ),
-    _fault(
+    Fault(
         "a dy that is held is sent when wgrad asks for it",
         "megatron_flux/layers/linears.py",
         "                pending.send()\n",
         "                pass\n",
         (f"{TE_LAYERS_FP8}::test_a_dy_is_held_until_dgrads_is_sent",),
     ),
-    _fault(
+    Fault(
         "a gather that is held begins at once",
         f"{OPS}/fused.py",
         "            if not held:\n                _send",
@@ -909,56 +896,56 @@ FAULTS: tuple[Fault, ...] = (
         (f"{PLANS}::test_a_gather_that_is_held_is_sent_behind_what_was_sent_since",),
     ),
     # TransformerEngine's layers in FP8.
-    _fault(
+    Fault(
         "gradients' scales are never updated",
         f"{TE_FP8}.py",
         "self._te.state.reduce_and_update_fp8_tensors(forward=False)",
         "pass",
         (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
-    _fault(
+    Fault(
         "a cached weight outlives its step",
         f"{TE_FP8}.py",
         '"update_workspace": first is None or first',
         '"update_workspace": first is None',
         (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
-    _fault(
+    Fault(
         "recomputed layers take the update of scales from the first one",
         f"{TE_FP8}.py",
         "setattr(state, name, before)",
         "pass",
         (f"{TE_LAYERS_FP8}::test_two_layers",),
     ),
-    _fault(
+    Fault(
         "forward's sums are split and dgrad's are not",
         f"{TE_FP8}.py",
         '"split_accumulator": split} for split in splits',
         '"split_accumulator": split} for split in reversed(splits)',
         (f"{TE_LAYERS_FP8}::test_what_is_multiplied_is_stocks_to_the_bit",),
     ),
-    _fault(
+    Fault(
         "scales of blocks are those of the rank alone",
         "megatron_flux/layers/fp8.py",
         "self._scale_inv if self._scales is None else self._scales.wait()",
         "self._scale_inv.repeat(2, 1)",
         (f"{TE_LAYERS_FP8}::test_patched_equals_stock",),
     ),
-    _fault(
+    Fault(
         "a graph quantises the weight in every micro-batch",
         f"{TE_FP8}.py",
         '"skip_update_flag": skip',
         '"skip_update_flag": None if skip is None else torch.zeros_like(skip)',
         (f"{TE_LAYERS_FP8}::test_as_captured_in_a_cuda_graph",),
     ),
-    _fault(
+    Fault(
         "NCCL gathers scales beside a kernel that waits for its peers",
         "megatron_flux/layers/linears.py",
         "linear.settle()",
         "pass",
         (f"{TE_LAYERS_FP8}::test_nccl_never_waits_for_sms_beside_fused_kernels",),
     ),
-    _fault(
+    Fault(
         "tuning ahead updates scales",
         "megatron_flux/patch/tuning.py",
         "with torch.no_grad(), get_fp8_context(layer.config, number), torch.set_grad_enabled(grad):",
@@ -966,49 +953,49 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_tune_ahead_fp8.py::test_the_first_step_finds_every_answer",),
     ),
     # Decoding.
-    _fault(
+    Fault(
         "an all-reduce takes the plan of one beside wgrad",
         f"{OPS}/call.py",
         "async_op, wire, None if fp8",
         "False, wire, None if fp8",
         (f"{PLANS}::test_gemm_all_reduce_is_one_launch",),
     ),
-    _fault(
+    Fault(
         "an all-reduce that fails leaves its slab good",
         f"{OPS}/fused.py",
         'work.poison("gemm_all_reduce", error)',
         "pass",
         (f"{PLANS}::test_a_call_broken_off_poisons_its_slab",),
     ),
-    _fault(
+    Fault(
         "a decode step runs the plan of rows far away",
         f"{OPS}/tuner/tuner.py",
         "[other for other in self.known if _bucket(other) == bucket]",
         "[*self.known]",
         ("tests/unit/ops/test_tuner.py::test_decode_steps_of_other_rows_run_the_nearest_plan",),
     ),
-    _fault(
+    Fault(
         "a training waits for a kernel of the other width",
         f"{OPS}/tuner/tuner.py",
         "if (alike, entry.plan) in decisions.at_once:",
         "if decisions:",
         ("tests/unit/ops/test_tuner.py::test_the_other_width_of_tiles_runs_once_it_is_compiled",),
     ),
-    _fault(
+    Fault(
         "a rank frees workspaces that its peers keep",
         "megatron_flux/layers/release.py",
         'of_all_ranks(mine, world, "freeing workspaces")',
         "[mine]",
         ("tests/distributed/test_release.py::test_all_ranks_refuse_and_free_nothing",),
     ),
-    _fault(
+    Fault(
         "wgrad takes a shard for the gathered input that was released",
         "megatron_flux/layers/prefetch.py",
         "if self.kept is not None and self.kept.gathered is None:",
         "if False:",
         ("tests/distributed/test_release.py::test_backward_gathers_what_was_kept",),
     ),
-    _fault(
+    Fault(
         "a layer of flux_spec goes past another library's method",
         "megatron_flux/patch/spec.py",
         "if now is stock:",
@@ -1017,7 +1004,7 @@ FAULTS: tuple[Fault, ...] = (
             "tests/distributed/test_spec.py::test_another_librarys_method_on_the_base_is_called_with_its_name_as_the_reason",
         ),
     ),
-    _fault(
+    Fault(
         "a decode step does not read the cache that was filled",
         "megatron_flux/bench/variants.py",
         "inference_context=context),)",
@@ -1025,32 +1012,32 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_bench_layer.py::test_a_decode_step_is_that_of_megatron_core_s_cache",),
     ),
     # ZeRO-3 beside tensor parallelism.
-    _fault(
+    Fault(
         "every rank of a tensor-parallel group trains the same sequences by FSDP",
         "megatron_flux/train/fsdp.py",
         '("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP")',
         '("_DATA_PARALLEL_GROUP_WITH_CP",)',
         ("tests/train/test_training.py::test_losses_are_those_of_the_baseline",),
     ),
-    _fault(
+    Fault(
         "FSDP's weights are not those of the baseline",
         "megatron_flux/train/fsdp.py",
         "zip(*(p.chunk(halves, dim) for p in parts), strict=True)",
         "zip(*(p.chunk(halves, dim) for p in parts[::-1]), strict=True)",
         ("tests/distributed/test_bench_fsdp.py::test_results_are_those_of_tensor_parallelism",),
     ),
-    _fault(
+    Fault(
         "a layer's weights are not freed behind its forward",
         "megatron_flux/train/fsdp.py",
         "reshard_after_forward=unit in layers",
         "reshard_after_forward=False",
         ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
     ),
-    _fault(
+    Fault(
         "wrong bytes are a fast link", "megatron_flux/ops/timing.py", "if not torch.equal", "if 0 * torch.equal", LINKS
     ),
-    _fault("the fastest rank is the link's", _PREFLIGHT, "min(_from_all(mine))", "max(_from_all(mine))", LINKS),
-    _fault(
+    Fault("the fastest rank is the link's", _PREFLIGHT, "min(_from_all(mine))", "max(_from_all(mine))", LINKS),
+    Fault(
         "a wait for peers' memory has no limit",
         _PREFLIGHT,
         "faulthandler.dump_traceback_later(2 * _LINK_S, exit=True)",
@@ -1062,20 +1049,16 @@ FAULTS: tuple[Fault, ...] = (
 
 def broken(root: Path, fault: Fault) -> str | None:
     """None, or why ``fault`` cannot be put into the checkout at ``root``."""
-    for edit in fault.edits:
-        path = root / edit.file
-        if not path.is_file():
-            return f"fault no longer applies: there is no {edit.file}"
-        found = path.read_text().count(edit.old)
-        if found != 1:
-            return f"fault no longer applies: {edit.old!r} occurs {found} times in {edit.file}, not once"
-        if edit.old == edit.new:
-            return f"fault changes nothing in {edit.file}"
-    return None
+    path = root / fault.file
+    if not path.is_file():
+        return f"fault no longer applies: there is no {fault.file}"
+    found = path.read_text().count(fault.old)
+    if found != 1:
+        return f"fault no longer applies: {fault.old!r} occurs {found} times in {fault.file}, not once"
+    return f"fault changes nothing in {fault.file}" if fault.old == fault.new else None
 
 
 def apply(root: Path, fault: Fault) -> None:
     """Put ``fault`` into the checkout at ``root``."""
-    for edit in fault.edits:
-        path = root / edit.file
-        path.write_text(path.read_text().replace(edit.old, edit.new))
+    path = root / fault.file
+    path.write_text(path.read_text().replace(fault.old, fault.new))

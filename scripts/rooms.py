@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "megatron_flux"
@@ -89,13 +90,15 @@ class Package:
         ]
 
     def circles(self) -> list[str]:
-        """Modules that import each other, directly or through others: one line a knot."""
+        """Modules that import each other, directly or through others: the first circle that is found."""
         direct: dict[str, set[str]] = {name: set() for name in self.texts}
         for edge in self.imports:
             direct[edge.importer].add(edge.imported)
-        reached = {name: _reached(direct, name) for name in direct}
-        knots = {frozenset(m for m in reached[name] if name in reached[m]) for name in direct if name in reached[name]}
-        return sorted(" <-> ".join(sorted(knot)) for knot in knots)
+        try:
+            TopologicalSorter(direct).prepare()
+        except CycleError as error:
+            return [" <- ".join(error.args[1])]
+        return []
 
     def lines(self, names: list[str] | None = None) -> int:
         """Of these modules, or of all."""
@@ -108,17 +111,6 @@ def room_of(module: str) -> str:
     if len(parts) == 1:
         return AUTOLOAD if module == AUTOLOAD else FACE
     return parts[1] if parts[1] in ROOMS else ROOT
-
-
-def _reached(direct: dict[str, set[str]], start: str) -> set[str]:
-    seen: set[str] = set()
-    waiting = list(direct[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += direct[name]
-    return seen
 
 
 def main() -> None:

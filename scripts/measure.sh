@@ -38,6 +38,7 @@ layer="$flux bench layer --tp $GPUS --rounds 7"
 small="--nproc $GPUS --num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 1024
     --micro-batch-size 4 --steps 200"
 parity="python3 scripts/parity.py --out"
+zero3="$layer --preset llama3-8b --micro-batch-size $GPUS --variants te,flux_te,fsdp,no_communication --seconds 200"
 # What two GPUs have to send compares with their GEMMs as what four have to send of a model three times as wide.
 if ((GPUS == 2)); then
     narrow="--preset gpt3-6.7b --micro-batch-size 16 --num-layers 2"
@@ -84,7 +85,7 @@ stage peers 590 "$flux bench peers --tp $GPUS --seconds 400 --out @"
 stage layer 590 "$layer --variants te,te_again,local,te_ub,flux_local,flux_te,no_communication,unsynchronised --seconds 500 --out @"
 stage graphs 200 "$layer --preset gpt3-175b --micro-batch-size 1 --set=cuda_graphs=true --set=trace=false --out @"
 stage lengths 400 "$ranks $GPUS -m scripts.lengths --fp8 none,current --out @"
-stage rival 250 "$ranks $GPUS -m scripts.rival --out @"
+stage zero3 300 "$zero3 --out @"
 for queues in 1 8 32; do
     stage "beside_$queues" 150 "CUDA_DEVICE_MAX_CONNECTIONS=$queues $ranks $GPUS -m scripts.beside_groups --out @"
 done
@@ -125,7 +126,7 @@ for way in host p2p; do
     done
 done
 stage host_ops 300 "$flux bench ops --tp $GPUS --link host --wire int8 --preset gpt3-175b,gpt3-6.7b --tokens 8192 --out @"
-stage host_rival 300 "$ranks $GPUS -m scripts.rival --link host --out @"
+stage host_zero3 300 "$zero3 --link host --out @"
 stage host_layer 400 "$layer --link host $narrow --variants te,flux_te,flux_te:backend=chunked_int8,no_communication --out @"
 for wire in exact int8; do
     stage host_compare_$wire 300 "$flux compare $trained --nproc $GPUS --link host --wire $wire --steps 40 --out @"

@@ -1,8 +1,5 @@
 """The variants ``fsdp`` and ``fsdp_bf16`` of ``bench layer``: ZeRO-3 of the same layers and tokens, over gloo."""
 
-import json
-import os
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.bench.cases import Workload
-from megatron_flux.train.presets import PRESETS
 from megatron_flux.train.shims import gradient_accumulation_fusion
-from scripts import rival
 from tests.distributed import te_stand_in, test_bench_fp8
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -109,28 +104,3 @@ def test_a_step_gathers_every_weight_twice_and_scatters_its_gradient(frozen: boo
             max(t.nbytes for t in (*one.args, *one.kwargs.values()) if torch.is_tensor(t)) for one in call.mock_calls
         ]
         assert sum(sizes) == 2 * times * weights_bytes  # of two steps
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_pairs_of_sizes(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
-    monkeypatch.setattr(rival, "PRESETS", dict(PRESETS))
-    pairs = rival.workloads([8192, 2048, 4096], [1, 2, 4, 6], 4, tp)
-    assert [work.tokens for work in pairs] == [h * times for h in (2048, 4096, 8192) for times in (1, 2, 4, 6)]
-    assert all(work.micro_batch % tp == 0 and 512 <= work.seq <= 4096 for work in pairs)
-
-
-def test_pairs_of_sizes_are_measured_in_one_run(warm_python: str, tmp_path: Path) -> None:
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.rival"]
-    words = ["--hidden", "128,64", "--times", "1,2", "--variants", "local,fsdp", "--num-layers", "1", "--rounds", "1"]
-    done = subprocess.run(
-        [warm_python, "-m", *command, *words, "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "rival.json").read_text())["rows"]
-    assert [(row["hidden_size"], row["tokens"], row["arm"]) for row in rows] == [
-        (h, number * h, arm) for h in (64, 128) for number in (1, 2) for arm in ("local", "fsdp")
-    ]
-    assert {row["link"] for row in rows} == {"none"}
-    assert all(row["agreement"]["ok"] for row in rows)
-    assert [row["gathered_share"] for row in rows[::2]] == [4.8, 2.4] * 2

@@ -13,7 +13,6 @@ import argparse
 import ast
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -22,11 +21,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from megatron_flux.telemetry import environment
 from megatron_flux.version import COMMIT, __version__
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +41,6 @@ PARTS = {
 """Programs that the tests of a file are spread over. Longest first: others are one each, behind them."""
 ALONE = ("test_room", "test_jobs", "test_memory")
 """They fill a GPU's memory, or look whether anything else runs: one after the other, behind all others."""
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SAID = re.compile(r"^(tests/gpu/.+?) (PASSED|FAILED|ERROR|SKIPPED)(?:\s|$)", re.MULTILINE)
 
 
@@ -98,15 +96,10 @@ def summary(done: list[Program], seconds: float) -> dict[str, object]:
     for program in done:
         for test, said in SAID.findall(program.log.read_text() if program.log.exists() else ""):
             found[said.lower()].append(test.removeprefix(f"{FOLDER}/"))
-    versions = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "commit": COMMIT or __version__,
-        "gpus": gpus,
-        "versions": {"python": platform.python_version(), **versions},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "versions": environment.versions(),
         "seconds": round(seconds),
         "passed": len(found["passed"]),
         "failed": found["failed"] + found["error"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,13 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuFuncSetAttribute": [_P, _I, _I],
     "cuMemcpyDtoDAsync_v2": [_U64, _U64, _SIZE, _P],
     "cuMemcpy2DAsync_v2": [_P, _P],
+    "cuMemcpyAsync": [_U64, _U64, _SIZE, _P],
+    "cuMemHostRegister_v2": [_P, _SIZE, _U32],
+    "cuMemHostUnregister": [_P],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_U64), _P, _U32],
     "cuEventRecord": [_P, _P],
     "cuStreamWaitEvent": [_P, _P, _U32],
+    "cuStreamBatchMemOp_v2": [_P, _U32, _P, _U32],
     "cuStreamGetCaptureInfo": [_P, _P, _P],
     "cuTensorMapEncodeTiled": [_P, _I, _U32, _P, _P, _P, _P, _P, _I, _I, _I, _I],
     "cuDeviceGet": [ctypes.POINTER(_I), _I],
@@ -45,26 +50,20 @@ _ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
-def library(arguments: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
-    """Load the driver's library, with the types of ``arguments`` by function. Raises OSError: there is none;
-    AttributeError: it is too old for one of these.
-    """
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load the driver's library. Raises OSError: there is none; AttributeError: it is older than CUDA 12."""
     lib = ctypes.CDLL("libcuda.so.1")
-    for name, types in arguments.items():
+    for name, types in _ARGUMENTS.items():
         getattr(lib, name).argtypes = types
     return lib
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return library(_ARGUMENTS)
 
 
 @functools.cache
 def available() -> bool:
     """Return True if this machine has CUDA's driver."""
     try:
-        _driver()
+        library()
     except OSError:
         return False
     return True
@@ -73,7 +72,7 @@ def available() -> bool:
 def refused(what: str, status: int) -> OperatorError:
     """Return the error of a call that returned ``status``; ``what`` it should have done."""
     text = ctypes.c_char_p()
-    _driver().cuGetErrorString(status, ctypes.byref(text))
+    library().cuGetErrorString(status, ctypes.byref(text))
     return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
 
 
@@ -81,8 +80,8 @@ def attribute(device: torch.device, number: int) -> int:
     """Return an attribute of a GPU; ``number``: a ``CUdevice_attribute``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu, value = _I(), _I()
-    status = _driver().cuDeviceGet(ctypes.byref(gpu), index)
-    status = status or _driver().cuDeviceGetAttribute(ctypes.byref(value), number, gpu.value)
+    status = library().cuDeviceGet(ctypes.byref(gpu), index)
+    status = status or library().cuDeviceGetAttribute(ctypes.byref(value), number, gpu.value)
     if status:
         raise refused(f"attribute {number} of GPU {index}", status)
     return value.value
@@ -93,10 +92,10 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
 
     ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
     """
-    status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    status = library().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status == INVALID_CONTEXT:
         make_context_current()
-        status = _driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+        status = library().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
     if status:
         raise refused(f"a launch of {grid} x {threads} threads", status)
 
@@ -104,12 +103,12 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
 def load(image: bytes, name: str, shared: int) -> int:
     """Load the kernel ``name`` of a cubin for good, with ``shared`` bytes of dynamic shared memory, and return it."""
     module, function = _P(), _P()
-    status = _driver().cuModuleLoadData(ctypes.byref(module), image)
+    status = library().cuModuleLoadData(ctypes.byref(module), image)
     if status == INVALID_CONTEXT:
         make_context_current()
-        status = _driver().cuModuleLoadData(ctypes.byref(module), image)
-    status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-    status = status or _driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+        status = library().cuModuleLoadData(ctypes.byref(module), image)
+    status = status or library().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    status = status or library().cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
     if status:
         raise refused(f"to load {name}, which needs {shared} bytes of shared memory", status)
     return function.value or 0
@@ -123,7 +122,7 @@ def make_context_current() -> None:
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy ``nbytes`` between addresses that this device can reach, by copy engine, in the order of ``stream``."""
-    status = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
+    status = library().cuMemcpyDtoDAsync_v2(target, source, nbytes, stream)
     if status:
         raise refused(f"a copy of {nbytes} bytes between GPUs", status)
 
@@ -147,27 +146,27 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
         dst_type=_ANYWHERE, dst_device=target, dst_pitch=pitch,
         width=width, height=rows,
     )  # fmt: skip
-    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(arguments), stream)
+    status = library().cuMemcpy2DAsync_v2(ctypes.byref(arguments), stream)
     if status:
         raise refused(f"a copy of {rows} x {width} bytes between GPUs", status)
 
 
 def record(event: int, stream: int) -> None:
     """Record ``event`` in the order of ``stream``."""
-    status = _driver().cuEventRecord(event, stream)
+    status = library().cuEventRecord(event, stream)
     if status == INVALID_CONTEXT:
         make_context_current()
-        status = _driver().cuEventRecord(event, stream)
+        status = library().cuEventRecord(event, stream)
     if status:
         raise refused("to record an event", status)
 
 
 def wait(stream: int, event: int) -> None:
     """Make ``stream`` wait for ``event``."""
-    status = _driver().cuStreamWaitEvent(stream, event, 0)
+    status = library().cuStreamWaitEvent(stream, event, 0)
     if status == INVALID_CONTEXT:
         make_context_current()
-        status = _driver().cuStreamWaitEvent(stream, event, 0)
+        status = library().cuStreamWaitEvent(stream, event, 0)
     if status:
         raise refused("to put a stream behind an event", status)
 
@@ -177,7 +176,7 @@ def capture_id(stream: int) -> int:
     is in none.
     """
     state, number = _I(), _U64()
-    status = _driver().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
+    status = library().cuStreamGetCaptureInfo(stream, ctypes.byref(state), ctypes.byref(number))
     if status:
         raise refused("to name the capture of a stream", status)
     if state.value != _CAPTURING:
@@ -204,7 +203,7 @@ def tensor_maps(
         words(*reversed(box)),
         words(*[1] * rank),
         _MAP_TYPES[dtype],
-        _driver().cuTensorMapEncodeTiled,
+        library().cuTensorMapEncodeTiled,
     )
 
     def made(address: int) -> ctypes.Array:

@@ -11,7 +11,6 @@ A call that CUDA refuses raises :class:`~megatron_flux.errors.OperatorError`. So
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,15 +20,6 @@ from megatron_flux import cuda_driver
 from megatron_flux.cuda_driver import library, refused
 
 _P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
-_ARGUMENTS: dict[str, list[Any]] = {
-    "cuMemcpyAsync": [_U64, _U64, _SIZE, _P],
-    "cuStreamBatchMemOp_v2": [_P, _U32, _P, _U32],
-    "cuEventRecord": [_P, _P],
-    "cuStreamWaitEvent": [_P, _P, _U32],
-    "cuMemHostRegister_v2": [_P, _SIZE, _U32],
-    "cuMemHostUnregister": [_P],
-    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_U64), _P, _U32],
-}
 _PORTABLE_AND_MAPPED = 1 | 2
 """``CU_MEMHOSTREGISTER_PORTABLE``, ``CU_MEMHOSTREGISTER_DEVICEMAP``."""
 
@@ -64,11 +54,6 @@ def table(operations: Sequence[WordOp]) -> np.ndarray:
     return np.array(rows, dtype=np.uint64).reshape(len(rows), BYTES // 8)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return library(_ARGUMENTS)
-
-
 class Copy(NamedTuple):
     """A copy between the device and a slot of host memory, or of another GPU."""
 
@@ -88,24 +73,24 @@ def call_of(operations: np.ndarray, stream: int, copies: Sequence[Copy] = (), *,
     """
     at, first = _P(stream), operations.ctypes.data_as(_P)
     laid_out = [(row, offset, _U64(slot), _SIZE(nbytes), at) for row, offset, slot, nbytes in copies]
-    return _driver().cuStreamBatchMemOp_v2, (at, _U32(len(operations)), first, _U32(0)), from_slots, laid_out
+    return library().cuStreamBatchMemOp_v2, (at, _U32(len(operations)), first, _U32(0)), from_slots, laid_out
 
 
 def record_of(event: int, stream: int) -> Call:
     """Lay out what records ``event`` in the order of ``stream``."""
-    return _driver().cuEventRecord, (_P(event), _P(stream)), False, []  # a number would be converted in each call
+    return library().cuEventRecord, (_P(event), _P(stream)), False, []  # a number would be converted in each call
 
 
 def wait_of(stream: int, event: int, *, external: bool = False) -> Call:
     """Lay out what puts ``stream`` behind ``event``. ``external``: each launch of the CUDA graph that has it
     waits for what the event has recorded last.
     """
-    return _driver().cuStreamWaitEvent, (_P(stream), _P(event), _U32(external)), False, []  # CU_EVENT_WAIT_EXTERNAL
+    return library().cuStreamWaitEvent, (_P(stream), _P(event), _U32(external)), False, []  # CU_EVENT_WAIT_EXTERNAL
 
 
 def run(calls: Sequence[Call], rows: Sequence[int]) -> None:
     """Enqueue ``calls``. Beside the driver this loop is most of a transfer's host time."""
-    copy = _driver().cuMemcpyAsync
+    copy = library().cuMemcpyAsync
     for function, arguments, from_slots, copies in calls:
         if status := function(*arguments):
             _again(function, arguments, status)
@@ -121,17 +106,17 @@ def _again(function: Any, arguments: tuple[Any, ...], status: int) -> None:
         cuda_driver.make_context_current()
         status = function(*arguments)
     if status:
-        words = function == _driver().cuStreamBatchMemOp_v2
+        words = function == library().cuStreamBatchMemOp_v2
         raise refused(f"{arguments[1].value} memory operations in a stream" if words else "an event", status)
 
 
 def register(address: int, nbytes: int) -> int:
     """Pin ``nbytes`` of this process at ``address`` (both multiples of a page) and return the device's address."""
-    status = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE_AND_MAPPED)
+    status = library().cuMemHostRegister_v2(address, nbytes, _PORTABLE_AND_MAPPED)
     if status:
         raise refused(f"to pin {nbytes} bytes of shared memory", status)
     device_address = _U64()
-    status = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(device_address), address, 0)
+    status = library().cuMemHostGetDevicePointer_v2(ctypes.byref(device_address), address, 0)
     if status:
         raise refused("a device address of pinned memory", status)
     return device_address.value
@@ -139,6 +124,6 @@ def register(address: int, nbytes: int) -> int:
 
 def unregister(address: int) -> None:
     """Undo :func:`register`; nothing may be under way to that memory."""
-    status = _driver().cuMemHostUnregister(address)
+    status = library().cuMemHostUnregister(address)
     if status:
         raise refused("to unpin shared memory", status)

@@ -176,7 +176,7 @@ def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.Monke
         seen.append(ctypes.string_at(ctypes.addressof(wanted._obj), ctypes.sizeof(wanted._obj)))
         return 0
 
-    monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(cuMemcpy2DAsync_v2=accept))
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuMemcpy2DAsync_v2=accept))
     driver.copy_rows(0x1000, 0x2000, 48, 4, 96, 0)
     words = [int.from_bytes(seen[0][i : i + 8], "little") for i in range(0, len(seen[0]), 8)]
     #        x, y, type, host, address, array, pitch: of the source, of the target; width, rows (cuda.h, CUDA_MEMCPY2D)

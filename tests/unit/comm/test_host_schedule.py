@@ -75,7 +75,7 @@ class Driver:
 
 def driven(batch: Batch) -> list[Params]:
     driver = Driver()
-    with mock.patch.object(memory_ops, "_driver", driver):
+    with mock.patch.object(memory_ops, "library", driver):
         memory_ops.run([memory_ops.call_of(batch.table, 0)], [])
     assert [(one.operation, one.address, one.value) for one in driver.got] == batch.operations
     return driver.got
@@ -257,7 +257,7 @@ def test_more_than_the_driver_takes_is_refused() -> None:
 
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else does, of a flush."""
-    monkeypatch.setattr(memory_ops, "_driver", Driver())
+    monkeypatch.setattr(memory_ops, "library", Driver())
     table = memory_ops.table([WordOp(WRITE, 0, 0)])
     kept, laid_out = weakref.ref(table), memory_ops.call_of(table, 7)
     del table

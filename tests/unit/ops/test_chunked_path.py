@@ -197,7 +197,7 @@ class Scene:
         self.idle: Callable[[], bool] = lambda: True
         patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: self.idle()))
         for module in (cuda_driver, cuda_memory_ops):
-            patch.setattr(module, "_driver", lambda: cuda)
+            patch.setattr(module, "library", lambda: cuda)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=cuda.handle()))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.recorded is not None)
@@ -361,7 +361,7 @@ def test_a_thread_that_has_not_called_cuda_yet_gets_its_context(
     driver = SimpleNamespace(
         cuEventRecord=lambda *_: 0 if made else 201, cuStreamWaitEvent=lambda *_: 0 if made else 201
     )
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
     monkeypatch.setattr(cuda_driver, "make_context_current", lambda: made.append(True))
     call(1, 0)
     assert made == [True]

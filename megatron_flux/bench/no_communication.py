@@ -102,20 +102,19 @@ class NoCommunication(ReferenceBackend):
         )
 
     def _gathered_columns(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        key = (x.shape, x.dtype, x.device, group.size(), "columns")
-        if key not in self._buffers:
-            self._buffers[key] = x.repeat(*[1] * (x.dim() - 1), group.size())
-        buffer: torch.Tensor = self._buffers[key]
-        return buffer.detach()
+        return self._repeated(x, (*[1] * (x.dim() - 1), group.size()))
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()
         return y.narrow(0, group.rank() * rows, rows)
 
     def _gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        key = (x.shape, x.dtype, x.device, group.size())
+        return self._repeated(x, (group.size(), *[1] * (x.dim() - 1)))
+
+    def _repeated(self, x: torch.Tensor, times: tuple[int, ...]) -> torch.Tensor:
+        key = (x.shape, x.dtype, x.device, times)
         if key not in self._buffers:
-            self._buffers[key] = x.repeat(group.size(), *[1] * (x.dim() - 1))
+            self._buffers[key] = x.repeat(*times)
         buffer: torch.Tensor = self._buffers[key]
         return buffer.detach()  # the result of an autograd function must be no other function's
 

@@ -80,11 +80,6 @@ def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -
     return cases
 
 
-def working_memory(shape: ModelShape, tokens: int, tp: int) -> float:
-    """Return the bytes of whole-sequence temporaries: two tensors, and the gradient of one."""
-    return 8 * tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)
-
-
 class Workload(BaseModel):
     """Layers of one model, and the tokens they run on."""
 
@@ -170,4 +165,5 @@ class Workload(BaseModel):
                 held += self.layers * 2 * 2 * self.tokens * shape.hidden_size
             if not self.sequence_parallel:  # inputs and outputs of norms are of the whole sequence
                 held += self.layers * 8 * shape.hidden_size * self.tokens * (tp - 1) / tp
-        return (held + working_memory(shape, self.tokens, tp)) / 1e9
+        # Temporaries of the whole sequence: two tensors, and the gradient of one.
+        return (held + 8 * self.tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)) / 1e9

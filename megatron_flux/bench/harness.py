@@ -89,20 +89,6 @@ def ranks_of(
     return Ranks(device, group, ranks, links.probe(group, device), log if ranks.rank() == 0 else lambda _: None)
 
 
-def in_time(items: Sequence[_T], seconds: float | None, here: Ranks) -> Iterator[tuple[_T, float | None]]:
-    """Yield each item with its deadline (:func:`time.monotonic`). Stops after ``seconds`` by the first rank's clock."""
-    began = time.monotonic()
-    for index, item in enumerate(items):
-        if seconds is None:
-            yield item, None
-            continue
-        if agreement.of_all_ranks(time.monotonic() - began > seconds, here.ranks)[0]:
-            here.say(f"stopped after {seconds:g} s, {len(items) - index} of {len(items)} left out")
-            return
-        # An equal share of the time for each; what one does not need is the next one's.
-        yield item, began + seconds * (index + 1) / len(items)
-
-
 def run_cases(
     cases: Sequence[_T],
     here: Ranks,
@@ -113,7 +99,8 @@ def run_cases(
 ) -> dict[str, Any]:
     """Measure all cases and return the summary; the first rank writes it into ``out`` after every case.
 
-    ``about`` goes into the summary, beside the machine, ``rows`` and ``skipped``.
+    None begins after ``seconds`` by the first rank's clock. ``measured`` gets a case and its deadline
+    (:func:`time.monotonic`). ``about`` goes into the summary, beside the machine, ``rows`` and ``skipped``.
     """
     summary: dict[str, Any] = {
         "device": environment.device_name(),
@@ -126,7 +113,14 @@ def run_cases(
         "skipped": [],
     }
     rounds: list[dict[str, Any]] = []
-    for case, deadline in in_time(cases, seconds, here):
+    began, deadline = time.monotonic(), None
+    for index, case in enumerate(cases):
+        if seconds is not None:
+            if agreement.of_all_ranks(time.monotonic() - began > seconds, here.ranks)[0]:
+                here.say(f"stopped after {seconds:g} s, {len(cases) - index} of {len(cases)} left out")
+                break
+            # An equal share of the time for each; what one does not need is the next one's.
+            deadline = began + seconds * (index + 1) / len(cases)
         for found, kept in zip(measured(case, deadline), (summary["rows"], summary["skipped"], rounds), strict=True):
             kept += found
         if here.first:

@@ -203,17 +203,14 @@ class LayerBench:
             return ".adapter." in name
         return self.trained and not self.workload.frozen
 
-    def _block_of(self, kind: str) -> Any:
-        """Return layers that have been built."""
-        return self._blocks[kind][0]
-
     def _held_bytes(self, variant: Variant) -> int:
         """Return the bytes of weights, main gradients and caches: those that all variants share, or shards of its own.
 
         The gradients of shards are made in the first step, and count there.
         """
         if (base := variants.base_of(variant.name)) in variants.FSDP:
-            return sum(weight.to_local().nbytes for weight in self._block_of(base).parameters())
+            sharded: Any = self._blocks[base][0]
+            return sum(weight.to_local().nbytes for weight in sharded.parameters())
         tensors = [*self.weights.values(), *cache_of(self.context)]
         gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
         return sum(tensor.nbytes for tensor in tensors + gradients)
@@ -246,7 +243,10 @@ class LayerBench:
             with variant.active():
                 variant.run()
             self._synchronize()
-            peak = held + torch.cuda.max_memory_allocated() - before + variants.memory_outside(variant)
+            # torch's caching allocator knows neither of symmetric memory nor of userbuffers.
+            flux = variant.name.startswith("flux")
+            outside = group_state.slab_bytes() if flux else variant.facts.get("userbuffer_bytes", 0)
+            peak = held + torch.cuda.max_memory_allocated() - before + outside
             variant.facts["peak_memory_gb"] = round(peak / 1e9, 3)
 
     def _capture(self, variant: Variant, eager: Result) -> None:
@@ -300,7 +300,7 @@ class LayerBench:
 
     def _observe(self, variant: Variant) -> Result:
         if (base := variants.base_of(variant.name)) in variants.FSDP:
-            block = self._block_of(base)
+            block = self._blocks[base][0]
             variant = variants.as_tensor_parallel(variant, block, self.workload, self.weights, self.here.group)
         return observe(variant, self.x, self.dy, self.weights)
 

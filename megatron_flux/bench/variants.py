@@ -35,7 +35,6 @@ from megatron_flux.bench.harness import NotHereError, Variant
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import flux_config
 from megatron_flux.comm.collectives import all_gather
-from megatron_flux.comm.group_state import slab_bytes
 from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
 from megatron_flux.errors import FluxError
 from megatron_flux.settings import WIRES
@@ -230,11 +229,6 @@ def as_tensor_parallel(
         return results
 
     return Variant(variant.name, run, variant.active)
-
-
-def memory_outside(variant: Variant) -> int:
-    """Return a variant's bytes that torch's caching allocator does not know of: symmetric memory, userbuffers."""
-    return slab_bytes() if variant.name.startswith("flux") else variant.facts.get("userbuffer_bytes", 0)
 
 
 def look_inside(variant: Variant) -> None:

@@ -14,8 +14,9 @@ from typing import Any, get_type_hints
 from megatron_flux.config import Backends, FluxConfig, number_of_bytes
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
-from megatron_flux.patch import is_patched, patch, report, te_seam
+from megatron_flux.patch import te_seam
 from megatron_flux.patch.megatron_core import installed_megatron_core
+from megatron_flux.patch.patcher import is_patched, patch, report
 from megatron_flux.settings import LINKS, WIRES, link, switched_on
 from megatron_flux.version import __version__
 

@@ -24,7 +24,7 @@ from megatron_flux.comm import timeouts
 from megatron_flux.layers import keep
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
 from megatron_flux.metrics.schema import COUNTED, counters, since
-from megatron_flux.patch import report
+from megatron_flux.patch.patcher import report
 from megatron_flux.telemetry.call_sampler import Sampler
 
 logger = logging.getLogger("megatron_flux")

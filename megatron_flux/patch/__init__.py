@@ -10,26 +10,3 @@ stock), ``originals`` (objects exchanged by other libraries), ``te_seam`` and ``
 TransformerEngine), ``adapters`` (LoRA of known frameworks), ``tuning``, ``first_linear`` and ``by_variable``
 (``MEGATRON_FLUX=1`` outside of Megatron-LM).
 """
-
-from megatron_flux.patch.layer_options import set_backend
-from megatron_flux.patch.patcher import (
-    is_patched,
-    patch,
-    patched,
-    report,
-    tune_model,
-    unpatch,
-)
-from megatron_flux.patch.spec import flux_spec, spec_provider
-
-__all__ = [
-    "flux_spec",
-    "is_patched",
-    "patch",
-    "patched",
-    "report",
-    "set_backend",
-    "spec_provider",
-    "tune_model",
-    "unpatch",
-]

@@ -106,27 +106,29 @@ def use(config: FluxConfig | None) -> LinearPatch:
     Raises as :func:`patch`.
     """
     global _linears
-    if config is not None or _linears is None:
-        check(config or FluxConfig())
-    if _linears is not None:
-        if config is not None and config != _linears.config:
-            _linears.config = config
-            _want(config)
-            _log("megatron_flux: already %s, now with %s", "patched" if is_patched() else "registered", config)
+    if config is None and _linears is not None:
         return _linears
-    strict = (config or FluxConfig()).strict
-    added = check_symbols(strict=strict)
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    config = config or FluxConfig()
+    check(config)
+    if _linears is None:
+        added = check_symbols(strict=config.strict)
+        from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    linears = LinearPatch(config or FluxConfig(), added, RowParallelLinear)
-    if te_layers() is not None:
-        try:
-            linears.te = te_seam.load(strict=strict)
-        except UnsupportedVersionError as error:
-            linears.te = str(error)
-    _linears = linears
-    _want(linears.config)
-    return linears
+        linears = LinearPatch(config, added, RowParallelLinear)
+        if te_layers() is not None:
+            try:
+                linears.te = te_seam.load(strict=config.strict)
+            except UnsupportedVersionError as error:
+                linears.te = str(error)
+        _linears = linears
+    elif config == _linears.config:
+        return _linears
+    else:
+        _linears.config = config
+        _log("megatron_flux: already %s, now with %s", "patched" if is_patched() else "registered", config)
+    # Beyond unpatch(): for backwards that are still to come, and for a later patch.
+    links.want(links.Wanted(config.link, config.strict))
+    return _linears
 
 
 def replacements_of(linears: LinearPatch) -> list[Replacement]:
@@ -295,11 +297,6 @@ def check(config: FluxConfig) -> None:
     given = config.keep_gathered_bytes
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
         raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
-
-
-def _want(config: FluxConfig) -> None:
-    """Set the link beyond :func:`unpatch`: for backwards that are still to come, and for a later patch."""
-    links.want(links.Wanted(config.link, config.strict))
 
 
 def _log(message: str, *args: object) -> None:

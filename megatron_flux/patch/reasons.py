@@ -114,8 +114,10 @@ class StockReasons:
         if "_forward_impl" in layer.__dict__:
             return set_on(layer, "_forward_impl")
         cls = type(layer)
-        if cls._forward_impl is not self._row._forward_impl and _owner(cls, "_forward_impl") is not self._row:
-            return f"{cls.__name__} overrides _forward_impl"
+        if cls._forward_impl is not self._row._forward_impl:
+            owner = next(base for base in cls.__mro__ if "_forward_impl" in vars(base))
+            if owner is not self._row:
+                return f"{cls.__name__} overrides _forward_impl"
         return self.why_stock_exchanged("row") or self.why_stock_common(layer, x, weight)
 
     def why_stock_te(
@@ -213,10 +215,6 @@ def _offloading(config: Any) -> str | None:
     if context is not None and context.inside_context:
         return _OFFLOADING
     return _FINE_GRAINED if getattr(config, "fine_grained_activation_offloading", False) else None
-
-
-def _owner(cls: type, name: str) -> type:
-    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def set_on(layer: Any, name: str) -> str:

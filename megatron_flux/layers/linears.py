@@ -102,11 +102,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         prefetch.register(ctx, linear)
-        group, backend, wire = linear.group, linear.backends.forward, linear.wires.activations
-        result = _column(
-            precision, local_x, multiplied, bias, x.shape, group, backend, wire, linear.sequence_parallel, linear.kept,
-            linear.returned,
-        )  # fmt: skip
+        result = _column(linear, local_x, multiplied, bias, x.shape)
         if linear.returned is not None:
             ctx.set_materialize_grads(False)  # an output that nobody read costs nothing
             ctx.y_shape = result[0].shape
@@ -172,24 +168,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return dx, norm_dw, norm_db, dw, db, None
 
 
-def _column(
-    precision: Precision,
-    local_x: Any,
-    weight: Any,
-    bias: torch.Tensor | None,
-    shape: torch.Size,
-    group: dist.ProcessGroup,
-    backend: str,
-    wire: str,
-    sequence_parallel: bool,
-    kept: keep.Kept | None = None,
-    returned: Returned | None = None,
-) -> Any:
-    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``kept``. With ``returned`` the result
-    is a pair of ``y`` and the norm's output.
+def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor | None, shape: torch.Size) -> Any:
+    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``linear.kept``. With ``linear.returned``
+    the result is a pair of ``y`` and the norm's output.
     """
+    precision, group, kept, returned = linear.precision, linear.group, linear.kept, linear.returned
+    backend, wire = linear.backends.forward, linear.wires.activations
     norm_output = None if returned is None else precision.norm_output(local_x)
-    if not sequence_parallel:
+    if not linear.sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
         y = y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
         return y if returned is None else (y, norm_output)
@@ -237,8 +223,7 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         ctx.column = prefetch.take(linear.group)
-        group, backend, wire = linear.group, linear.backends.forward, linear.wires.activations
-        return _row(precision, operand, multiplied, x.shape, group, backend, wire, linear.sequence_parallel)
+        return _row(linear, operand, multiplied, x.shape)
 
     @staticmethod
     @first_derivative_only
@@ -298,24 +283,16 @@ def row_state(y: torch.Tensor, x: torch.Tensor) -> LinearState | None:
     return node.linear if of_x else None
 
 
-def _row(
-    precision: Precision,
-    x: Any,
-    weight: Any,
-    shape: torch.Size,
-    group: dist.ProcessGroup,
-    backend: str,
-    wire: str,
-    sequence_parallel: bool,
-) -> torch.Tensor:
+def _row(linear: LinearState, x: Any, weight: Any, shape: torch.Size) -> torch.Tensor:
     """Run the forward; ``shape`` is that of ``x``."""
-    if sequence_parallel:
-        y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=wire, **precision.forward_options)
+    group, backend, how = linear.group, linear.backends.forward, linear.precision.forward_options
+    if linear.sequence_parallel:
+        y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=linear.wires.activations, **how)
     else:
-        y = ops.gemm_all_reduce(x, weight, group, backend=backend, **precision.forward_options)
+        y = ops.gemm_all_reduce(x, weight, group, backend=backend, **how)
     if y.dim() == len(shape):
         return y
-    return _unsafe_view(y, (shape[0] // (group.size() if sequence_parallel else 1), *shape[1:-1], y.shape[-1]))
+    return _unsafe_view(y, (shape[0] // (group.size() if linear.sequence_parallel else 1), *shape[1:-1], y.shape[-1]))
 
 
 def _shaped(dx: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -374,13 +351,6 @@ def column_parallel_linear(
     backends = backend if isinstance(backend, Backends) else Backends.of(backend)
     precision = EXACT[epilogue_bias] if precision is None else precision
     kernels, norm_weight, norm_bias = (None, None, None) if norm is None else norm
-    if not torch.is_grad_enabled():
-        state_of(group).column = None
-        local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
-        forward, wire = backends.forward, wires.activations
-        return _column(
-            precision, local_x, multiplied, bias, x.shape, group, forward, wire, sequence_parallel, None, returned
-        )
     main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
@@ -388,6 +358,10 @@ def column_parallel_linear(
         norm=kernels,
     )  # fmt: skip
     linear.reduce_dgrad, linear.returned, linear.deferred = reduce_dgrad, returned, deferred
+    if not torch.is_grad_enabled():
+        state_of(group).column = None
+        local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
+        return _column(linear, local_x, multiplied, bias, x.shape)
     if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
             dtype = precision.gathered_dtype  # of that size; no elements are read
@@ -417,14 +391,13 @@ def row_parallel_linear(
     :func:`column_parallel_linear`. The bias is the caller's: it is added once, after the sum.
     """
     backends = backend if isinstance(backend, Backends) else Backends.of(backend)
-    if not torch.is_grad_enabled():
-        state_of(group).column = None
-        operand, multiplied, _ = precision.operands(x, weight, None, None, None)
-        forward, wire = backends.forward, wires.activations
-        return _row(precision, operand, multiplied, x.shape, group, forward, wire, sequence_parallel)
     main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
     autocast = autocast_of(x) if any_autocast() else None
     linear = LinearState(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed
     )
+    if not torch.is_grad_enabled():
+        state_of(group).column = None
+        operand, multiplied, _ = precision.operands(x, weight, None, None, None)
+        return _row(linear, operand, multiplied, x.shape)
     return _RowParallelLinear.apply(x, weight, linear)

@@ -45,15 +45,14 @@ class Wires(NamedTuple):
 ALL_EXACT = Wires()
 
 
-def number_of_bytes(given: str | int, option: str = "") -> int:
-    """Parse the value of ``option``: a size such as 8GB, 512MiB or a plain number. Raises UserError: it is none."""
+def number_of_bytes(given: str) -> int:
+    """Parse a size such as 8GB, 512MiB or a plain number. Raises UserError: it is none."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
         return int(TypeAdapter(ByteSize).validate_python(given))
     except ValidationError:
-        message = f"{option} {given!r}".strip()
-        raise UserError(f"{message} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
+        raise UserError(f"{given!r} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,12 +35,12 @@ class Case:
         """Return True for dgrad, which reads the forward weight ``[out, in]`` the other way."""
         return self.direction == "dgrad"
 
-    def bytes_received(self, tp: int, element: int = 2) -> int:
-        """Return the bytes that a rank receives: ``element`` for each number; in FP8 one, and the scales of blocks."""
+    def bytes_received(self, tp: int) -> int:
+        """Return the bytes that a rank receives: two for each number; in FP8 one, and the scales of blocks."""
         if self.op != "all_gather_gemm":
-            row = self.n * element
+            row = 2 * self.n
         elif self.fp8 is None:
-            row = self.k * element
+            row = 2 * self.k
         else:
             row = self.k + (4 * -(-self.k // 128) if self.fp8 == "blockwise" else 0)
         rows = self.m if self.op == "gemm_all_reduce" else self.m // tp

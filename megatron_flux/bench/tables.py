@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import IO, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -46,7 +46,7 @@ def line(row: Row) -> str:
     )
 
 
-def show_ops(summary: Row, file: IO[str] | None = None) -> None:
+def show_ops(summary: Row) -> None:
     """Print a summary of ``bench ops``; the fastest of the variants that do the whole work is bold."""
     tp, rows = summary["tp"], summary["rows"]
     names = measured(rows)
@@ -73,7 +73,6 @@ def show_ops(summary: Row, file: IO[str] | None = None) -> None:
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
         multicast(summary.get("environment")) + (f"; {queues} for every variant" if queues else ""),
         "AG: all_gather_gemm, RS: gemm_reduce_scatter, AR: gemm_all_reduce; E = 1 - (t - gemm) / (serial - gemm)",
-        file=file,
     )
 
 
@@ -92,7 +91,7 @@ def peers_line(call: Row, rows: Sequence[Row]) -> str:
     return f"{' '.join(f'{name}={value}' for name, value in call.items())}: {shown} [{_first(times)[0]}]"
 
 
-def show_peers(summary: Row, file: IO[str] | None = None) -> None:
+def show_peers(summary: Row) -> None:
     """Print a summary of ``bench peers``: every arm's time, the fastest bold; then who did not run, and why."""
     rows, skipped = summary["rows"], summary["skipped"]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
@@ -120,11 +119,10 @@ def show_peers(summary: Row, file: IO[str] | None = None) -> None:
         map(cells, calls),
         f"milliseconds: median over rounds of the slowest rank; {multicast(summary.get('environment'))}; {queues}",
         *(f"{arm} did not run {count} call(s): {reason}" for (arm, reason), count in reasons.items()),
-        file=file,
     )
 
 
-def show_plans(plans: Sequence[tuple[str, str, Entry]], file: IO[str] | None = None) -> None:
+def show_plans(plans: Sequence[tuple[str, str, Entry]]) -> None:
     """Print plans: of each the name of the call, its key in the tuner's cache, and the entry."""
     by_machine: dict[str, list[list[str | Text]]] = {}
     for name, key, entry in plans:
@@ -141,7 +139,6 @@ def show_plans(plans: Sequence[tuple[str, str, Entry]], file: IO[str] | None = N
             ("<layer", "<call", "reference", "best fused", "plan", "gain", "<planned"),
             rows,
             "milliseconds: median when it was tuned; gain: reference / plan",
-            file=file,
         )
 
 
@@ -170,11 +167,11 @@ def _layer_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def show_layers(summary: Row, file: IO[str] | None = None) -> None:
+def show_layers(summary: Row) -> None:
     """Print one table per workload, what was skipped and why."""
     userbuffers = any(row["arm"] == "te_ub" for row in summary["rows"])
     conditions = multicast(summary.get("environment"), userbuffers=userbuffers)
-    print(f"{summary['device']}, tp {summary['tp']}, {link(summary)}, {conditions}", file=file)
+    print(f"{summary['device']}, tp {summary['tp']}, {link(summary)}, {conditions}")
     for title, group in groupby(summary["rows"], key=workload_title):
         rows = list(group)
         stock = [
@@ -182,10 +179,10 @@ def show_layers(summary: Row, file: IO[str] | None = None) -> None:
             for row in rows
             for reason, calls in row.get("flux_fallbacks", {}).items()
         ]
-        print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock, file=file)
+        print_table(title, LAYER_HEAD, map(_layer_cells, rows), *stock)
     for skipped in summary["skipped"]:
-        print(f"{workload_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}", file=file)
-    print(EXPLANATION, file=file)
+        print(f"{workload_title(skipped)}: {skipped['arm']} skipped: {skipped['reason']}")
+    print(EXPLANATION)
 
 
 def workload_title(row: Row) -> str:

@@ -74,9 +74,9 @@ def divides(mlp: MLP, tp: int) -> bool:
     return (mlp.second.groups == 1 or part % size == 0) and part % per == 0
 
 
-def tensor_parallel_sizes(mlp: MLP, most: int = 64) -> list[int]:
-    """List every tp up to ``most`` that divides."""
-    return [tp for tp in range(1, most + 1) if divides(mlp, tp)]
+def tensor_parallel_sizes(mlp: MLP) -> list[int]:
+    """List every tp up to 64 that divides."""
+    return [tp for tp in range(1, 65) if divides(mlp, tp)]
 
 
 def fold(mlp: MLP, tp: int | None = None) -> MLP:

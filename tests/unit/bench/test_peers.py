@@ -1,6 +1,5 @@
 """``bench peers`` without ranks: options, reasons to leave an arm out, the check, the table."""
 
-import io
 import json
 from typing import Any
 
@@ -94,7 +93,7 @@ def test_every_row_counts() -> None:
         peers.error_of(right.t(), right)
 
 
-def test_table() -> None:
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     call = {"device": "H100", "model": "llama3-8b", "m": 512, "n": 14336, "k": 4096, "dtype": "bf16"}
     times = {
         "all_gather_gemm": {"nccl": 0.5, "nccl_symm": None, "flux": 0.4},
@@ -104,13 +103,12 @@ def test_table() -> None:
     skipped = [{**call, "op": op, "arm": "torch_async_tp", "reason": "not <here>"} for op in times]
     environment = {"NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     summary = {"device": "H100", "tp": 2, "link": "nvlink", "environment": environment}
-    out = io.StringIO()
-    tables.show_peers({**summary, "rows": rows, "skipped": skipped}, file=out)
-    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    tables.show_peers({**summary, "rows": rows, "skipped": skipped})
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "2 x H100, nvlink, tp = 2, 2 call(s)"
     assert "AG llama3-8b bf16 512 14336 x 4096 0.500 WRONG 0.400 flux 1.25x" in lines
     assert "AR llama3-8b bf16 512 14336 x 4096 0.300 - 0.600 nccl 0.50x" in lines
     assert lines[-1] == "torch_async_tp did not run 2 call(s): not <here>"
     assert "multicast off (NCCL_NVLS_ENABLE 0); CUDA_DEVICE_MAX_CONNECTIONS 8" in lines[-2]
     assert tables.peers_line({"m": 512}, [{"arm": "nccl", "ms": None}]) == "m=512: nccl - [-]"
-    tables.show_peers({**summary, "rows": [], "skipped": []}, file=out)
+    tables.show_peers({**summary, "rows": [], "skipped": []})

@@ -1,5 +1,6 @@
 """Tables of ``bench ops``, ``tune`` and ``bench layer``."""
 
+import contextlib
 import io
 from typing import Any
 
@@ -23,7 +24,8 @@ LAYER = {
 
 def printed(show: Any, *arguments: Any, **more: Any) -> list[str]:
     out = io.StringIO()
-    show(*arguments, file=out, **more)
+    with contextlib.redirect_stdout(out):
+        show(*arguments, **more)
     assert "\x1b" not in out.getvalue()
     return out.getvalue().splitlines()
 

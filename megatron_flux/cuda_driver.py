@@ -76,6 +76,18 @@ def refused(what: str, status: int) -> OperatorError:
     return OperatorError(f"CUDA refused {what}: {text.value.decode() if text.value else 'unknown error'} ({status})")
 
 
+def again(status: int, what: str, function: Callable[..., int], *arguments: Any) -> None:
+    """Make a call that returned ``status`` once more if this thread had no context yet.
+
+    Raises OperatorError: CUDA refused ``what`` it should have done.
+    """
+    if status == INVALID_CONTEXT:
+        make_context_current()
+        status = function(*arguments)
+    if status:
+        raise refused(what, status)
+
+
 def attribute(device: torch.device, number: int) -> int:
     """Return an attribute of a GPU; ``number``: a ``CUdevice_attribute``."""
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -92,25 +104,21 @@ def launch(function: int, grid: int, threads: int, shared: int, stream: int, par
 
     ``parameters`` is an array of the parameters' addresses; their values are copied before this returns.
     """
-    status = library().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
-    if status == INVALID_CONTEXT:
-        make_context_current()
-        status = library().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
-    if status:
-        raise refused(f"a launch of {grid} x {threads} threads", status)
+    arguments = function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None
+    if status := library().cuLaunchKernel(*arguments):
+        again(status, f"a launch of {grid} x {threads} threads", library().cuLaunchKernel, *arguments)
 
 
 def load(image: bytes, name: str, shared: int) -> int:
     """Load the kernel ``name`` of a cubin for good, with ``shared`` bytes of dynamic shared memory, and return it."""
     module, function = _P(), _P()
-    status = library().cuModuleLoadData(ctypes.byref(module), image)
-    if status == INVALID_CONTEXT:
-        make_context_current()
-        status = library().cuModuleLoadData(ctypes.byref(module), image)
-    status = status or library().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    what = f"to load {name}, which needs {shared} bytes of shared memory"
+    if status := library().cuModuleLoadData(ctypes.byref(module), image):
+        again(status, what, library().cuModuleLoadData, ctypes.byref(module), image)
+    status = library().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
     status = status or library().cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
     if status:
-        raise refused(f"to load {name}, which needs {shared} bytes of shared memory", status)
+        raise refused(what, status)
     return function.value or 0
 
 
@@ -153,22 +161,14 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitch: int, strea
 
 def record(event: int, stream: int) -> None:
     """Record ``event`` in the order of ``stream``."""
-    status = library().cuEventRecord(event, stream)
-    if status == INVALID_CONTEXT:
-        make_context_current()
-        status = library().cuEventRecord(event, stream)
-    if status:
-        raise refused("to record an event", status)
+    if status := library().cuEventRecord(event, stream):
+        again(status, "to record an event", library().cuEventRecord, event, stream)
 
 
 def wait(stream: int, event: int) -> None:
     """Make ``stream`` wait for ``event``."""
-    status = library().cuStreamWaitEvent(stream, event, 0)
-    if status == INVALID_CONTEXT:
-        make_context_current()
-        status = library().cuStreamWaitEvent(stream, event, 0)
-    if status:
-        raise refused("to put a stream behind an event", status)
+    if status := library().cuStreamWaitEvent(stream, event, 0):
+        again(status, "to put a stream behind an event", library().cuStreamWaitEvent, stream, event, 0)
 
 
 def capture_id(stream: int) -> int:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_flux import cuda_driver
-from megatron_flux.cuda_driver import library, refused
+from megatron_flux.cuda_driver import again, library, refused
 
 _P, _U32, _U64, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -93,21 +92,13 @@ def run(calls: Sequence[Call], rows: Sequence[int]) -> None:
     copy = library().cuMemcpyAsync
     for function, arguments, from_slots, copies in calls:
         if status := function(*arguments):
-            _again(function, arguments, status)
+            words = function == library().cuStreamBatchMemOp_v2
+            what = f"{arguments[1].value} memory operations in a stream" if words else "an event"
+            again(status, what, function, *arguments)
         for row, offset, slot, nbytes, stream in copies:
             at = rows[row] + offset
             if status := copy(at, slot, nbytes, stream) if from_slots else copy(slot, at, nbytes, stream):
                 raise refused(f"a copy of {nbytes.value} bytes between host and GPU", status)
-
-
-def _again(function: Any, arguments: tuple[Any, ...], status: int) -> None:
-    """Make a call once more if this thread had no context yet. Raises OperatorError: CUDA refused it."""
-    if status == cuda_driver.INVALID_CONTEXT:
-        cuda_driver.make_context_current()
-        status = function(*arguments)
-    if status:
-        words = function == library().cuStreamBatchMemOp_v2
-        raise refused(f"{arguments[1].value} memory operations in a stream" if words else "an event", status)
 
 
 def register(address: int, nbytes: int) -> int:

@@ -298,7 +298,7 @@ def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
     (_, group), *_ = scene.on_ranks()
     scene.cuda.status = 801
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_memory_ops, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
+        patch.setattr(cuda_driver, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
         call = OperatorCall("all_gather_gemm", integers(MP, K), integers(N, K), group)
         with pytest.raises(OperatorError, match=r"5 memory operations in a stream \(801\)"):
             scene.backend.all_gather_gemm(call)

@@ -42,8 +42,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_flux.comm import links
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import all_states, state_of
-from megatron_flux.config import Backends, Wires
 from megatron_flux.kernels.wire import EXACT
+from megatron_flux.layers.precision import LinearState
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.chunked import ChunkedBackend
@@ -147,30 +147,24 @@ def _never_needed(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_reserved(device)
 
 
-def reserve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup,
-    backends: Backends,
-    wires: Wires,
-    wanted: bool | None,
-    budget: int | None,
-) -> Kept | None:
+def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: int | None) -> Kept | None:
     """Return where the gathered ``x`` ``[s/tp, b, k]`` of a column-parallel layer's forward goes; None to not keep it.
 
     ``wanted`` and ``budget`` (bytes) are ``keep_gathered`` and ``keep_gathered_bytes`` of
     :class:`~megatron_flux.FluxConfig`.
     """
+    weight, group = linear.parameter, linear.group
     if wanted is False or not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
         return None
     state = state_of(group)
     # Asked once, as backends are: it takes longer than a launch.
-    key = ("keep_gathered", backends, wires.activations, wanted, x.dtype, x.device, weight.is_contiguous())
+    wire = linear.wires.activations
+    key = ("keep_gathered", linear.backends, wire, wanted, x.dtype, x.device, weight.is_contiguous())
     worth = state.chosen.get(key)
     if worth is False or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or capturing(x):
         return None
     if worth is None:
-        worth = _is_worth_keeping(x, weight, group, backends, wires.activations, wanted)
+        worth = _is_worth_keeping(x, linear, wanted)
         if x.is_cuda:
             state.chosen[key] = worth
     if not worth:
@@ -209,15 +203,14 @@ def reset_peak() -> None:
         ledger.peak_bytes = ledger.alive_bytes()
 
 
-def _is_worth_keeping(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, backends: Backends, wire: str, wanted: bool | None
-) -> bool:
+def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None) -> bool:
     """Return True if forward returns memory of the caller's own, with the numbers that wgrad would gather, over a slow
     link or for a user who asks for it.
     """
     # Not by `select`, which counts a call.
-    forward = registry.resolve(backends.forward, x, weight, group)[0]
-    wgrad = registry.resolve(backends.wgrad, x, None, group)[0]
+    group, wire = linear.group, linear.wires.activations
+    forward = registry.resolve(linear.backends.forward, x, linear.parameter, group)[0]
+    wgrad = registry.resolve(linear.backends.wgrad, x, None, group)[0]
     slow = isinstance(forward, ChunkedBackend | TunedBackend)
     if not slow and not (wanted and isinstance(forward, _OWN_MEMORY)):
         return False

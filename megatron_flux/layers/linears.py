@@ -366,7 +366,7 @@ def column_parallel_linear(
         if precision.serves_wgrad and returned != "gathered":
             dtype = precision.gathered_dtype  # of that size; no elements are read
             like = x if dtype is None else x.new_empty(1, dtype=dtype).expand(x.shape)
-            linear.kept = keep.reserve(like, weight, group, backends, wires, keep_gathered, keep_gathered_bytes)
+            linear.kept = keep.reserve(like, linear, keep_gathered, keep_gathered_bytes)
         linear.gather_ahead = gather_ahead and linear.kept is None
     return _ColumnParallelLinear.apply(x, norm_weight, norm_bias, weight, bias, linear)
 

@@ -49,7 +49,8 @@ def kept(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, element_size=lambda: 2
     )
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    return keep.reserve(x, weight, group, Backends.of(backend), wires, wanted, budget)
+    linear: Any = SimpleNamespace(parameter=weight, group=group, backends=Backends.of(backend), wires=wires)
+    return keep.reserve(x, linear, wanted, budget)
 
 
 def optimizer_step() -> None:

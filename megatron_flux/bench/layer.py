@@ -41,6 +41,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -333,7 +334,8 @@ class LayerBench:
         if self.workload.fp8 is None or block is None or not any(variants.is_training(v.name) for v in ready):
             return None
         name, result = self._reference
-        with variants.in_bf16(block), own_gathers(block) if name == OWN_GATHERS else nullcontext():
+        in_bf16 = mock.patch.object(block.config, "fp8", None)  # with the same weights
+        with in_bf16, own_gathers(block) if name == OWN_GATHERS else nullcontext():
             exact = self._observe(self._stock(block, None))
         return differences(result, exact, self.here.ranks)
 

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
@@ -253,37 +254,20 @@ def look_inside(variant: Variant) -> None:
     }
 
 
-@contextmanager
-def without_amax_reductions(block: torch.nn.Module) -> Iterator[None]:
+def without_amax_reductions(block: torch.nn.Module) -> AbstractContextManager[object]:
     """Leave out the reductions of amaxes over ranks in ``block``, after forward and backward or tensor by tensor.
 
     From its first step on every rank scales by its own amaxes, so ``block`` must run in no other way.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    name = "reduce_tensor_across_group_op_max"
-    stock = vars(FP8GlobalStateManager)[name]
     for module in block.modules():
         for quantizers in getattr(module, "quantizers", {}).values():
             for quantizer in quantizers:
                 if getattr(quantizer, "with_amax_reduction", False):
                     quantizer.with_amax_reduction = False
-    setattr(FP8GlobalStateManager, name, staticmethod(lambda *_, **__: None))
-    try:
-        yield
-    finally:
-        setattr(FP8GlobalStateManager, name, stock)
-
-
-@contextmanager
-def in_bf16(block: Any) -> Iterator[None]:
-    """Run megatron-core's FP8 layers ``block`` in bf16, with the same weights."""
-    config = block.config
-    fp8, config.fp8 = config.fp8, None
-    try:
-        yield
-    finally:
-        config.fp8 = fp8
+    nothing = staticmethod(lambda *_, **__: None)
+    return mock.patch.object(FP8GlobalStateManager, "reduce_tensor_across_group_op_max", nothing)
 
 
 @contextmanager

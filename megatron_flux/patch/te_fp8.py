@@ -117,9 +117,8 @@ class TransformerEngineFp8:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
         if type(weight) is not torch.nn.Parameter and not isinstance(weight, self.api.whole | self.api.blocks):
             return f"weight of type {type(weight).__name__}"
-        for name in backends:
-            if name == "chunked_int8":
-                return f"fp8 over backend {name}"
+        if "chunked_int8" in backends:
+            return "fp8 over backend chunked_int8"
         return self._why_stock_shapes(layer, x, weight, recipe)
 
     def _why_stock_shapes(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> str | None:

@@ -102,8 +102,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--skip", type=int, default=15, help="first iterations left out of the step times")
     parser.add_argument("--num-layers", type=int, default=2)
-    for name, (gpu, cpu) in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(gpu), help=f"default: {gpu}, {cpu} with --cpu")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one run")
     parser.add_argument("--more", type=shlex.split, default=[], help="more of Megatron-LM's arguments, quoted")
     parser.add_argument("--without", type=shlex.split, default=[], help="switches among all runs' that go, quoted")
@@ -117,9 +115,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for run in options.runs:
         if len(run) != 2 or run[0] not in ("local", "transformer_engine") or run[1] not in RUNS:
             parser.error(f"--runs {':'.join(run)}: give local or transformer_engine, a colon and one of {RUNS}")
-    for name, (gpu, cpu) in SIZES.items():
-        if getattr(options, name) is None:
-            setattr(options, name, cpu if options.cpu else gpu)
+    vars(options).update({name: sizes[options.cpu] for name, sizes in SIZES.items()})
     options.nproc = options.nproc or (2 if options.cpu else torch.cuda.device_count())
     if options.nproc < 2:
         parser.error(f"tensor parallelism needs 2 GPUs or more, this machine has {options.nproc}; --cpu runs without")

@@ -186,11 +186,10 @@ class PeersOptions(Options):
             shape = PRESETS[name].shape
             for m, op in product(dict.fromkeys(self.m), dict.fromkeys(self.op)):
                 check_divides(name, shape, tp, tokens=m)
-                linear = ("fc2", "forward", m, shape.hidden_size, shape.ffn_hidden_size // tp)
-                if op == "all_gather_gemm":
-                    linear = ("fc1", "forward", m, shape.fc1_size // tp, shape.hidden_size)
+                linear = "fc1" if op == "all_gather_gemm" else "fc2"
+                (case,) = (one for one in layer_cases(name, shape, m, "forward", tp) if one.layer == linear)
                 cases += [
-                    Case(op, name, *linear, fp8="current" if dtype == "fp8" else None)
+                    replace(case, op=op, fp8="current" if dtype == "fp8" else None)
                     for dtype in dict.fromkeys(self.dtype)
                 ]
         return cases

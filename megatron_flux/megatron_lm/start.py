@@ -156,7 +156,7 @@ def _fp8_problems(args: Any) -> Iterator[str]:
     if not getattr(args, "fp8", None):
         return
     recipe = getattr(args, "fp8_recipe", None) or "delayed"
-    if not getattr(args, "flux_fp8", True):
+    if not config_from(args).fp8:
         yield "every linear would run stock with --fp8-format and --no-flux-fp8: leave one of them out"
     elif recipe not in FP8_RECIPES:
         yield f"every linear would run stock with --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
@@ -169,7 +169,8 @@ def _graph_problems(args: Any) -> Iterator[str]:
     graphs = getattr(args, "cuda_graph_impl", "none")
     if graphs in (None, "none"):
         return
-    if reason := cuda_graphs.why_not(_backends(args), getattr(args, "flux_link", None) or link()):
+    config = config_from(args)
+    if reason := cuda_graphs.why_not(set(config.backends), config.link or link()):
         yield f"--cuda-graph-impl {graphs} comes with {reason}"
     # One graph holds the iteration: an implementation from 0.18 on, a scope of "local" before (0.16: an enumeration).
     scopes = getattr(args, "cuda_graph_scope", None) or []
@@ -179,9 +180,3 @@ def _graph_problems(args: Any) -> Iterator[str]:
             "the first iteration would be captured, and workspaces cannot be made during capture: give "
             "--cuda-graph-warmup-steps 1 or more"
         )
-
-
-def _backends(args: Any) -> set[str]:
-    """Return the backends of all directions."""
-    whole = getattr(args, "flux_backend", "auto")
-    return {getattr(args, f"flux_{name}", None) or whole for name in Backends._fields}

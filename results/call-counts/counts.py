@@ -110,7 +110,8 @@ def warm() -> None:
     path = importlib.import_module("tests.unit.ops.test_call_path")
     with pytest.MonkeyPatch.context() as patch:
         driver = path.Driver()
-        patch.setattr(path.cuda_driver, "_driver", lambda: driver)
+        name = "_driver" if hasattr(path.cuda_driver, "_driver") else "library"  # as of the commit
+        patch.setattr(path.cuda_driver, name, lambda: driver)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)

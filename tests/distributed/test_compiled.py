@@ -11,7 +11,6 @@ from tests.distributed.data import normals
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import on_ranks
 
-
 CALLS = {
     "column": {"all_gather_gemm": 1, "gemm_reduce_scatter": 1, "all_gather": 1},
     "row": {"gemm_reduce_scatter": 1, "all_gather_gemm": 1},

@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.test_launcher import begin
 from tests.processes import MARK, end, free_port, left, with_mark
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.commands, pytest.mark.slow]
 
 SECONDS = 25.0
 """For what takes a few on a busy machine. A launcher that waits for ranks which ignore its SIGTERM takes thirty."""

@@ -87,7 +87,7 @@ fi
 
 # All of them and the types, in three sessions side by side. What a worker or a command imports takes seconds, so each
 # kind of process is started by one session alone: workers over TransformerEngine by the first, which runs unit tests too;
-# commands and Slurm's jobs by the second; workers without it by the third. What the first two print is shown when all
+# the warm Python's commands and Slurm's jobs by the second; other workers by the third. What the first two print is shown when all
 # have ended, and failures once more at the end, where somebody who sees only the last lines looks for them.
 log=$(mktemp -d)
 beside=()
@@ -104,7 +104,7 @@ beside+=($!)
     >"$log/beside-2" 2>&1 &
 beside+=($!)
 failed=0
-"$PYTHON" -m pytest tests/distributed tests/field -m "not (te or commands)" | tee "$log/ranks" || failed=$?
+"$PYTHON" -m pytest tests/distributed tests/field tests/train -m "not (te or commands)" | tee "$log/ranks" || failed=$?
 for session in "${beside[@]}"; do
     wait "$session" || failed=$?
 done

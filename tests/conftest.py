@@ -17,8 +17,8 @@ __all__ = ["pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summa
 TESTS = Path(__file__).parent
 RANKS = ("distributed", "field", "megatron_lm", "slurm", "train")
 """Folders whose tests start processes that communicate."""
-COMMANDS = ("megatron_lm", "slurm", "train")
-"""Folders whose tests start commands alone."""
+COMMANDS = ("megatron_lm", "slurm")
+"""Folders whose tests start commands and jobs alone."""
 WITHOUT_MEGATRON = ("bench", "comm", "kernels", "layers", "metrics", "ops", "quant", "telemetry")
 """Folders of tests/unit that import no megatron-core."""
 OVER_TE = {"te_world", "te_world2", "te_world4", "libraries_world2", "newest_bridge_world2"}

@@ -16,8 +16,6 @@ import pytest
 from megatron_flux.run.rank import WholeErrorFile
 from tests.processes import MARK, end, left, with_mark
 
-pytestmark = pytest.mark.commands
-
 LAUNCH = ("-m", "tests.distributed.launch")
 ROOT = Path(__file__).parents[2]
 

@@ -86,9 +86,9 @@ if ((${#ARGUMENTS[@]})); then
 fi
 
 # All of them and the types, in three sessions side by side. What a worker or a command imports takes seconds, so each
-# kind of process is started by one session alone: workers over TransformerEngine by the first, which runs unit tests too;
-# the warm Python's commands and Slurm's jobs by the second; other workers by the third. What the first two print is shown when all
-# have ended, and failures once more at the end, where somebody who sees only the last lines looks for them.
+# kind of process is started by one session alone: workers over TransformerEngine by the first, which runs unit tests
+# too; the warm Python's commands and Slurm's jobs by the second; other workers by the third. What the first two print
+# is shown when all have ended, and failures once more at the end, where somebody who sees only the last lines looks.
 log=$(mktemp -d)
 beside=()
 show_logs() {

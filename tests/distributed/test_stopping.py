@@ -47,9 +47,7 @@ def start(mark: str) -> Iterator[Start]:
     """Start the ranks with a launcher."""
     started: list[subprocess.Popen[str]] = []
 
-    def begins(
-        how: str, what: str, folder: Path, python: str = sys.executable, **more: str
-    ) -> subprocess.Popen[str]:
+    def begins(how: str, what: str, folder: Path, python: str = sys.executable, **more: str) -> subprocess.Popen[str]:
         words = [f"{what} {folder}"] if how == "own" else [what, str(folder)]
         process = begin(python, *LAUNCHERS[how], *words, **{MARK: with_mark(mark), **more})
         started.append(process)

@@ -68,7 +68,6 @@ def test_a_killed_run_loses_nothing_and_is_resumed(
     rows = records(flux)
     assert [row["iteration"] for row in rows] == list(range(1, resumed + 7))
     check_process(rows, resumed, first)
-    check_samples([row for row in rows if row["iteration"] > resumed])
     assert len(list((flux / "wandb").glob(f"offline-run-*/run-{first}.wandb"))) == 2, "one run, gone on with"
     check_trace(flux, resumed + 3, resumed + 4, rows)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -96,19 +95,6 @@ def check_process(rows: list[dict[str, Any]], resumed: int, wandb_id: str) -> No
     assert after["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert after["peak_tflops"] is None
     assert after["peak_source"].startswith("no MFU: ")
-
-
-def check_samples(rows: list[dict[str, Any]]) -> None:
-    """Every other step is sampled; tests/distributed/test_record.py computes the figures."""
-    for row in rows:
-        assert row["schema"] == schema.SCHEMA_VERSION
-        assert row["flux/sampled"] == ("flux/e_overlap" in row) == (row["iteration"] % 2 == 0)
-        assert row["flux/wait_timeouts"] == 0
-    for row in (row for row in rows if row["flux/sampled"]):
-        assert set(row["flux/operator_time_ms"]) == {"all_gather", "all_gather_gemm", "gemm_reduce_scatter"}
-        assert sum(c["calls"] for c in row["flux/calls"] if c["operator"] == "all_gather_gemm") == 2 * (5 + 4)
-        spent = zip(row["flux/ranks"]["operators_ms"], row["flux/ranks"]["step_ms"], strict=True)
-        assert all(0 < operators < step for operators, step in spent)
 
 
 def check_trace(flux: Path, first: int, last: int, rows: list[dict[str, Any]]) -> None:

@@ -85,10 +85,10 @@ if ((${#ARGUMENTS[@]})); then
     exec "$PYTHON" -m pytest "${ARGUMENTS[@]}"
 fi
 
-# All of them and the types, in three sessions side by side. Jobs on Slurm's daemons mostly wait; unit tests keep one core
-# busy; ranks keep the other. What the sessions beside print is shown when all have ended, and failures once more at the
-# end, where somebody who sees only the last lines looks for them.
-RANKS=(tests/distributed/test_[a-r]*.py tests/distributed/test_s[a-p]*.py tests/gpu)
+# All of them and the types, in three sessions side by side. What a worker or a command imports takes seconds, so each
+# kind of process is started by one session alone: workers over TransformerEngine by the first, which runs unit tests
+# too; the warm Python's commands and Slurm's jobs by the second; other workers by the third. What the first two print
+# is shown when all have ended, and failures once more at the end, where somebody who sees only the last lines looks.
 log=$(mktemp -d)
 beside=()
 show_logs() {
@@ -98,12 +98,13 @@ show_logs() {
     rm -r "$log"
 }
 trap show_logs EXIT
-{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests/slurm; } >"$log/beside-1" 2>&1 &
+"$PYTHON" -m pytest tests/unit tests/gpu tests/distributed -m "te or not (ranks or commands)" >"$log/beside-1" 2>&1 &
 beside+=($!)
-"$PYTHON" -m pytest tests --ignore=tests/slurm "${RANKS[@]/#/--ignore=}" >"$log/beside-2" 2>&1 &
+{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests -m commands --ignore=tests/unit --ignore=tests/gpu; } \
+    >"$log/beside-2" 2>&1 &
 beside+=($!)
 failed=0
-"$PYTHON" -m pytest "${RANKS[@]}" | tee "$log/ranks" || failed=$?
+"$PYTHON" -m pytest tests/distributed tests/field tests/train -m "not (te or commands)" | tee "$log/ranks" || failed=$?
 for session in "${beside[@]}"; do
     wait "$session" || failed=$?
 done

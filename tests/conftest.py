@@ -17,8 +17,12 @@ __all__ = ["pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summa
 TESTS = Path(__file__).parent
 RANKS = ("distributed", "field", "megatron_lm", "slurm", "train")
 """Folders whose tests start processes that communicate."""
+COMMANDS = ("megatron_lm", "slurm")
+"""Folders whose tests start commands and jobs alone."""
 WITHOUT_MEGATRON = ("bench", "comm", "kernels", "layers", "metrics", "ops", "quant", "telemetry")
 """Folders of tests/unit that import no megatron-core."""
+OVER_TE = {"te_world", "te_world2", "te_world4", "libraries_world2", "newest_bridge_world2"}
+"""Fixtures whose workers have imported TransformerEngine."""
 LONGER = ("test_checkpoint.py", "test_compiled", "test_report.py", "test_signals.py", "test_wandb_", "test_watch.py")
 """Beginnings of names of files there that compile kernels, start processes or draw pages."""
 
@@ -45,7 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder; docs/testing.md says what the markers mean."""
     for item in items:
         folder, *below = item.path.relative_to(TESTS).parts
-        longer = item.get_closest_marker("slow") or "warm_python" in getattr(item, "fixturenames", ())
+        fixtures = set(getattr(item, "fixturenames", ()))
+        longer = item.get_closest_marker("slow") or "warm_python" in fixtures
+        if folder in COMMANDS or "warm_python" in fixtures:
+            item.add_marker("commands")
+        if fixtures & OVER_TE:
+            item.add_marker("te")
         if folder in RANKS:
             item.add_marker("ranks")
         elif folder == "unit" and below[0] in WITHOUT_MEGATRON and not (longer or item.path.name.startswith(LONGER)):

@@ -39,6 +39,7 @@ from megatron_flux.telemetry import environment
 logger = logging.getLogger("megatron_flux")
 
 WARMUP_STEPS = 3
+TUNING_STEPS = 5  # between two looks whether the tuner has decided
 MOST_TUNING_S = 300.0
 
 Samples = dict[str, list[Any]]
@@ -235,7 +236,7 @@ def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> Non
     # Not until all trials are over: one of a variant that failed goes on for ever.
     while any(agreement.of_all_ranks(tuned.tuner.turns() != before, ranks)):
         before = tuned.tuner.turns()
-        for _ in range(5):
+        for _ in range(TUNING_STEPS):
             step()
         if max(agreement.of_all_ranks(time.monotonic() - began, ranks)) > MOST_TUNING_S:
             raise FluxError(f"the tuner has not decided within {MOST_TUNING_S:.0f} s")

@@ -1,4 +1,7 @@
-"""The worker pools, started on first use and ended with these tests: idle ones would slow down those that follow."""
+"""The worker pools, started on first use and ended with these tests: idle ones would slow down those that follow.
+
+What they are forked from has no threads and stays, for tests/field has pools, too.
+"""
 
 from collections.abc import Iterator
 
@@ -7,7 +10,7 @@ import pytest
 from tests.distributed.pool import LIBRARIES, MEGATRON, NEWEST_BRIDGE, TRANSFORMER_ENGINE, Template, WorkerPool
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def templates() -> Iterator[None]:
     """The processes that workers are forked from end after all pools."""
     yield

@@ -39,7 +39,7 @@ def run_with_te(out: Path, model: str) -> dict[str, Any]:
     from megatron_flux.bench import variants
 
     with mock.patch.object(variants, "available_layers", return_value="te"):
-        return test_bench_fp8.run(out, model, (None,), ("te", "fsdp", "fsdp_again"), rounds=2)
+        return test_bench_fp8.run(out, model, (None,), ("te", "fsdp", "fsdp_again"))
 
 
 @te_stand_in.needed

@@ -32,7 +32,7 @@ pytestmark = te_stand_in.needed
 
 EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 OPTIONS: dict[str, Any] = {
-    **{"num_layers": 4, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True},
+    **{"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True},
     **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True},
     **{"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp64"},
     **{"moe_shared_expert_intermediate_size": 32, "overlap_moe_expert_parallel_comm": True, **EXPERTS},
@@ -56,15 +56,16 @@ def no_gpu() -> Iterator[None]:
 
 
 def stages(pp: int, **options: Any) -> list[torch.nn.Module]:
-    """This rank's stages of a model of four layers, the same numbers in every run."""
+    """This rank's stages of a model of two layers for each stage of the pipeline, the same numbers in every run."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(1234)
     virtual = 2 if pp > 1 else None
     config = model_config(
-        **FAMILIES["llama"], **OPTIONS, virtual_pipeline_model_parallel_size=virtual, batch_p2p_comm=True, **options
-    )
+        **FAMILIES["llama"], **OPTIONS, num_layers=2 * pp, virtual_pipeline_model_parallel_size=virtual,
+        batch_p2p_comm=True, **options,
+    )  # fmt: skip
     layer, norm = _te_layer(config, {"num_experts": 4, "moe_grouped_gemm": True})
     return pipeline_stages(config, layer, norm, VOCABULARY, SEQUENCE, position_embedding_type="rope")
 

@@ -130,7 +130,7 @@ def files() -> set[str]:
 @WAYS
 @on_ranks("world2")
 def test_a_wait_that_lasts_too_long_names_the_peer(kind: str, one_queue: bool) -> None:
-    with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "2"}):
+    with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "1"}):
         at = link(kind, one_queue)
     gather(at, 0, [0, 5000])
     if at.rank == 1:
@@ -143,7 +143,7 @@ def test_a_wait_that_lasts_too_long_names_the_peer(kind: str, one_queue: bool) -
     dist.barrier()
     said = str(caught.value)
     operator = "all_gather_gemm" if one_queue else "gemm_reduce_scatter"
-    assert f"rank 0 (tp rank 0 of 2): {operator} timed out after 2 s waiting for peer rank 1 (tp rank 1), " in said
+    assert f"rank 0 (tp rank 0 of 2): {operator} timed out after 1 s waiting for peer rank 1 (tp rank 1), " in said
     assert ", epoch 2; the peer's last epoch here is 1" in said
 
 

@@ -162,8 +162,9 @@ EXPECTED: dict[str, Callable[[Truth], Any]] = {
     "flux/ranks": lambda t: Satisfies(
         lambda found: (
             found["step_ms"] == pytest.approx([1e3 * rank["seconds"] for rank in t.ranks])
-            and min(found["reduction_ms"][:TP]) > 50
-        )  # there the other group waits for the slow rank's
+            and min(found["reduction_ms"][:TP]) > 50  # there the other group waits for the slow rank's
+            and all(0 < spent < 1e3 * r["seconds"] for spent, r in zip(found["operators_ms"], t.ranks, strict=True))
+        )
     ),
     "flux/gpu": lambda t: None,
     "flux/throttle_reasons": lambda t: None,

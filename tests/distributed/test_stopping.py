@@ -47,9 +47,9 @@ def start(mark: str) -> Iterator[Start]:
     """Start the ranks with a launcher."""
     started: list[subprocess.Popen[str]] = []
 
-    def begins(how: str, what: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+    def begins(how: str, what: str, folder: Path, python: str = sys.executable, **more: str) -> subprocess.Popen[str]:
         words = [f"{what} {folder}"] if how == "own" else [what, str(folder)]
-        process = begin(sys.executable, *LAUNCHERS[how], *words, **{MARK: with_mark(mark), **more})
+        process = begin(python, *LAUNCHERS[how], *words, **{MARK: with_mark(mark), **more})
         started.append(process)
         return process
 
@@ -91,9 +91,9 @@ def test_a_second_signal_ends_the_ranks_at_once(start: Start, mark: str, tmp_pat
 
 
 @pytest.mark.parametrize(("how", "name"), [("node", "SIGTERM"), ("torchrun", "SIGINT")])
-def test_all_ranks_stop_in_order(start: Start, tmp_path: Path, how: str, name: str) -> None:
+def test_all_ranks_stop_in_order(start: Start, warm_python: str, tmp_path: Path, how: str, name: str) -> None:
     """Asked again and again: all together by our launcher, or one of them alone."""
-    process = start(how, "ask", tmp_path)
+    process = start(how, "ask", tmp_path, warm_python)
     _, second = ready(tmp_path)
     asked = process.pid if how == "node" else second
     for _ in range(3):

@@ -20,6 +20,12 @@ from tests.unit.metrics.report_runs import RESULTS, full_run
 CPU = RESULTS / "report-cpu-tiny"
 
 
+@pytest.fixture(autouse=True)
+def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out five megabytes of a library."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+
+
 def title(folder: Path) -> str:
     found = re.search("<h1>(.*)</h1>", (folder / "report.html").read_text())
     assert found is not None
@@ -58,6 +64,7 @@ def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
         assert said in cli(*words, code=2)
 
 
+PAGES = 5
 WRONG = [None, True, -1, 1e309, "x", "NaN", [], [None], {}, {"x": None}, "<b>&"]
 
 
@@ -85,18 +92,16 @@ def damaged(value: Any, rng: random.Random) -> Any:
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "flux/breakdown.json", "flux/metrics.jsonl"])
 def test_damage_is_a_page_or_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    # Without plotly's five megabytes and the interval of the speed-up, each a hundred times.
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     monkeypatch.setattr("megatron_flux.metrics.summary.RESAMPLES", 20)
     run = full_run(tmp_path / "run")
     file = run / name
     rng, before, pages = random.Random(0), [json.loads(line) for line in jsons(file)], 0
-    for _ in range(10):
+    for _ in range(PAGES):
         wrong = [damaged(one, rng) if len(before) == 1 or rng.random() < 0.5 else one for one in before]
         file.write_text("".join(json.dumps(one) + "\n" for one in wrong))
         with contextlib.suppress(UserError):
             pages += bool(page.html(*make_chapters(load_all([run]))))
-    assert pages == 10
+    assert pages == PAGES
 
 
 def jsons(file: Path) -> list[str]:

@@ -162,7 +162,7 @@ def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None:
     rng = random.Random(tp)
-    for slots in (3, 4, 6)[: 3 if tp <= 4 else 1]:
+    for slots in (3, 6)[: 2 if tp <= 4 else 1]:
         ranks = Ranks(Layout(tp, 600, slots))
         programs = {
             kind: [
@@ -171,7 +171,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
             ]
             for kind in ("gather", "exchange")
         }
-        for seed in range(4):
+        for seed in range(4 if tp <= 3 else 3):
             kind = ("gather", "exchange")[(seed + seed // 2) % 2]
             ranks.fill(seed)
             queues = []

@@ -9,6 +9,7 @@ from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import backward as module
 from megatron_flux.layers.backward import accumulate
 from megatron_flux.layers.precision import EXACT, LinearState
+from tests.distributed.data import integers
 from tests.unit.groups import group_of
 from tests.unit.ops.fakes import OnGpu
 
@@ -17,11 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 main_grads = pytest.mark.parametrize(
     ("dtype", "into"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, None)]
 )
-
-
-def integers(*shape: int, dtype: torch.dtype, high: int = 4, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-high, high + 1, shape, generator=generator).to(dtype)
 
 
 def operands(dtype: torch.dtype, high: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

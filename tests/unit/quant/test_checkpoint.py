@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,20 +224,12 @@ def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_the_command(warm_python: str, tmp_path: Path) -> None:
-    def command(*words: object) -> subprocess.CompletedProcess[str]:
-        fold = [warm_python, "-m", "megatron_flux.cli", "quant", "fold", *map(str, words)]
-        return subprocess.run(fold, capture_output=True, text=True, timeout=120)
-
+def test_the_command(cli: Callable[..., str], tmp_path: Path) -> None:
     folder, out = write(tmp_path / "in", tensors()), tmp_path / "out"
-    done = command(folder, out, "--dry-run")
-    assert (done.returncode, done.stdout) == (0, "2 MLP(s) of 4 bits can be folded\n")
-    done = command(folder, out, "--check", "--tp", "4")
-    assert done.returncode == 0, done.stderr
-    assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in done.stdout
-    assert "2 linear(s) outside of MLPs keep their activation order (model.layers.0.self_attn.q_proj" in done.stdout
-    done = command(out, tmp_path / "again")
-    assert "0 MLP(s) folded; 2 had no activation order in their second linear" in done.stdout
-    done = command(folder, out)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"megatron-flux: error: {out} exists; name a folder that does not\n"
+    assert cli("quant", "fold", folder, out, "--dry-run") == "2 MLP(s) of 4 bits can be folded\n"
+    said = cli("quant", "fold", folder, out, "--check", "--tp", "4")
+    assert "2 MLP(s) folded; tp can be 1, 2, 4, 8; largest relative difference" in said
+    assert "2 linear(s) outside of MLPs keep their activation order (model.layers.0.self_attn.q_proj" in said
+    said = cli("quant", "fold", out, tmp_path / "again")
+    assert "0 MLP(s) folded; 2 had no activation order in their second linear" in said
+    assert cli("quant", "fold", folder, out, code=2) == f"{out} exists; name a folder that does not"

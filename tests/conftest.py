@@ -51,9 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder, *below = item.path.relative_to(TESTS).parts
         fixtures = set(getattr(item, "fixturenames", ()))
         longer = item.get_closest_marker("slow") or "warm_python" in fixtures
-        if folder in COMMANDS or "warm_python" in fixtures:
+        if folder in COMMANDS or (folder in RANKS and "warm_python" in fixtures):
             item.add_marker("commands")
-        if fixtures & OVER_TE:
+        elif fixtures & OVER_TE:
             item.add_marker("te")
         if folder in RANKS:
             item.add_marker("ranks")

@@ -275,7 +275,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ranks send a trial's times where they need the others'",
         f"{OPS}/tuner/trial.py",
-        "if left <= AHEAD and",
+        "if left <= self._ahead and",
         "if left == 0 and",
         (f"{TRIAL}::test_nobody_waits_for_a_rank_that_is_some_calls_late",),
     ),

@@ -169,7 +169,7 @@ def test_every_call_is_right_and_the_fastest_stays(tmp_path: Path) -> None:
     kept = cache.load(tmp_path / "tuned.json")
     assert [entry["plan"]["reducers"] for entry in kept.values()] == [2]
     with training(tmp_path) as (by, clock):  # another process
-        assert train(by) == trial.GAP + 1
+        assert train(by) == trial.GAP * trial.MOST_GAPS + 1
         assert step(by) == FAST
         assert clock.turns == []
 
@@ -461,7 +461,7 @@ def test_two_groups_decide_by_themselves(tmp_path: Path) -> None:
         assert (step(by), step(by, group=other)) == (FAST, FAST)
     with training(tmp_path) as (by, clock):
         other = dist.new_group([0, 1])
-        for _ in range(trial.GAP + 2):
+        for _ in range(trial.GAP * trial.MOST_GAPS + 2):
             ran = step(by, group=other)
         assert ran == FAST
         assert clock.turns == []

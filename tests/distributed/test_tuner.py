@@ -233,7 +233,7 @@ def test_what_ships_for_the_first_rank_holds_for_all(tmp_path: Path) -> None:
         tuned = made()
         train(tuned, the_call())
         assert [one.timed for one in trials(tuned)] == [[]]
-        assert tuned.tuner.plan(the_call())._options == {"config": PLANS[0]}  # type: ignore[attr-defined]
+        assert tuned.tuner.plan(the_call()).options == {"config": PLANS[0]}  # type: ignore[attr-defined]
 
 
 @on_ranks("world2")
@@ -253,7 +253,7 @@ def test_the_first_ranks_file_holds_for_all(tmp_path: Path) -> None:
         dist.barrier()
         for call in calls:
             call.run(tuned).wait()
-        found = [tuned.tuner.plan(call)._options for call in calls]
+        found = [tuned.tuner.plan(call).options for call in calls]
     assert found == [{"config": PLANS[1]}, {"config": PLANS[1]}, {}]
 
 

@@ -14,7 +14,8 @@ Contract
       takes the host clearly less (:mod:`~megatron_flux.ops.tuner.host_bound`): it takes time to enqueue a turn, and the
       wait of an asynchronous one. That is not written either.
     * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
-      GPU, or nearly so; and the GPU is busy with the others.
+      GPU, or nearly so; and the GPU is busy with the others. A round of no timed calls, in which kernels are compiled,
+      sends halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
     * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
       calls run the fastest so far: at first what was chosen for another m, else stock.
     * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
@@ -136,7 +137,7 @@ class Trial:
         self._finals = 0
         self._waits = 0
         self._looks = [0] * len(entries)
-        self._round, self._at = [*([] if known else self._look(0)), *[Turn(meanwhile, timed=False)] * GAP], 0
+        self._begin_round([] if known else self._look(0), GAP * MOST_GAPS if known else GAP)
         self._samples: list[Sample] = []
         """Of this round."""
         self._answers: Callable[[], list[Any]] | None = None
@@ -146,7 +147,7 @@ class Trial:
         """Return the turn of the next call, None once all is decided. Collective towards the end of a round."""
         if self.decided is None:
             left = len(self._round) - self._at
-            if left <= AHEAD and self._answers is None:
+            if left <= self._ahead and self._answers is None:
                 self._send(call, processes)
             if left == 0:
                 self._end_round(call, processes)
@@ -205,6 +206,10 @@ class Trial:
     def _rank_of(self, candidate: int) -> float:
         return statistics.median(self.effects[candidate]) + (0.0 if candidate else math.log(MARGIN))
 
+    def _begin_round(self, turns: list[Turn], gap: int) -> None:
+        self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
+        self._ahead = AHEAD if turns else gap // 2
+
     def _look(self, candidate: int) -> list[Turn]:
         return [Turn(candidate, timed=timed) for timed in (False, True, True)]
 
@@ -257,7 +262,7 @@ class Trial:
         else:
             self._waits = 0 if turns else self._waits + 1
             gap = GAP * min(1 << self._waits, MOST_GAPS)  # ranks of several hosts ask one store
-            self._round, self._at = [*turns, *[Turn(self.choice, timed=False)] * gap], 0
+            self._begin_round(turns, GAP * MOST_GAPS if self._is_known else gap)
 
     def _is_host_bound(self) -> bool:
         """Return True if most of the last turns of the candidates that are left found the GPU idle."""

@@ -223,3 +223,25 @@ def test_calls_that_will_be_replayed_take_the_host_what_a_replay_does(rows: tupl
     turns = [Timed(i, row, 1.0, False, host) for row in rows for i, host in enumerate((0.2, 0.6))]
     assert host_bound.weighed(1, turns, [], {1: 0.14}) == runs
     assert host_bound.weighed(1, turns, [], {}) == 0
+
+
+def test_ranks_seldom_ask_while_kernels_are_compiled_and_long_before_they_need_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a plan that is known: nothing else is to be found out."""
+    turns = Turns(monkeypatch, ENTRIES[:2], known=True)
+    sent, read, compiled = [], [], [False]
+
+    def begin(mine: Any, group: Any, about: str) -> Any:
+        sent.append(turns.calls)
+        return lambda: (read.append(turns.calls), [mine, mine])[1]
+
+    monkeypatch.setattr(trial.agreement, "begin", begin)
+    monkeypatch.setattr(trial, "_state", lambda *_: compiled[0])
+    while len(read) < 3:
+        assert turns.call(idle=False, ms=dict.fromkeys(range(3), 1.0))
+    assert read == [16, 32, 48]
+    assert sent[:3] == [8, 24, 40]
+    compiled[0] = True
+    assert decided(turns, idle=False, ms=dict.fromkeys(range(3), 1.0)) == ENTRIES[1]
+    assert turns.calls <= 97

@@ -1,7 +1,7 @@
 """Work over a link through host memory, recorded as CUDA graphs and replayed where the same memory comes again.
 
 A chunked call is 30 to 60 calls of the driver and several GEMMs: 0.5 to 0.8 ms of the host (results/host-link-x2), so
-small layers were bound by it. One launch of a graph with all of that takes it less than 0.1 ms. A training of fixed
+small layers were bound by it. One launch of a graph with all of that takes it 0.1 to 0.2 ms. A training of fixed
 shapes gets the same addresses from torch's allocator in every step. Where it does not, calls run as they are.
 
 Contract

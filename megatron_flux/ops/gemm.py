@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backend import shaped
 from megatron_flux.ops.call import OperatorCall, aligned, matrix
 from megatron_flux.ops.call_events import stats
 from megatron_flux.ops.fp8_operand import FP8_CAPABILITY, Fp8Operand, Fp8Pair, blocks_of, padded, quantized
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
 
@@ -30,7 +29,7 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
     if bias is None:
         return torch.matmul(x, wt)
     y = torch.addmm(bias, matrix(x), wt)
-    return y if x.dim() == 2 else _unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+    return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def partial(call: OperatorCall) -> torch.Tensor:
@@ -46,7 +45,7 @@ def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
     if call.fp8 is not None:
         return fp8_gemm(call.fp8).add_(matrix(addend))
     y = torch.addmm(matrix(addend), matrix(call.x), call.weight if call.transposed else call.weight.t())
-    return y if call.x.dim() == 2 else _unsafe_view(y, (*call.x.shape[:-1], y.shape[-1]))
+    return y if call.x.dim() == 2 else shaped(y, (*call.x.shape[:-1], y.shape[-1]))
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:

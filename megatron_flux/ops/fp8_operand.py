@@ -83,9 +83,9 @@ class Fp8Operand:
             raise UserError(
                 f"Fp8Operand: scale_inv must be contiguous fp32 on {data.device}, got {scales.dtype} on {scales.device}"
             )
-        if self.shards < 1 or data.shape[0] % self.shards:
+        if self.shards != 1 and (self.shards < 1 or data.shape[0] % self.shards):
             raise UserError(f"Fp8Operand: {data.shape[0]} rows do not make {self.shards} equal shards")
-        if not self._fits():
+        if not (scales.numel() in (1, self.shards) if self.scaling == "tensor" else self._blocks_fit()):
             raise UserError(
                 f"Fp8Operand: scale_inv {list(scales.shape)} does not fit data {list(data.shape)}, scaling "
                 f"{self.scaling}, shards {self.shards}; wanted: {self._wanted()}"
@@ -106,10 +106,8 @@ class Fp8Operand:
         """``data`` as its own format, unscaled."""
         return self.data.view(self.dtype)
 
-    def _fits(self) -> bool:
+    def _blocks_fit(self) -> bool:
         shape: tuple[int, ...] = self.scale_inv.shape
-        if self.scaling == "tensor":
-            return self.scale_inv.numel() in (1, self.shards)
         if self.scaling == "128x128":
             rows_fit = self.shards == 1 and len(shape) == 2 and shape[0] == blocks_of(self.rows)
             return rows_fit and shape[1] >= self._kb and shape[1] % 4 == 0
@@ -148,10 +146,10 @@ class Fp8Operand:
         return Fp8Operand(self.data[first:last], self.dtype, scales, self.scaling)
 
     def one_shard(self) -> Fp8Operand:
-        """Return the same rows with the scales of all shards in one; no copy where there is one shard."""
+        """Return the same rows with the scales of all shards in one; itself where that is so."""
         scales = self.scale_inv
         if self.shards == 1 or (self.scaling == "tensor" and scales.numel() == 1):
-            return self if self.shards == 1 else Fp8Operand(self.data, self.dtype, scales, self.scaling)
+            return self
         if self.scaling == "tensor":
             raise UserError(f"Fp8Operand: {self.shards} shards with scales of their own have no common one")
         rows = self.rows // self.shards
@@ -228,7 +226,7 @@ class Fp8Pair(NamedTuple):
     @property
     def promoted(self) -> bool:
         """True if sums are promoted to fp32 every 128 of k."""
-        return self.split or self.blocks
+        return self.split or self.x.scaling != "tensor"
 
     @property
     def scale_shapes(self) -> tuple[object, ...]:

@@ -93,6 +93,12 @@ class TransformerEngineFp8:
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
                 setattr(api, name, resolve_name(path))
+        # What a recipe calls them, and what counts where it does not say.
+        self._splits = (
+            ("fp8_gemm_fprop", api.split_forward),
+            ("fp8_gemm_dgrad", api.split_dgrad),
+            ("fp8_gemm_wgrad", api.split_wgrad),
+        )
         self.compact = release in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
@@ -101,17 +107,18 @@ class TransformerEngineFp8:
     def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why TransformerEngine must run this FP8 call itself, or None."""
         recipe = self.state.get_fp8_recipe()
-        if not (recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
+        delayed = recipe.delayed()
+        if not (delayed or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
             return f"fp8 recipe {type(recipe).__name__}"
         if recipe.fp8_dpa or recipe.fp8_mha:
             return "fp8 attention (fp8_dot_product_attention)"
         if (override := getattr(recipe, "backward_override", None)) is not None:  # from 2.15 on
             return f"fp8 with backward_override {override}"
-        if recipe.delayed() and not recipe.reduce_amax:
+        if delayed and not recipe.reduce_amax:
             return "fp8 without reduce_amax"
         if self.api.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
-        if layer.__dict__.get("save_original_input", False) and recipe.delayed():
+        if delayed and layer.__dict__.get("save_original_input", False):
             return "delayed fp8 scaling with save_original_input"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
@@ -162,18 +169,12 @@ class TransformerEngineFp8:
             setattr(state, name, before)
         return bool(first)
 
-    def splits(self, recipe: Any) -> tuple[bool, bool, bool]:
+    def splits(self, recipe: Any) -> list[bool]:
         """Return whether ``recipe`` splits the sums of forward, dgrad and wgrad."""
-
-        def split(name: str, default: bool) -> bool:
-            return getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-
-        api = self.api
-        return (
-            split("fp8_gemm_fprop", api.split_forward),
-            split("fp8_gemm_dgrad", api.split_dgrad),
-            split("fp8_gemm_wgrad", api.split_wgrad),
-        )
+        return [
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
+            for name, default in self._splits
+        ]
 
     def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:
         """Return what a layer multiplies, to ``out``, in forward and dgrad under the present autocast."""

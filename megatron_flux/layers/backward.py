@@ -84,7 +84,7 @@ def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | 
 
 def release() -> int:
     """Drop the memory of unread gradients and return its bytes; the next backward makes it again."""
-    nbytes = sum(views[None].nbytes for views in _unread_memory.values())
+    nbytes = sum(views[None].nbytes for views in _unread_memory.values() if views)
     _unread_memory.clear()
     return nbytes
 

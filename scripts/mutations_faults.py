@@ -920,8 +920,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forward's sums are split and dgrad's are not",
         f"{TE_FP8}.py",
-        '"split_accumulator": split} for split in splits',
-        '"split_accumulator": split} for split in reversed(splits)',
+        "split_forward, split_dgrad, self._wgrad_split =",
+        "split_dgrad, split_forward, self._wgrad_split =",
         (f"{TE_LAYERS_FP8}::test_what_is_multiplied_is_stocks_to_the_bit",),
     ),
     Fault(

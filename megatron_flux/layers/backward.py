@@ -36,7 +36,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 any_autocast = torch._C._is_any_autocast_enabled
-_unread_memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_unread_memory: dict[tuple[torch.dtype, torch.device], dict[torch.Size | None, torch.Tensor]] = {}
+"""The memory, under None, and its views by shape."""
 
 
 def autocast_of(x: torch.Tensor) -> torch.dtype | None:
@@ -70,16 +71,20 @@ def unread_gradient(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | 
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-    size, key = weight.numel(), (dtype, weight.device)
-    memory = _unread_memory.get(key)
-    if memory is None or memory.numel() < size:
-        memory = _unread_memory[key] = torch.empty(size, dtype=dtype, device=weight.device)
-    return memory[:size].view(weight.shape)
+    views = _unread_memory.setdefault((dtype, weight.device), {})
+    view = views.get(weight.shape)
+    if view is None:
+        size, memory = weight.numel(), views.get(None)
+        if memory is None or memory.numel() < size:
+            views.clear()
+            memory = views[None] = torch.empty(size, dtype=dtype, device=weight.device)
+        view = views[weight.shape] = memory[:size].view(weight.shape)
+    return view.detach()  # autograd would copy a gradient that somebody else holds
 
 
 def release() -> int:
     """Drop the memory of unread gradients and return its bytes; the next backward makes it again."""
-    nbytes = sum(memory.nbytes for memory in _unread_memory.values())
+    nbytes = sum(views[None].nbytes for views in _unread_memory.values() if views)
     _unread_memory.clear()
     return nbytes
 
@@ -110,4 +115,4 @@ def apex_kernel() -> ModuleType | None:
 
 def rows(t: torch.Tensor) -> torch.Tensor:
     """View ``[..., n]`` as a matrix ``[m, n]``."""
-    return t.reshape(-1, t.shape[-1])
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])

@@ -5,12 +5,12 @@ to the library that quantises (:class:`megatron_flux.patch.te_fp8.Fp8Call`), so 
 stock layer's to the bit.
 
 Two forms of a matrix ``[m, k]``
-    * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad). wgrad's
-      operand is that of the transposed matrix ``[k, m]``, multiplied over ``m``.
-    * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs, as a rank has its own. Gathered they are
-      ``[k, m]`` where the backend can send them so (:func:`sends_transposed`): each rank transposes its shard before
-      the gather, a ``tp``-th of all bytes. A shard that is ``[k, m]`` can only be gathered there. Elsewhere rows are
-      gathered, and the whole is transposed behind the gather.
+    * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad).
+    * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs, as a rank has its own. Transposed, ``[k, m]``,
+      they are wgrad's operand, multiplied over ``m``. They are gathered so where the backend can send them so
+      (:func:`sends_transposed`): each rank transposes its shard before the gather, a ``tp``-th of all bytes. A shard
+      that is ``[k, m]`` can only be gathered there. Elsewhere rows are gathered, and the whole is transposed behind
+      the gather.
 
     With one scale both have the same bytes. In blocks of 128 they have not: scales of wgrad's operand are by 128 rows,
     those of the other by 128 columns.

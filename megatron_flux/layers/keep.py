@@ -158,20 +158,21 @@ def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: i
         return None
     state = state_of(group)
     # Asked once, as backends are: it takes longer than a launch.
-    wire = linear.wires.activations
-    key = ("keep_gathered", linear.backends, wire, wanted, x.dtype, x.device, weight.is_contiguous())
+    wire, dtype = linear.wires.activations, linear.precision.gathered_dtype or x.dtype
+    key = ("keep_gathered", linear.backends, wire, wanted, dtype, x.device, weight.is_contiguous())
     worth = state.chosen.get(key)
     if worth is False or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or capturing(x):
         return None
     if worth is None:
-        worth = _is_worth_keeping(x, linear, wanted)
+        like = x if dtype == x.dtype else x.new_empty(1, dtype=dtype).expand(x.shape)  # no elements are read
+        worth = _is_worth_keeping(like, linear, wanted)
         if x.is_cuda:
             state.chosen[key] = worth
     if not worth:
         return None
     if state.kept is None:
         state.kept = _Ledger()
-    return state.kept.reserve(group.size() * x.numel() * x.element_size(), x, budget, group)
+    return state.kept.reserve(group.size() * x.numel() * dtype.itemsize, x, budget, group)
 
 
 def _ledgers() -> list[_Ledger]:

@@ -63,8 +63,7 @@ from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows, unread_gradient
 from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Norm, Precision
 from megatron_flux.layers.prefetch import ColumnState, Returned
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
+from megatron_flux.ops.backend import shaped
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -157,7 +156,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             dx = pending.wait() if isinstance(pending, Pending) else pending
             if linear.norm is not None:
                 norm_x, *others = saved[:4]
-                dx = dx.view(norm_x.shape)
+                dx = _shaped(dx, norm_x.shape)
                 if d_norm_output is not None:
                     dx = dx.add_(rows(d_norm_output))
                 dx, norm_dw, norm_db = linear.norm.backward(dx, norm_x, *others)
@@ -177,7 +176,7 @@ def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor |
     norm_output = None if returned is None else precision.norm_output(local_x)
     if not linear.sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
-        y = y if y.dim() == len(shape) else _unsafe_view(y, (*shape[:-1], y.shape[-1]))
+        y = y if y.dim() == len(shape) else shaped(y, (*shape[:-1], y.shape[-1]))
         return y if returned is None else (y, norm_output)
     gathers_output, pending = returned == "gathered", None
     own = gathers_output and precision.gathered_dtype is None  # the GEMM's operand is the norm's output
@@ -198,7 +197,7 @@ def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor |
         y, norm_output = y
     elif kept is not None:
         y, kept.gathered = y
-    y = y if y.dim() == len(shape) else _unsafe_view(y, (shape[0] * group.size(), *shape[1:-1], y.shape[-1]))
+    y = y if y.dim() == len(shape) else shaped(y, (shape[0] * group.size(), *shape[1:-1], y.shape[-1]))
     return y if returned is None else (y, norm_output)
 
 
@@ -292,7 +291,7 @@ def _row(linear: LinearState, x: Any, weight: Any, shape: torch.Size) -> torch.T
         y = ops.gemm_all_reduce(x, weight, group, backend=backend, **how)
     if y.dim() == len(shape):
         return y
-    return _unsafe_view(y, (shape[0] // (group.size() if linear.sequence_parallel else 1), *shape[1:-1], y.shape[-1]))
+    return shaped(y, (shape[0] // (group.size() if linear.sequence_parallel else 1), *shape[1:-1], y.shape[-1]))
 
 
 def _shaped(dx: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -364,9 +363,7 @@ def column_parallel_linear(
         return _column(linear, local_x, multiplied, bias, x.shape)
     if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
-            dtype = precision.gathered_dtype  # of that size; no elements are read
-            like = x if dtype is None else x.new_empty(1, dtype=dtype).expand(x.shape)
-            linear.kept = keep.reserve(like, linear, keep_gathered, keep_gathered_bytes)
+            linear.kept = keep.reserve(x, linear, keep_gathered, keep_gathered_bytes)
         linear.gather_ahead = gather_ahead and linear.kept is None
     return _ColumnParallelLinear.apply(x, norm_weight, norm_bias, weight, bias, linear)
 

@@ -54,7 +54,7 @@ def padded(size: int) -> int:
     return -(-size // 4) * 4
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, init=False)
 class Fp8Operand:
     """See the module. Raises UserError: tensors that do not fit each other.
 
@@ -67,28 +67,32 @@ class Fp8Operand:
     scaling: Scaling = "tensor"
     shards: int = 1
 
-    def __post_init__(self) -> None:
-        """Check."""
-        data, scales = self.data, self.scale_inv
-        if self.scaling not in SCALINGS:
-            raise UserError(f"Fp8Operand: unknown scaling {self.scaling!r}; use one of: {', '.join(SCALINGS)}")
-        if self.dtype not in FORMATS:
-            raise UserError(f"Fp8Operand: dtype must be float8_e4m3fn or float8_e5m2, got {self.dtype}")
+    def __init__(
+        self, data: torch.Tensor, dtype: torch.dtype, scale_inv: torch.Tensor, scaling: Scaling = "tensor",
+        shards: int = 1,
+    ) -> None:  # fmt: skip
+        """Check what is given. By hand: a dataclass's own ``__init__`` and a check behind it take longer."""
+        self.data, self.dtype, self.scale_inv, self.scaling, self.shards = data, dtype, scale_inv, scaling, shards
+        if scaling not in SCALINGS:
+            raise UserError(f"Fp8Operand: unknown scaling {scaling!r}; use one of: {', '.join(SCALINGS)}")
+        if dtype not in FORMATS:
+            raise UserError(f"Fp8Operand: dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
         if data.dim() != 2 or data.dtype != torch.uint8 or not data.is_contiguous():
             raise UserError(
                 f"Fp8Operand: data must be contiguous uint8 [rows, k], got {data.dtype} {list(data.shape)} with "
                 f"strides {list(data.stride())}; pass .view(torch.uint8), flattened"
             )
-        if scales.dtype != torch.float32 or scales.device != data.device or not scales.is_contiguous():
+        if scale_inv.dtype != torch.float32 or scale_inv.device != data.device or not scale_inv.is_contiguous():
             raise UserError(
-                f"Fp8Operand: scale_inv must be contiguous fp32 on {data.device}, got {scales.dtype} on {scales.device}"
+                f"Fp8Operand: scale_inv must be contiguous fp32 on {data.device}, got {scale_inv.dtype} on "
+                f"{scale_inv.device}"
             )
-        if self.shards < 1 or data.shape[0] % self.shards:
-            raise UserError(f"Fp8Operand: {data.shape[0]} rows do not make {self.shards} equal shards")
-        if not self._fits():
+        if shards != 1 and (shards < 1 or data.shape[0] % shards):
+            raise UserError(f"Fp8Operand: {data.shape[0]} rows do not make {shards} equal shards")
+        if not (scale_inv.numel() in (1, shards) if scaling == "tensor" else self._blocks_fit()):
             raise UserError(
-                f"Fp8Operand: scale_inv {list(scales.shape)} does not fit data {list(data.shape)}, scaling "
-                f"{self.scaling}, shards {self.shards}; wanted: {self._wanted()}"
+                f"Fp8Operand: scale_inv {list(scale_inv.shape)} does not fit data {list(data.shape)}, scaling "
+                f"{scaling}, shards {shards}; wanted: {self._wanted()}"
             )
 
     @property
@@ -106,10 +110,8 @@ class Fp8Operand:
         """``data`` as its own format, unscaled."""
         return self.data.view(self.dtype)
 
-    def _fits(self) -> bool:
+    def _blocks_fit(self) -> bool:
         shape: tuple[int, ...] = self.scale_inv.shape
-        if self.scaling == "tensor":
-            return self.scale_inv.numel() in (1, self.shards)
         if self.scaling == "128x128":
             rows_fit = self.shards == 1 and len(shape) == 2 and shape[0] == blocks_of(self.rows)
             return rows_fit and shape[1] >= self._kb and shape[1] % 4 == 0
@@ -148,10 +150,10 @@ class Fp8Operand:
         return Fp8Operand(self.data[first:last], self.dtype, scales, self.scaling)
 
     def one_shard(self) -> Fp8Operand:
-        """Return the same rows with the scales of all shards in one; no copy where there is one shard."""
+        """Return the same rows with the scales of all shards in one; itself where that is so."""
         scales = self.scale_inv
         if self.shards == 1 or (self.scaling == "tensor" and scales.numel() == 1):
-            return self if self.shards == 1 else Fp8Operand(self.data, self.dtype, scales, self.scaling)
+            return self
         if self.scaling == "tensor":
             raise UserError(f"Fp8Operand: {self.shards} shards with scales of their own have no common one")
         rows = self.rows // self.shards
@@ -228,7 +230,7 @@ class Fp8Pair(NamedTuple):
     @property
     def promoted(self) -> bool:
         """True if sums are promoted to fp32 every 128 of k."""
-        return self.split or self.blocks
+        return self.split or self.x.scaling != "tensor"
 
     @property
     def scale_shapes(self) -> tuple[object, ...]:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops.backend import shaped
 from megatron_flux.ops.call import OperatorCall, aligned, matrix
 from megatron_flux.ops.call_events import stats
+from megatron_flux.ops.device import capability
 from megatron_flux.ops.fp8_operand import FP8_CAPABILITY, Fp8Operand, Fp8Pair, blocks_of, padded, quantized
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch is told
 
@@ -30,7 +30,7 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
     if bias is None:
         return torch.matmul(x, wt)
     y = torch.addmm(bias, matrix(x), wt)
-    return y if x.dim() == 2 else _unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+    return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def partial(call: OperatorCall) -> torch.Tensor:
@@ -46,7 +46,7 @@ def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
     if call.fp8 is not None:
         return fp8_gemm(call.fp8).add_(matrix(addend))
     y = torch.addmm(matrix(addend), matrix(call.x), call.weight if call.transposed else call.weight.t())
-    return y if call.x.dim() == 2 else _unsafe_view(y, (*call.x.shape[:-1], y.shape[-1]))
+    return y if call.x.dim() == 2 else shaped(y, (*call.x.shape[:-1], y.shape[-1]))
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
@@ -78,13 +78,10 @@ def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor 
         pair = pair.with_aligned_scales()
     x, weight = pair.x.one_shard(), pair.weight
     if cublas_takes(x, weight):
-        if pair.blocks:
-            by = x.scale_inv.t(), _scales_of_weight(weight)
-        else:
-            by = x.scale_inv.view(()), weight.scale_inv.view(())
+        by = (x.scale_inv.t(), _scales_of_weight(weight)) if pair.blocks else (x.scale_inv, weight.scale_inv)
         return torch._scaled_mm(
             aligned(x.numbers), aligned(weight.numbers).t(), scale_a=by[0], scale_b=by[1], bias=bias,
-            out_dtype=pair.out, use_fast_accum=not pair.promoted, **({} if out is None else {"out": out}),
+            out_dtype=pair.out, use_fast_accum=not pair.promoted, out=out,
         )  # fmt: skip
     if x.data.is_cuda:
         stats.degraded["an fp32 GEMM of dequantised FP8 operands that cuBLASLt does not take"] += 1
@@ -99,16 +96,20 @@ def cublas_takes(x: Fp8Operand, weight: Fp8Operand) -> bool:
     """
     if not x.data.is_cuda or x.k % 16 or weight.rows % 16:
         return False
-    capability = torch.cuda.get_device_capability(x.data.device)
     if x.scaling == "tensor":
-        return capability >= FP8_CAPABILITY
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if capability != (9, 0) or cuda < (12, 9) or x.rows != x.scale_inv.shape[1]:
+        return capability(x.data.device) >= FP8_CAPABILITY
+    if not _multiplies_blocks(x.data.device) or x.rows != x.scale_inv.shape[1]:
         return False
     blocks = blocks_of(weight.k)
     if weight.scale_inv.shape[1] != padded(blocks):
         return False
     return blocks % 4 == 0 or _strides_of_odd_blocks(x.data.device) is not None
+
+
+@functools.cache
+def _multiplies_blocks(device: torch.device) -> bool:
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ four of 132 SMs are free for adding partials at no cost in rounds.
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -76,7 +76,7 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         """Hash once: a configuration is part of every key."""
-        object.__setattr__(self, "_hash", hash(astuple(self)))
+        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))  # astuple would copy each of them
 
     def __hash__(self) -> int:
         """Return the hash that :meth:`__post_init__` computed."""
@@ -145,6 +145,7 @@ def _of_other_width(config: KernelConfig) -> KernelConfig:
     return replace(config, bn=128, stages=5) if config.bn == 256 else replace(config, bn=256, stages=3)
 
 
+@functools.lru_cache(1024)
 def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
     """Return ``config`` as FP8 operands can run it: 128 of k at a time, as many bytes as 64 of 16 bits.
 

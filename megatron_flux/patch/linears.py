@@ -173,12 +173,16 @@ class LinearPatch(StockReasons):
                 return stock(layer, x, *args, **kwargs)
             self.activate(layer)
             first, fp8 = layer.is_first_microbatch, self.runs_fp8()
-            captured = capture_id(x) is not None or (fp8 and self.te.fp8.captured())
             options = {
                 "sequence_parallel": layer.sequence_parallel,
                 "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
                 "overwrite_main_grad": (
-                    (first and not layer.disable_parameter_transpose_cache and not captured)
+                    (
+                        first
+                        and not layer.disable_parameter_transpose_cache
+                        and capture_id(x) is None
+                        and not (fp8 and self.te.fp8.captured())
+                    )
                     or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,

@@ -74,7 +74,6 @@ class Originals:
         self._wrapped = _reason(method, stock)
         places = [place for path in paths for place in _places(path)]
         self._labels = [label for _, _, label in places]
-        # No object was seen yet that is the release's own: the first call looks closely.
         self._names = {f"own{i}": _NEVER_SEEN for i in range(len(places))}
         self._names |= {f"owner{i}": owner for i, (owner, _, _) in enumerate(places)}
         now = [f"owner{i}.{read}" for i, (_, read, _) in enumerate(places)]
@@ -82,6 +81,7 @@ class Originals:
         untouched = " and ".join(f"{found} is own{i}" for i, found in enumerate(now))
         self._untouched = eval(f"lambda: {untouched}", self._names)  # noqa: S307 - names of this file
         self._now = eval(f"lambda: ({', '.join(now)},)", self._names)  # noqa: S307
+        self._other()  # now rather than in the first call, which a step waits for
 
     def why_stock(self) -> str | None:
         """Return the reason if another object is in the place of the release's own, else None."""

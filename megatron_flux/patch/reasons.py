@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from megatron_flux.config import Backends, FluxConfig
+from megatron_flux.layers.backward import autocast_of
 from megatron_flux.ops.call import DTYPES
 from megatron_flux.patch.originals import Originals, batch_invariant
 from megatron_flux.patch.provenance import name_of
@@ -144,9 +145,7 @@ class StockReasons:
             return "quantization of single modules (te_quant_params)"
         fp8 = self.runs_fp8()
         reason = self.why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
-        reason = reason or self.why_stock_common(layer, x, weight)
-        if reason is None and fp8 and (offloading := _offloading(layer.config)) is not None:
-            reason = f"{offloading} in fp8"
+        reason = reason or self.why_stock_common(layer, x, weight, fp8)
         if reason is None and fp8:
             reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
         if reason is not None:
@@ -171,8 +170,8 @@ class StockReasons:
         originals = self.originals.get(kind)
         return None if originals is None else originals.why_stock()
 
-    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-        """Return the reason for a call of any kind of layer, or None."""
+    def why_stock_common(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, fp8: bool = False) -> str | None:
+        """Return the reason for a call of any kind of layer, or None. ``fp8``: it is to run FP8."""
         for name, neutral in self.added.items():
             if getattr(layer, name, neutral) != neutral:
                 return f"unsupported layer attribute {name}={getattr(layer, name)!r}"
@@ -193,7 +192,9 @@ class StockReasons:
                 return _OFFLOADING
             if asks_for_graphs(config):
                 return f"{offloading} with CUDA graphs"
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
+            if fp8:
+                return f"{offloading} in fp8"
+        if autocast_of(x) is not None:
             return "autocast"
         if x.dtype != weight.dtype or x.dtype not in DTYPES:
             return f"dtypes {x.dtype} and {weight.dtype}"

@@ -93,6 +93,12 @@ class TransformerEngineFp8:
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
                 setattr(api, name, resolve_name(path))
+        # What a recipe calls them, and what counts where it does not say.
+        self._splits = (
+            ("fp8_gemm_fprop", api.split_forward),
+            ("fp8_gemm_dgrad", api.split_dgrad),
+            ("fp8_gemm_wgrad", api.split_wgrad),
+        )
         self.compact = release in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
@@ -101,17 +107,18 @@ class TransformerEngineFp8:
     def why_stock(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why TransformerEngine must run this FP8 call itself, or None."""
         recipe = self.state.get_fp8_recipe()
-        if not (recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
+        delayed = recipe.delayed()
+        if not (delayed or recipe.float8_current_scaling() or recipe.float8_block_scaling()):
             return f"fp8 recipe {type(recipe).__name__}"
         if recipe.fp8_dpa or recipe.fp8_mha:
             return "fp8 attention (fp8_dot_product_attention)"
         if (override := getattr(recipe, "backward_override", None)) is not None:  # from 2.15 on
             return f"fp8 with backward_override {override}"
-        if recipe.delayed() and not recipe.reduce_amax:
+        if delayed and not recipe.reduce_amax:
             return "fp8 without reduce_amax"
         if self.api.any_layout():
             return "fp8 on a GPU whose GEMMs take any layout (compute capability 10)"
-        if layer.__dict__.get("save_original_input", False) and recipe.delayed():
+        if delayed and layer.__dict__.get("save_original_input", False):
             return "delayed fp8 scaling with save_original_input"
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in DTYPES:
             return f"fp8 of a {type(x).__name__} in {x.dtype}"
@@ -122,14 +129,10 @@ class TransformerEngineFp8:
         return self._why_stock_shapes(layer, x, weight, recipe)
 
     def _why_stock_shapes(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> str | None:
-        m, k = math.prod(x.shape[:-1]), x.shape[-1]
-        if (
-            m % 8
-            or k % 16
-            or weight.shape[0] % 16
-            or (layer.sequence_parallel and layer.parallel_mode == "row" and x.shape[0] % layer.tp_size)
-        ):
-            return f"fp8 of {m} rows, {k} columns and {weight.shape[0]} results"
+        *lead, k = x.shape
+        m, n, row = math.prod(lead), weight.shape[0], layer.parallel_mode == "row"
+        if m % 8 or k % 16 or n % 16 or (layer.sequence_parallel and row and lead[0] % layer.tp_size):
+            return f"fp8 of {m} rows, {k} columns and {n} results"
         if not recipe.float8_block_scaling():
             return None
         dims = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
@@ -138,8 +141,7 @@ class TransformerEngineFp8:
         if not layer.sequence_parallel:
             return None
         # Gathered operands must be whole blocks: x of a column-parallel layer, dy of a row-parallel one.
-        row = layer.parallel_mode == "row"
-        mine, width = (m // layer.tp_size, weight.shape[0]) if row else (m, k)
+        mine, width = (m // layer.tp_size, n) if row else (m, k)
         if mine % BLOCK or width % BLOCK:
             return f"fp8 in blocks with {mine} rows of {width} per rank"
         return None
@@ -167,18 +169,12 @@ class TransformerEngineFp8:
             setattr(state, name, before)
         return bool(first)
 
-    def splits(self, recipe: Any) -> tuple[bool, bool, bool]:
+    def splits(self, recipe: Any) -> list[bool]:
         """Return whether ``recipe`` splits the sums of forward, dgrad and wgrad."""
-
-        def split(name: str, default: bool) -> bool:
-            return getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-
-        api = self.api
-        return (
-            split("fp8_gemm_fprop", api.split_forward),
-            split("fp8_gemm_dgrad", api.split_dgrad),
-            split("fp8_gemm_wgrad", api.split_wgrad),
-        )
+        return [
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
+            for name, default in self._splits
+        ]
 
     def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:
         """Return what a layer multiplies, to ``out``, in forward and dgrad under the present autocast."""
@@ -231,15 +227,18 @@ class Fp8Call(Precision):
             api.set_amax_group(self._dy_quantizer, layer.tp_group if self._gathers_dy else None)
         self._in_blocks = recipe.float8_block_scaling()
         self.serves_wgrad = not self._in_blocks  # bytes in blocks by columns are not those by rows
-        *splits, self._wgrad_split = te.splits(recipe)
+        # x is also quantised by columns for wgrad: bytes that ranks gather are transposed after it.
+        self._by_columns = self._in_blocks or not self._gathers_x
+        # TransformerEngine leaves what ranks will gather for wgrad transposed.
+        self._by_te_transposed = self._in_blocks and not te.compact
+        split_forward, split_dgrad, self._wgrad_split = te.splits(recipe)
         self._dtype = x.dtype
-        self.forward_options, self.dgrad_options = (
-            {"out_dtype": self._dtype, "split_accumulator": split} for split in splits
-        )
+        self.forward_options = {"out_dtype": x.dtype, "split_accumulator": split_forward}
+        self.dgrad_options = {"out_dtype": x.dtype, "split_accumulator": split_dgrad}
         self._keeps_input = not has_norm and bool(getattr(layer, "save_original_input", False))
         self._grad, self._need_wgrad = grad, grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
-        self._x_again: Rows | Fp8Operand | None = None  # quantised once more, where x was saved as it came
+        self._x_again: Rows | None = None  # quantised once more, where x was saved as it came
         self._returns_norm = returns_norm
         self._norm_output: torch.Tensor | None = None
         # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
@@ -307,8 +306,8 @@ class Fp8Call(Precision):
         operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
         if not self._grad:
             return operand, multiplied, ()
-        local_x = self._local(quantized) if for_wgrad else None
-        saved = (x if self._need_wgrad else None, None) if local_x is None else (local_x.data, local_x.scale_inv)
+        as_it_came = x if self._need_wgrad else None, None
+        saved = self._rows(quantized, self._gathers_x)[:2] if for_wgrad else as_it_came
         saved_weight, self._weight_form = self._api.prepare_for_saving(self._quantized_weight)
         self._quantized_weight = None
         return operand, multiplied, (*statistics, *saved, *saved_weight)
@@ -319,30 +318,18 @@ class Fp8Call(Precision):
         assert found is not None  # noqa: S101 - of a call that returns it
         return found
 
-    def _local(self, x: Any) -> Rows | Fp8Operand:
-        """Return the local quantised ``x`` for wgrad: rows if other ranks have some, else transposed."""
-        return self._rows(x) if self._gathers_x else self._transposed(x)
-
-    def _restored(self, saved: Saved) -> Any:
-        """Return the same in backward; None if wgrad is not needed."""
+    def _local_x(self, saved: Saved) -> Rows | None:
+        """Return the local quantised ``x`` for wgrad; None if that is not needed."""
         data, scale_inv = saved[4:6]
         if data is None:
             return None
         if scale_inv is not None:
-            dtype = self._api.torch_dtypes[self._x_quantizer.dtype]
-            if self._gathers_x:
-                return Rows(data, scale_inv, self._by_te_transposed)
-            return Fp8Operand(data, dtype, scale_inv, self._scaling)
+            return Rows(data, scale_inv, self._by_te_transposed or not self._gathers_x)
         if self._x_again is None:
             quantizer = self._x_quantizer
             quantizer.set_usage(rowwise=not self._in_blocks, columnwise=self._by_columns)
-            self._x_again = self._local(quantizer(data.contiguous().view(-1, data.shape[-1])))
+            self._x_again = self._rows(quantizer(rows(data).contiguous()), self._gathers_x)
         return self._x_again
-
-    @property
-    def _by_columns(self) -> bool:
-        """True if ``x`` is also quantised by columns for wgrad: bytes that ranks gather are transposed after it."""
-        return self._in_blocks or not self._gathers_x
 
     def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
         """See the protocol. ``db`` is of the numbers before they were quantised."""
@@ -354,19 +341,20 @@ class Fp8Call(Precision):
         else:
             db = dy.sum(dim=0) if need_db else None
             quantized = quantizer(dy)
-        local_dy = weight = None
-        if self._need_wgrad:
-            local_dy = self._rows(quantized) if self._gathers_dy else self._transposed(quantized)
+        local_dy = self._rows(quantized, self._gathers_dy) if self._need_wgrad else None
+        weight = None
         if need_dx:
             (restored,) = self._api.restore_from_saved(self._weight_form, list(saved[6:]))
             restored.update_usage(columnwise_usage=True)
-            weight = self._transposed(restored)
+            data, scale_inv, _ = self._rows(restored, gathered=False)
+            dtype = self._api.torch_dtypes[restored._fp8_dtype]
+            weight = Fp8Operand(data, dtype, scale_inv, "128x128" if self._in_blocks else "tensor")
         return self._operand(quantized), weight, local_dy, db
 
     def multiply(self, x: Fp8Operand, weight: Fp8Operand, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
         """See the protocol."""
         y, *_ = self._api.gemm(
-            self._stored(weight, self._weight_quantizer, transposed=dgrad),
+            self._stored(weight, self._weight_quantizer, transposed=dgrad, square=True),
             self._stored(x, self._dy_quantizer if dgrad else self._x_quantizer, transposed=False),
             layout="NN" if dgrad else "TN",
             grad=dgrad,
@@ -378,12 +366,12 @@ class Fp8Call(Precision):
 
     def gather_x(self, saved: Saved, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
-        local_x = self._restored(saved)
+        local_x = self._local_x(saved)
         return None if local_x is None else self._gather(local_x, self._x_quantizer, linear)
 
-    def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Fp8Operand:
+    def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Rows | None:
         """See the protocol."""
-        found = self._restored(saved) if gathered is None else self._transpose(gathered, self._x_quantizer)
+        found = self._local_x(saved) if gathered is None else self._transposed(gathered, self._x_quantizer)
         self._x_again = None
         return found
 
@@ -406,19 +394,17 @@ class Fp8Call(Precision):
 
     def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
         """See the protocol."""
-        dy = self._transpose(dy, self._dy_quantizer) if self._gathers_dy else dy
-        x, self._x_again = self._restored(saved), None
+        dy = self._transposed(dy, self._dy_quantizer)
+        x, self._x_again = self._local_x(saved), None
         return x, dy
 
-    def _transpose(self, whole: Rows | Fp8Operand, quantizer: Any) -> Fp8Operand:
-        """Return gathered rows transposed, for wgrad; with one scale an operand has the same bytes."""
+    def _transposed(self, whole: Rows | Fp8Operand, quantizer: Any) -> Rows:
+        """Return all rows transposed, for wgrad; with one scale an operand has the same bytes."""
         if isinstance(whole, Rows) and whole.transposed:
-            data = whole.data
-        else:
-            data = self._api.fp8_transpose(whole.data, quantizer.dtype, out=None)
-        return Fp8Operand(data, self._api.torch_dtypes[quantizer.dtype], whole.scale_inv, self._scaling)
+            return whole
+        return Rows(self._api.fp8_transpose(whole.data, quantizer.dtype, out=None), whole.scale_inv, True)
 
-    def wgrad(self, linear: LinearState, x: Fp8Operand, dy: Fp8Operand) -> torch.Tensor | None:
+    def wgrad(self, linear: LinearState, x: Rows, dy: Rows) -> torch.Tensor | None:
         """See the protocol: ``[n, k]`` of ``x`` ``[k, m]`` and ``dy`` ``[n, m]``."""
         stored_x = self._stored(x, self._x_quantizer, transposed=True)
         stored_dy = self._stored(dy, self._dy_quantizer, transposed=True)
@@ -432,50 +418,32 @@ class Fp8Call(Precision):
         if not self._api.graph_capturing():
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
 
-    @property
-    def _by_te_transposed(self) -> bool:
-        """True if TransformerEngine leaves what ranks will gather for wgrad transposed."""
-        return self._in_blocks and not self._te.compact
-
-    @property
-    def _scaling(self) -> Any:
-        return "1x128" if self._in_blocks else "tensor"
-
     def _operand(self, tensor: Any) -> Fp8Operand:
-        """Return what TransformerEngine has quantised, to multiply over its columns."""
+        """Return what TransformerEngine has quantised, a matrix, to multiply over its columns."""
         dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
-            return Fp8Operand(rows(tensor._data), dtype, tensor._scale_inv)
-        data, scales = rows(tensor._rowwise_data), tensor._rowwise_scale_inv
+            return Fp8Operand(tensor._data, dtype, tensor._scale_inv)
+        data, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
         if tensor._is_2D_scaled:
             return Fp8Operand(data, dtype, scales, "128x128")
         if self._te.compact and not tensor._is_gemm_ready_format():
             scales = gemm_ready(scales)
         return Fp8Operand(data, dtype, scales, "1x128")
 
-    def _rows(self, tensor: Any) -> Rows:
-        """Return the same to be gathered for wgrad."""
-        if not self._in_blocks:
-            return Rows(rows(tensor._data), tensor._scale_inv)
-        data, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
-        return Rows(data.view(data.shape[0], -1), scales, True) if self._by_te_transposed else Rows(rows(data), scales)
+    def _rows(self, tensor: Any, gathered: bool) -> Rows:
+        """Return the same by rows, for wgrad: to be ``gathered``, else transposed, to multiply over them."""
+        if self._in_blocks:
+            transposed = self._by_te_transposed or not gathered
+            return Rows(tensor._columnwise_data, tensor._columnwise_scale_inv, transposed)
+        return Rows(tensor._data if gathered else tensor._transpose, tensor._scale_inv, not gathered)
 
-    def _transposed(self, tensor: Any) -> Fp8Operand:
-        """Return the same transposed, to multiply over its rows."""
-        dtype = self._api.torch_dtypes[tensor._fp8_dtype]
-        if not self._in_blocks:
-            data = tensor._transpose
-            return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._scale_inv)
-        data = tensor._columnwise_data
-        scaling: Scaling = "128x128" if tensor._is_2D_scaled else "1x128"
-        return Fp8Operand(data.view(data.shape[0], -1), dtype, tensor._columnwise_scale_inv, scaling)
-
-    def _stored(self, operand: Fp8Operand, quantizer: Any, *, transposed: bool) -> Any:
-        """Return an operand, which may be ``transposed``, as TransformerEngine's GEMM takes it."""
+    def _stored(self, operand: Fp8Operand | Rows, quantizer: Any, *, transposed: bool, square: bool = False) -> Any:
+        """Return an operand, which may be ``transposed``, as TransformerEngine's GEMM takes it. It reads no quantizer;
+        ``square``: blocks are, as a weight's.
+        """
         data, scales, dtype = operand.data, operand.scale_inv, quantizer.dtype
         if not self._in_blocks:
             form = {"data": None, "data_transpose": data} if transposed else {"data": data}
-            return self._api.whole(**form, fp8_scale_inv=scales, fp8_dtype=dtype, quantizer=quantizer)
+            return self._api.whole(**form, fp8_scale_inv=scales, fp8_dtype=dtype)
         forms = (None, None, data, scales) if transposed else (data, scales, None, None)
-        square = operand.scaling == "128x128"
-        return self._api.blocks(*forms, dtype, quantizer, square, *self._te.laid_out)
+        return self._api.blocks(*forms, dtype, None, square, *self._te.laid_out)

@@ -22,7 +22,7 @@ layers were asked for.
 from __future__ import annotations
 
 import importlib
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -139,9 +139,9 @@ class TransformerEngine:
         self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
         resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
+        self.fp8 = self._find_fp8()
 
-    @cached_property
-    def fp8(self) -> TransformerEngineFp8 | str:
+    def _find_fp8(self) -> TransformerEngineFp8 | str:
         """Return what flux uses of it in FP8, or why that cannot be used."""
         if self._release not in SUPPORTED_FP8:
             return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"

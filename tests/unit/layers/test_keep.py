@@ -9,6 +9,7 @@ import torch
 from megatron_flux.comm.group_state import Link
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep
+from megatron_flux.layers.precision import EXACT
 from megatron_flux.ops.backends import registry
 from tests.unit.groups import group_of
 
@@ -42,14 +43,17 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 def kept(
     group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto",
-    wires: Wires = ALL_EXACT,
+    wires: Wires = ALL_EXACT, precision: Any = EXACT[False],
 ) -> keep.Kept | None:  # fmt: skip
     """Reserve memory for an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
-        is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, element_size=lambda: 2
-    )
+        is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, shape=(elements,),
+        new_empty=torch.empty,
+    )  # fmt: skip
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    linear: Any = SimpleNamespace(parameter=weight, group=group, backends=Backends.of(backend), wires=wires)
+    linear: Any = SimpleNamespace(
+        parameter=weight, group=group, backends=Backends.of(backend), wires=wires, precision=precision
+    )
     return keep.reserve(x, linear, wanted, budget)
 
 
@@ -57,6 +61,11 @@ def optimizer_step() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def test_fp8_takes_the_bytes_that_are_gathered(ranks: Ranks) -> None:
+    group, fp8 = group_of(2), SimpleNamespace(gathered_dtype=torch.float8_e4m3fn)
+    assert [kept(group, 100, 1000, precision=how).nbytes for how in (EXACT[False], fp8)] == [400, 200]  # type: ignore[union-attr]
 
 
 def test_a_quarter_of_what_a_whole_step_has_never_needed(ranks: Ranks) -> None:

@@ -178,8 +178,10 @@ def test_peak_memory_is_not_above_stocks(kind: str) -> None:
 @pytest.mark.parametrize("options", [{}, FULL], ids=["", "recompute"])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_models(nccl2: WorkerPool, family: str, options: dict[str, Any]) -> None:
+    """In fp32, which runs stock's operators on GPUs and says so."""
+    why = "operators: reference instead of tuned: it needs bf16, fp16 or FP8, x is torch.float32"
     for seen in nccl2.run(models.rank_model, family, options):
-        assert (seen["active_layers"], seen["fallbacks"]) == (4 * models.LAYERS + 1, {})
+        assert (seen["active_layers"], [*seen["fallbacks"]]) == (4 * models.LAYERS + 1, [why])
 
 
 # Norm outputs that adapters read

@@ -137,6 +137,8 @@ class Trial:
         self._finals = 0
         self._waits = 0
         self._looks = [0] * len(entries)
+        self._round: list[Turn] = []
+        self._at = self._ahead = 0
         self._begin_round([] if known else self._look(0), GAP * MOST_GAPS if known else GAP)
         self._samples: list[Sample] = []
         """Of this round."""

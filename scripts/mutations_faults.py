@@ -155,6 +155,16 @@ FAULTS: tuple[Fault, ...] = (
         "    if False:\n",
         ("tests/unit/ops/test_busy_turns.py::test_calls_that_will_be_replayed_take_the_host_what_a_replay_does",),
     ),
+    Fault(
+        "lanes of a replayed graph are not released",
+        "megatron_flux/comm/host_progress.py",
+        "not lanes.drained(busy)",
+        "not lanes.drained([])",
+        (
+            "tests/unit/comm/test_host_progress.py"
+            "::test_lanes_of_a_replayed_graph_are_released_though_the_links_own_streams_are_idle",
+        ),
+    ),
     # The link through peers' memory.
     Fault(
         "a rank sends before its round is open",

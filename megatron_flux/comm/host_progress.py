@@ -160,11 +160,15 @@ class Progress:
 
 
 def release(layout: Layout, rank: int, host: Sequence[int], lanes: StreamLanes) -> None:
-    """Satisfy every word that this rank waits for until its lanes have run empty, :data:`_RELEASE_S` at most."""
+    """Satisfy every word that this rank waits for until its lanes have run empty, :data:`_RELEASE_S` at most.
+
+    Lanes that are branches of a CUDA graph say themselves that they are busy: the graph may run on any stream.
+    """
+    busy = [host[rank] + progress_word(lane, BUSY) for lane in LANES]
     own = [(host[rank] + word, EMPTY) for word in layout.own_words()]
     peers = [(at + word, FULL) for peer, at in enumerate(host) if peer != rank for word in layout.words_of(rank)]
     end = time.monotonic() + _RELEASE_S
-    while time.monotonic() < end and not lanes.drained():
+    while time.monotonic() < end and not lanes.drained(busy):
         for address, value in own + peers:
             store(address, value)
         time.sleep(1e-3)

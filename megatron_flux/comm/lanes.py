@@ -177,10 +177,10 @@ class StreamLanes:
         """Keep the memory of ``tensor`` until what is on its way down by now has been read."""
         tensor.record_stream(self._streams[DOWN])
 
-    def drained(self) -> bool:
-        """Return True if all that was enqueued has run, successfully or not."""
+    def drained(self, busy: Sequence[int] = ()) -> bool:
+        """Return True if all that was enqueued has run, and the words at ``busy`` are 0, or if CUDA has failed."""
         try:
-            return all(stream.query() for stream in self._streams)
+            return all(stream.query() for stream in self._streams) and not any(map(read, busy))
         except RuntimeError:  # CUDA has failed
             return True
 

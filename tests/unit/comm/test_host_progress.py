@@ -1,5 +1,6 @@
 """Lanes of the link through host memory that stand still are released: on GPUs nothing else ends their wait."""
 
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_flux.comm.host_schedule import (
     Layout,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import DOWN, LANES, UP, Wait, read, store
+from megatron_flux.comm.lanes import DOWN, LANES, UP, StreamLanes, Wait, read, store
 
 LAYOUT = Layout(3, 600, 4)
 ME = 1
@@ -168,7 +169,7 @@ def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = iter([False, False, True])
-    lanes = SimpleNamespace(drained=lambda: next(rounds))
+    lanes = SimpleNamespace(drained=lambda busy: next(rounds))
     monkeypatch.setattr(host_progress.time, "sleep", lambda seconds: None)
     for region in scene.host:
         for word in LAYOUT.own_words():
@@ -179,3 +180,31 @@ def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(
         for word in LAYOUT.own_words():
             mine = EMPTY if rank == ME else FULL if word in LAYOUT.words_of(ME) else 7
             assert read(region + word) == mine
+
+
+def test_lanes_of_a_replayed_graph_are_released_though_the_links_own_streams_are_idle(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = SimpleNamespace(_streams=[SimpleNamespace(query=lambda: True)] * 2)
+    lanes = SimpleNamespace(drained=functools.partial(StreamLanes.drained, idle))
+    rounds: list[int] = []
+
+    def pass_by(seconds: float) -> None:
+        rounds.append(read(scene.host[ME] + LAYOUT.own_words()[0]))
+        if len(rounds) == 3:
+            scene.say(UP, BUSY, 0)
+
+    monkeypatch.setattr(host_progress.time, "sleep", pass_by)
+    store(scene.host[ME] + LAYOUT.own_words()[0], 7)
+    scene.say(DOWN, BUSY, 0)
+    scene.say(UP, BUSY, 1)
+    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    assert rounds == [EMPTY] * 3
+
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    idle._streams[0] = SimpleNamespace(query=failed)
+    scene.say(UP, BUSY, 1)
+    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    assert len(rounds) == 3, "nothing is left to release"

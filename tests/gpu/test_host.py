@@ -20,7 +20,7 @@ dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 from megatron_flux import ops
 x = torch.randn(size * 1024, 4096, device="cuda", dtype=torch.bfloat16)
 w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-for _ in range(2):
+for _ in range(CALLS):
     ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="chunked")
 torch.cuda.synchronize()
 dist.barrier()
@@ -44,11 +44,12 @@ def test_checks(way: str, queues: str) -> None:
 
 
 @pytest.mark.parametrize("disk", ["", "full"])
-@pytest.mark.parametrize("link", ["host", "p2p"])
-def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str, disk: str) -> None:
+@pytest.mark.parametrize(("link", "calls"), [("host", 2), ("host", 20), ("p2p", 2)])
+def test_a_dead_rank_ends_the_others_and_leaves_nothing(link: str, calls: int, disk: str) -> None:
+    """Of 20 calls the later ones are replayed."""
     began = time.monotonic()
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)" if disk else ""
-    survivor, victim = start(full + VICTIM.replace("LINK_ASKED_FOR", link))
+    survivor, victim = start(full + VICTIM.replace("LINK_ASKED_FOR", link).replace("CALLS", str(calls)))
     said = "".join(part or "" for part in survivor.communicate(timeout=120))
     victim.communicate()
     assert victim.returncode == -9

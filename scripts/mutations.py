@@ -32,7 +32,7 @@ import limited
 from mutations_faults import FAULTS, Fault, apply, broken
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("megatron_flux", "megatron_flux_autoload.py", "pyproject.toml", "scripts", "tests")
+PARTS = ("docs", "megatron_flux", "megatron_flux_autoload.py", "pyproject.toml", "scripts", "tests")
 CAUGHT, MISSED, PASSED = "caught", "let through", "passed"
 GPU_ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

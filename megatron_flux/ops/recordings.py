@@ -99,7 +99,9 @@ class Recordings:
         self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
         self.replayed = 0
         """Calls so far."""
-        self.number = self._since = 0
+        self.number = 0
+        """Recordings that were made."""
+        self._since = 0
         self._failed = False
 
     def find(self, work: Work, beside: str) -> Recording | None:

@@ -145,11 +145,11 @@ class _Chunked(Work):
         super().__init__(call, transport_of(call.group, call.x.device))
         self.wire, self.pieces = backend.wire, pieces or backend.pieces
 
-    def cut(self, wire: str, width: int, size: int) -> _Cut:
+    def cut(self, width: int, size: int) -> _Cut:
         """Cut the shards, of ``width`` numbers of ``size`` bytes a row."""
         call, tp, rank = self.call, self.link.tp, self.link.rank
         at_once = 1 if call.fp8 is None else ROWS_AT_ONCE
-        return _cut(wire, call.m // tp, width, size, self.pieces, at_once, tp, rank)
+        return _cut(self.wire, call.m // tp, width, size, self.pieces, at_once, tp, rank)
 
 
 class _Gathering(_Chunked):
@@ -166,13 +166,13 @@ class _Gathering(_Chunked):
         self.full = self.empty(call.gathered_shape)
         self._sent, self._arrives = self.x, self.full
         if self.encoded:
-            nbytes = self.cut(self.wire, call.k, self.x.element_size()).cuts[-1]
+            nbytes = self.cut(call.k, self.x.element_size()).cuts[-1]
             self._sent = self.empty((nbytes,), torch.uint8)
             self._arrives = self.empty((self.link.tp, nbytes), torch.uint8)
 
     def begin_gather(self) -> tuple[_Cut, HostGather]:
         """Send what this rank has."""
-        self._cut = cut = self.cut(self.wire, self.call.k, self.x.element_size())
+        self._cut = cut = self.cut(self.call.k, self.x.element_size())
         if self.encoded:
             for rows, data in zip(itertools.pairwise(cut.rows), itertools.pairwise(cut.cuts), strict=True):
                 wires.encode(self.x[slice(*rows)], self._sent[slice(*data)], self.state.kernels)
@@ -268,14 +268,14 @@ class _GemmScatter(_Chunked):
         if self.exact:
             self.theirs, self.sent = self.empty((tp, m // tp, n), out), self.empty((m, n), out)
             return
-        cut = self.cut(self.wire, n, out.itemsize)
+        cut = self.cut(n, out.itemsize)
         self.theirs, self.sent = (self.empty((tp, cut.cuts[-1]), torch.uint8) for _ in range(2))
         self.own = self.empty((m // tp, n), out)
         self.partial = self.empty((max(b - a for a, b in itertools.pairwise(cut.rows)), n), out)
 
     def begin(self) -> None:
         call, sent = self.call, self.sent
-        self._cut = cut = self.cut(self.wire, call.n, call.out.itemsize)
+        self._cut = cut = self.cut(call.n, call.out.itemsize)
         gemm = _gemm_of_blocks(call, self.x, cut)
         if self.exact:
             blocks = sent.split_with_sizes(cut.sizes)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -238,6 +238,16 @@ class Scene:
             self.cuda.current = 1 + rank
             yield rank, group
 
+    def taken(self, results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of what calls have given, and write over their memory as soon as they have ended."""
+        copies = [torch.empty_like(one) for one in results]
+        for to, one in zip(copies, results, strict=True):
+            to.copy_(one)
+        for one in (*operands, *self.kept):
+            self.cuda.put(functools.partial(one.fill_, 9.0))
+        self.kept.clear()
+        return copies
+
     def finish(self, rng: random.Random) -> None:
         run(list(self.cuda.queues.values()), rng)
         self.cuda.queues.clear()
@@ -257,7 +267,7 @@ def test_every_order_of_the_streams_gives_the_same(scene: Scene, seed: int) -> N
     """Calls of all kinds, two of them open over others. What they read is written just before they begin; it and all
     that they have allocated is written over as soon as they have ended.
     """
-    rng, backend, cuda = random.Random(seed), scene.backend, scene.cuda
+    rng, backend = random.Random(seed), scene.backend
     order = ("all_gather_gemm", "gemm_reduce_scatter")[:: 1 if seed % 2 else -1]
     torch.manual_seed(seed)
     for turn in range(4):
@@ -281,13 +291,7 @@ def test_every_order_of_the_streams_gives_the_same(scene: Scene, seed: int) -> N
             again = rows
             if turn % 2:  # its end would stand in for those before it
                 again = backend.all_gather(OperatorCall("all_gather", other, None, group)).wait()
-            mine = [torch.empty_like(one) for one in (full, y, rows, z, z_left, again)]
-            for to, one in zip(mine, (full, y, rows, z, z_left, again), strict=True):
-                to.copy_(one)
-            for one in (x, whole, other, *scene.kept):
-                cuda.put(functools.partial(one.fill_, 9.0))
-            found.append(mine)
-            scene.kept.clear()
+            found.append(scene.taken((full, y, rows, z, z_left, again), (x, whole, other)))
         scene.finish(rng)
         for rank, mine in enumerate(found):
             share = want[3][rank * MP : (rank + 1) * MP]

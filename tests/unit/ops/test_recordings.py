@@ -98,13 +98,7 @@ def test_replays_among_other_calls_give_the_same_in_every_order(scene: Scene, se
             z = of("gemm_reduce_scatter", whole, weights[1]).wait()
             rows = opened.wait()
             results = [full, y, z, rows, *([] if left is None else [left.wait()])]
-            copies = [torch.empty_like(one) for one in results]
-            for to, one in zip(copies, results, strict=True):
-                to.copy_(one)
-            for one in (*mine, *scene.kept):
-                cuda.put(functools.partial(one.fill_, 9.0))
-            seen.append(copies)
-            scene.kept.clear()
+            seen.append(scene.taken(results, mine))
         scene.finish(rng)
         for rank, mine in enumerate(seen):
             share = want[2][rank * MP : (rank + 1) * MP]

@@ -236,8 +236,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each m of a training is compared",
         f"{OPS}/call.py",
-        "if state.table is None or seen < COMPARED_M:",
-        "if True:",
+        "(state.table is None or len(compared.rows) < COMPARED_M)",
+        "True",
         ("tests/distributed/test_different_calls.py::test_ever_other_m_cost_no_word_between_ranks",),
     ),
     Fault(
@@ -529,8 +529,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what a caller owns lies in memory that later calls write to",
         f"{OPS}/fused.py",
-        "                own.copy_(binding.gathered[half])\n",
-        "                own = binding.gathered[half]\n",
+        "                own.copy_(views.gathered)\n",
+        "                own = views.gathered\n",
         ("tests/distributed/test_norm_output.py::test_other_backends",),
     ),
     Fault(
@@ -666,8 +666,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "flag of a step goes to another peer than its data",
         "megatron_flux/comm/copy_engine.py",
-        "work.flags[peer].data_ptr())",
-        "work.flags[(rank + step) % tp].data_ptr())",
+        "work.flags[peer].data_ptr() + 4 * (word + piece)",
+        "work.flags[(rank + step) % tp].data_ptr() + 4 * (word + piece)",
         ("tests/unit/comm/test_copy_engine.py::test_a_flag_follows_its_data_to_the_same_peer",),
     ),
     Fault(
@@ -873,8 +873,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a shard is transposed into the columns of another rank",
         f"{OPS}/fused.py",
-        "columns = slice(work.rank * mp, (work.rank + 1) * mp)",
-        "columns = slice(0, mp)",
+        "[:, work.rank * mp : (work.rank + 1) * mp]",
+        "[:, :mp]",
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
     ),
     Fault(

@@ -47,15 +47,15 @@ class CallTable:
         self.own = rows[self._rank]
         self._neighbours = sorted({(self._rank - 1) % tp, (self._rank + 1) % tp} - {self._rank})
         self.beside = [rows[rank] for rank in self._neighbours]
-        self.words: dict[int, str] = {}
-        """Calls in words, by their specs: hashes of 32 bits."""
+        self.words: dict[int, tuple[str, int]] = {}
+        """Calls in words, with {} in place of m, and m; by their specs: hashes of 32 bits."""
         self.number = self.spec = 0
 
-    def name(self, spec: int, words: str) -> None:
+    def name(self, spec: int, words: str, m: int) -> None:
         """Note what to call ``spec`` in errors. Of very many the older ones are forgotten."""
         if len(self.words) >= MOST_WORDS:
             self.words.clear()
-        self.words[spec] = words
+        self.words[spec] = words, m
 
     def clear(self) -> None:
         """Count from zero; all ranks do so before a barrier."""
@@ -75,10 +75,11 @@ class CallTable:
     def different(self, row: memoryview, spec: int) -> OperatorError:
         """Return the error about the neighbour whose ``row`` has another call than ``spec`` of the same number."""
         rank = self._neighbours[next(i for i, one in enumerate(self.beside) if one is row)]
-        other = self.words.get(row[self.number & LAST] & 0xFFFFFFFF, "a call that this rank has never made")
-        here = self.words.get(spec, "a call")
+        other, m = self.words.get(row[self.number & LAST] & 0xFFFFFFFF, ("a call that this rank has never made", 0))
+        here, own_m = self.words.get(spec, ("a call", 0))
         return OperatorError(
-            f"rank {self._ranks[self._rank]} (tp rank {self._rank} of {len(self._ranks)}) makes {here}, and peer rank "
-            f"{self._ranks[rank]} (tp rank {rank}) {other}, as the group's call {self.number}: all ranks must make the "
-            "same calls in the same order; mend the program and start the job again from its last checkpoint"
+            f"rank {self._ranks[self._rank]} (tp rank {self._rank} of {len(self._ranks)}) makes {here.format(own_m)}, "
+            f"and peer rank {self._ranks[rank]} (tp rank {rank}) {other.format(m)}, as the group's call {self.number}: "
+            "all ranks must make the same calls in the same order; mend the program and start the job again from its "
+            "last checkpoint"
         )

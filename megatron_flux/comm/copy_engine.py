@@ -118,44 +118,37 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
     return sends
 
 
-def pushes_of(
-    work: Slab, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
-) -> list[Push]:
-    """Build the copies of shards ``[mp, k]`` of ``dtype``, by half of the slab; ``scales``: the shape of a shard's fp32
-    scales, which travel with its first piece.
+def push_of(
+    work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
+) -> Push:
+    """Build the copies of shards ``[mp, k]`` of ``dtype`` into a half of the slab; ``scales``: the shape of a shard's
+    fp32 scales, which travel with its first piece.
     """
     rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, edges.flags
-    pitch, pushes, epochs = k * size, [], work.epochs.data_ptr()
-    steps = [
-        (peer := (rank - step) % tp, piece, columns.start * size, (columns.stop - columns.start) * size,
-         work.data[peer].data_ptr(), work.flags[peer].data_ptr())
-        for step, piece, columns in order(tp, k, edges)
-    ]  # fmt: skip
-    for half in (0, 1):
-        places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
-        begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + ENTER_WORDS + rank * flags
-        copies = [
-            Copy(data + begin + offset, offset, width, mp, pitch, flag + 4 * (word + piece),
-                 0 if places is None or piece else places[peer][rank].data_ptr())
-            for peer, piece, offset, width, data, flag in steps
-        ]  # fmt: skip
-        pushes.append(Push(copies, epochs + 4 * half, 0 if scales is None else 4 * scales.numel()))
-    return pushes
+    pitch, epoch, copies = k * size, work.epochs.data_ptr() + 4 * half, []
+    places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
+    begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + ENTER_WORDS + rank * flags
+    for step, piece, columns in order(tp, k, edges):
+        peer, offset = (rank - step) % tp, columns.start * size
+        copies.append(Copy(
+            work.data[peer].data_ptr() + begin + offset, offset, (columns.stop - columns.start) * size, mp, pitch,
+            work.flags[peer].data_ptr() + 4 * (word + piece),
+            0 if places is None or piece else places[peer][rank].data_ptr(),
+        ))  # fmt: skip
+    return Push(copies, epoch, 0 if scales is None else 4 * scales.numel())
 
 
-def pushes_in_place(work: Slab, mp: int, k: int) -> list[Push]:
-    """Build the copies of transposed shards ``[k, mp]`` of bytes, by half of the slab. Each lies in its columns of
-    ``[k, tp * mp]`` here, and goes to the same columns there.
+def push_in_place(work: Slab, half: int, mp: int, k: int) -> Push:
+    """Build the copies of a transposed shard ``[k, mp]`` of bytes. It lies in its columns of ``[k, tp * mp]`` in a half
+    of the slab here, and goes to the same columns there.
     """
-    rank, tp, pushes = work.rank, work.tp, []
-    for half in (0, 1):
-        word, copies = half * FLAG_WORDS + ENTER_WORDS + rank, []
-        for step in range(1, tp):
-            peer = (rank - step) % tp
-            target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp
-            copies.append(Copy(target, 0, mp, k, tp * mp, work.flags[peer].data_ptr() + 4 * word))
-        pushes.append(Push(copies, work.epochs.data_ptr() + 4 * half))
-    return pushes
+    rank, tp = work.rank, work.tp
+    word, copies = half * FLAG_WORDS + ENTER_WORDS + rank, []
+    for step in range(1, tp):
+        peer = (rank - step) % tp
+        target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp
+        copies.append(Copy(target, 0, mp, k, tp * mp, work.flags[peer].data_ptr() + 4 * word))
+    return Push(copies, work.epochs.data_ptr() + 4 * half)
 
 
 class Side(NamedTuple):

@@ -103,11 +103,8 @@ class GroupState:
         """Launches that need no slab: :mod:`kernels.wire`."""
         self.streams: dict[bool, torch.cuda.Stream] = {}
         """Of copies between slabs, by whether calls are captured."""
-        self.compared: Cache[tuple[object, ...], int] = Cache()
-        """Calls that all ranks make alike, with their specs in :attr:`table`; see
-        :func:`megatron_flux.ops.call.compare_calls`."""
-        self.compared_m: dict[tuple[object, ...], int] = {}
-        """Values of m that they have come with, by the call without it."""
+        self.compared: Cache[Hashable, Any] = Cache()
+        """Calls that all ranks make alike, whatever their m; see :func:`megatron_flux.ops.call.compare_calls`."""
         self.table: CallTable | None = None
         self.gathers_begun = 0
         """Number of ``all_gather`` calls so far, without those that are held: the result of one is valid until the next
@@ -223,7 +220,6 @@ class GroupState:
     def forget_calls(self) -> None:
         """Compare all calls anew: a call has failed on all ranks, and some of them may have counted it."""
         self.compared.clear()
-        self.compared_m.clear()
         self.forget_plans()
         self.table = None
 

@@ -276,12 +276,12 @@ class Slab:
         """Return a half of ``rank``, uint8 ``[half_bytes]``."""
         return self.data[rank][half * self.half_bytes : (half + 1) * self.half_bytes]
 
-    def gather_buffers(self, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return this rank's gather buffers by half: ``shape``, from the beginning of the half."""
+    def gather_buffer(self, half: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's gather buffer: ``shape``, from the beginning of the half."""
         if (halves := self._halves.get(dtype)) is None:
             halves = self._halves[dtype] = self.data[self.rank].view(dtype).view(2, -1).unbind()
         strides = list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
-        return [whole.as_strided(shape, strides) for whole in halves]  # half the time of a slice and a view
+        return halves[half].as_strided(shape, strides)  # half the time of a slice and a view
 
     def scale_buffers(self, half: int, nbytes: int, shape: Sequence[int]) -> list[torch.Tensor]:
         """Return fp32 ``[tp, *shape]`` of every rank: all shards' scales, behind a gather buffer of ``nbytes``."""

@@ -8,7 +8,7 @@ rows of the operands is a :class:`Rows`, so that one ``Relaunch`` serves calls o
 
 Contract: a ``Relaunch`` may be called only where everything is the same but the named operands' addresses and what its
 ``Rows`` hold: strides, dtypes, other integers, constants, device. Addresses must be multiples of 16, as the first were.
-Integers among the ``Rows`` must not be specialised by Triton.
+Of integers among the ``Rows`` Triton must see the same: it looks at one, and at multiples of 16.
 
 Layout (Triton 3.6 to 3.9): parameters in the order of the signature without constants; a TMA descriptor is 128 bytes,
 then its shape (int32) and strides (int64); two pointers to scratch memory end the list. It is compared with the
@@ -172,13 +172,15 @@ class Kernel(NamedTuple):
 class Rows:
     """Parameters of a :class:`Relaunch` that follow from the number of rows of its operands."""
 
-    __slots__ = ("fixed", "numbers", "operands")
+    __slots__ = ("fixed", "grid", "numbers", "operands")
 
-    def __init__(self, numbers: Sequence[tuple[int, int]], fixed: Sequence[Any], operands: Sequence[Any]) -> None:
+    def __init__(
+        self, numbers: Sequence[tuple[int, int]], fixed: Sequence[Any], operands: Sequence[Any], grid: int
+    ) -> None:
         """``numbers``: by parameter; ``fixed``: parameters, and entries of :class:`_Map`, of tensors that stay where
         they are; ``operands``: parameters, and the maps of those that have one, in the order of the calls.
         """
-        self.numbers, self.fixed, self.operands = numbers, fixed, operands
+        self.numbers, self.fixed, self.operands, self.grid = numbers, fixed, operands, grid
 
 
 class Relaunch:
@@ -189,7 +191,7 @@ class Relaunch:
         ``operands`` names those whose addresses differ from call to call. Raises UnknownLayoutError.
         """
         layout, compiled = kernel.layout, kernel.compiled
-        self._threads, self._function, self._grid = 32 * compiled.warps, kernel.function, grid
+        self._threads, self._function = 32 * compiled.warps, kernel.function
         self._shared = compiled.shared
         numbers: list[int] = []
         maps: dict[int, _Map] = {}
@@ -218,11 +220,13 @@ class Relaunch:
             self._parameters[at] = address
         self._layout, self._names = layout, operands
         places = [layout.places[name] for name in operands]
-        self._rows = self.first = Rows((), (), [(at, maps.get(at)) for at in places])
+        self._rows = self.first = Rows((), (), [(at, maps.get(at)) for at in places], grid)
         """Of the arguments that it was made for, if it is called with no others."""
 
-    def rows(self, given: Mapping[str, Any]) -> Rows:
-        """Return what follows from another number of rows; ``given``: all such arguments by name."""
+    def rows(self, given: Mapping[str, Any], grid: int | None = None) -> Rows:
+        """Return what follows from another number of rows; ``given``: all such arguments by name; ``grid``: None is
+        that of the first launch.
+        """
         numbers: list[tuple[int, int]] = []
         fixed, maps = [], dict(self.first.operands)
         for name, argument in given.items():
@@ -238,7 +242,7 @@ class Relaunch:
             else:
                 with _lock:
                     fixed.append((at, one.at(argument.base.data_ptr())))
-        return Rows(numbers, fixed, list(maps.items()))
+        return Rows(numbers, fixed, list(maps.items()), grid or self.first.grid)
 
     def __call__(self, stream: int, rows: Rows, *operands: torch.Tensor) -> None:
         """Launch on ``stream`` (a handle) with these operands, in the order they were named in. Raises OperatorError:
@@ -259,13 +263,13 @@ class Relaunch:
                     numbers[at] = address
                 else:
                     parameters[at] = (maps.by_address.get(address) or maps.at(address))[0]
-            driver.launch(self._function, self._grid, self._threads, self._shared, stream, parameters)
+            driver.launch(self._function, rows.grid, self._threads, self._shared, stream, parameters)
         finally:
             _lock.release()
 
     def launch(self, stream: int) -> None:
         """Launch on the arguments that it was made for."""
-        driver.launch(self._function, self._grid, self._threads, self._shared, stream, self._parameters)
+        driver.launch(self._function, self.first.grid, self._threads, self._shared, stream, self._parameters)
 
 
 _loaded: dict[tuple[Any, ...], Kernel] = {}
@@ -277,7 +281,7 @@ def key_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], 
     """Return what determines the compiled kernel of a launch."""
     # Not the kernel itself: its hash is Triton's, of its source and all that this uses.
     given = zip(kernel.params, arguments, strict=False)
-    special = [_specialised(argument) for parameter, argument in given if not parameter.do_not_specialize]
+    special = [specialised(argument) for parameter, argument in given if not parameter.do_not_specialize]
     return (id(kernel), device, *special, *constants.values())
 
 
@@ -300,8 +304,8 @@ def warm_up(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any])
         return describe(kernel.warmup(*for_triton(arguments), grid=(1,), **constants))
 
 
-def _specialised(argument: Any) -> Any:
-    """Return what Triton looks at in an argument."""
+def specialised(argument: Any) -> Any:
+    """Return what Triton looks at in an argument when it chooses a compiled variant."""
     if type(argument) is int:
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (abs(argument) >= 1 << 31)
     if isinstance(argument, torch.Tensor):

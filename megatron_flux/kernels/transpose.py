@@ -1,7 +1,7 @@
 """Transpose the local shard of bytes into its place in a gathered matrix, for wgrad in FP8.
 
 Operands of an FP8 GEMM are k-major, so wgrad multiplies transposed copies. Each rank transposes its own rows, straight
-into the memory that the copy engine sends them from (:func:`comm.copy_engine.pushes_in_place`). So nothing is
+into the memory that the copy engine sends them from (:func:`comm.copy_engine.push_in_place`). So nothing is
 transposed behind the gather, a rank transposes one shard of ``tp``, and the local one needs no copy within the GPU.
 Where the library has quantised columns, which are the transposed rows, they are copied to the same place.
 
@@ -49,6 +49,11 @@ def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any], *, colu
     (k, m), apart = out.shape, out.stride(0)
     aligned = x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0  # else Triton compiles another variant
     grid = -(-m // BLOCK) * -(-k // BLOCK)  # Triton's own cdiv takes 3 us
-    key = ("transpose", m, k, apart, columns, *aligned)
-    arguments, constants = (x, out, m, k, apart), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
-    kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, {"x": x, "out": out}, x.device)
+    key = ("transpose", k, columns, *aligned, kernel_launch.specialised(m), kernel_launch.specialised(apart))
+    if not (again := cache.get(key)) or kernel_launch.hooked():
+        arguments, constants = (x, out, m, k, apart), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
+        kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, {"x": x, "out": out}, x.device)
+        return
+    if (rows := cache.get((key, m, apart))) is None:
+        rows = cache[key, m, apart] = again.rows({"m": m, "apart": apart}, grid)
+    again(torch._C._cuda_getCurrentRawStream(x.device.index), rows, x, out)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ GATHERING = frozenset({"all_gather_gemm", "all_gather"})
 
 COMPARED_M = 8
 """Values of m of otherwise equal calls that ranks compare before they make the call."""
+
+_APART = 0x9E3779B1
+"""Factor of m in a call's number: odd, so that no two m of otherwise equal calls have the same."""
 
 _FP8_PAIRS = {"tensor": "tensor", "1x128": "128x128"}
 _FP8_RESULTS = (torch.bfloat16, torch.float16)
@@ -66,6 +70,14 @@ class CallSpec(NamedTuple):
     addend: tuple[Any, ...] | None  # shape, dtype and device
     own_gathered: bool
     captured: bool  # runs as inside a CUDA graph
+
+
+class Compared(NamedTuple):
+    """Otherwise equal calls that ranks have compared."""
+
+    base: int  # of the calls' numbers
+    words: str  # with {} in place of m
+    rows: set[int]  # values of m
 
 
 new_call = tuple.__new__
@@ -342,28 +354,34 @@ def compare_calls(call: OperatorCall) -> int:
     Collective the first time only, and not even then for a further m. Raises UserError: they are not (all ranks raise),
     or the first call of its kind is being captured in a CUDA graph.
     """
-    exchanged, state = call.exchanged, state_of(call.group)
-    number = state.compared.get(exchanged)
-    if number is None:
-        operator, m, n, k, dtype, _, transposed = exchanged
-        dtype = dtype if call.fp8 is None else call.fp8.kind.words()
-        words = f"{operator} m={m} n={n} k={k} dtype={dtype} transposed={transposed}"
-        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UserError(f"first call of {words} inside CUDA-graph capture; run it once before capturing")
-        without_m = (operator, *exchanged[2:])
-        seen = state.compared_m.get(without_m, 0)
-        if state.table is None or seen < COMPARED_M:
-            calls = of_all_ranks(words, call.group, "comparing calls")
-            if len(set(calls)) > 1:
-                lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
-                raise UserError(f"the ranks of the group make different calls: {lines}")
-        state.compared_m[without_m] = seen + 1
-        if not state.compared:
-            state.table = call_table.create(call.group)
-        number = zlib.crc32(words.encode())
-        if state.table is not None:
-            state.table.name(number, words)
-        state.compared[exchanged] = number
+    operator, m, n, k, dtype, fp8, transposed = call.exchanged
+    state, like = state_of(call.group), (operator, n, k, dtype, fp8, transposed)
+    compared = state.compared.get(like)
+    if compared is None or (m not in compared.rows and (state.table is None or len(compared.rows) < COMPARED_M)):
+        compared = _compare(call, like, compared)
+    number = (compared.base + m * _APART) & 0xFFFFFFFF
     if state.table is not None:
+        state.table.name(number, compared.words, m)
         state.table.spec = number
     return number
+
+
+def _compare(call: OperatorCall, like: Hashable, compared: Compared | None) -> Compared:
+    """Compare ``call`` with the other ranks'; ``compared``: what is known of calls ``like`` it. Collective."""
+    state, kind = state_of(call.group), call.x.dtype if call.fp8 is None else call.fp8.kind.words()
+    if compared is None:
+        operator, _, n, k, *_, transposed = call.exchanged
+        words = f"{operator} m={{}} n={n} k={k} dtype={kind} transposed={transposed}"
+        compared = Compared(zlib.crc32(words.encode()), words, set())
+    mine = compared.words.format(call.m)
+    if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UserError(f"first call of {mine} inside CUDA-graph capture; run it once before capturing")
+    calls = of_all_ranks(mine, call.group, "comparing calls")
+    if len(set(calls)) > 1:
+        lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
+        raise UserError(f"the ranks of the group make different calls: {lines}")
+    if not state.compared:
+        state.table = call_table.create(call.group)
+    compared.rows.add(call.m)
+    state.compared[like] = compared
+    return compared

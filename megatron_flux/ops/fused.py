@@ -26,14 +26,14 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, pushes_in_place, pushes_of, side_of
+from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, push_in_place, push_of, side_of
 from megatron_flux.comm.group_state import ALL_REDUCE, Cache
 from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.fused_plan import MOST_SHAPES, Binding, FusedPlan, key_of
+from megatron_flux.ops.fused_plan import MOST_SHAPES, Binding, FusedPlan, Views, key_of
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
@@ -56,18 +56,26 @@ class _Gathering(FusedPlan):
         nbytes = x.numel() * x.element_size() + (0 if scales is None else scale_bytes(scales.shape))
         return call.group.size() * nbytes
 
-    def _view(self, binding: Binding, call: OperatorCall) -> None:
-        work, (m, _, k), dtype, scales = binding.slab, call.sizes, call.x.dtype, call.sent_scales
-        binding.gathered = work.gather_buffers(call.gathered_shape, dtype)
-        shape = None if scales is None else scales.shape
-        if shape is not None:
-            buffers = [work.scale_buffers(half, m * k * dtype.itemsize, shape) for half in (0, 1)]
-            self._view_scales(binding, call, [by_rank[work.rank] for by_rank in buffers])
-        binding.pushes = pushes_of(work, m // work.tp, k, dtype, self._edges, shape)
-        self._side = side_of(work) if self._cuda else None
+    def _begin(self, slab: Slab) -> None:
+        """See the base class."""
+        self._side = side_of(slab) if self._cuda else None
 
-    def _view_scales(self, binding: Binding, call: OperatorCall, scales: list[torch.Tensor]) -> None:
-        """Make views of the scales that travel with x; ``scales``: where this rank's gathered ones lie, by half."""
+    def _views(self, binding: Binding, call: OperatorCall, half: int) -> Views:
+        """Make the views of a half, for its first call."""
+        if torch.is_inference_mode_enabled():  # they may outlive it, and a later training must be able to write to them
+            with torch.inference_mode(False), torch.no_grad():
+                return self._views(binding, call, half)
+        views = binding.views[half] = self._make_views(binding.slab, call, half)
+        return views
+
+    def _make_views(self, work: Slab, call: OperatorCall, half: int) -> Views:
+        (m, _, k), dtype, scales = call.sizes, call.x.dtype, call.sent_scales
+        shape = None if scales is None else scales.shape
+        gathered = work.gather_buffer(half, call.gathered_shape, dtype)
+        views = Views(gathered, push_of(work, half, m // work.tp, k, dtype, self._edges, shape))
+        if shape is not None:
+            views.scales = work.scale_buffers(half, m * k * dtype.itemsize, shape)[work.rank]
+        return views
 
 
 def _send(side: Side | None, push: Push, source: int, scales: int = 0) -> None:
@@ -91,23 +99,25 @@ class AllGatherGemmPlan(_Gathering):
 
     kernel = "all_gather_gemm"
 
-    def _view_scales(self, binding: Binding, call: OperatorCall, scales: list[torch.Tensor]) -> None:
-        x, work = call.fp8.x, binding.slab  # type: ignore[union-attr]
-        both = zip(binding.gathered, scales, strict=True)
-        binding.gathered_fp8 = [Fp8Operand(to.view(torch.uint8), x.dtype, by, x.scaling, work.tp) for to, by in both]
-        if self.config.ws and call.return_gathered:
-            binding.own_scales = [by[work.rank] for by in scales]
-        binding.scales = scales
+    def _make_views(self, work: Slab, call: OperatorCall, half: int) -> Views:
+        views = super()._make_views(work, call, half)
+        if views.scales is not None:
+            x, gathered = call.fp8.x, views.gathered.view(torch.uint8)  # type: ignore[union-attr]
+            views.fp8 = Fp8Operand(gathered, x.dtype, views.scales, x.scaling, work.tp)
+            if self.config.ws and call.return_gathered:
+                views.own_scales = views.scales[work.rank]
+        return views
 
     def _arrives(self, binding: Binding, call: OperatorCall, half: int) -> dict[str, Any]:
         own = call.x.new_empty(call.gathered_shape) if call.own_gathered and self.config.ws else None
         return self._arrived(binding, call, half, own)
 
     def _arrived(self, binding: Binding, call: OperatorCall, half: int, own: torch.Tensor | None) -> dict[str, Any]:
-        gathered = binding.gathered[half]
+        views = binding.views[half] or self._views(binding, call, half)
+        gathered = views.gathered
         if not binding.kernels.launches[half]:
             gathered = gathered.view(-1, call.k)
-        return {"gathered": gathered, "scales": binding.scales[half], "own": own}
+        return {"gathered": gathered, "scales": views.scales, "own": own}
 
     def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
         """See the base class."""
@@ -130,10 +140,12 @@ class AllGatherGemmPlan(_Gathering):
             scales = fp8.x.scale_inv.data_ptr()
         try:
             half, stream = work.claim(binding.number)
-            kernels, side = binding.kernels, self._side
+            kernels, side, views = binding.kernels, self._side, binding.views[half]
+            if views is None:
+                views = self._views(binding, call, half)
             if side is not None:
                 driver.record(side.before, stream)
-            _send(side, binding.pushes[half], x.data_ptr(), scales)
+            _send(side, views.push, x.data_ptr(), scales)
             if kernels.together:
                 work.start(half)
             if rows := binding.rows[half]:
@@ -141,22 +153,22 @@ class AllGatherGemmPlan(_Gathering):
             else:
                 arrived = self._arrived(binding, call, half, own if by_kernel else None)
                 self._first(binding, call, y, half, stream, (x, weight, y, x, *others), **arrived)
-            if binding.own_scales:
-                binding.own_scales[half].copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
+            if views.own_scales is not None:
+                views.own_scales.copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
             if side is not None:
                 driver.wait(stream, side.after)
             else:
                 work.check()
             if own is not None and not by_kernel:
-                own.copy_(binding.gathered[half])
+                own.copy_(views.gathered)
         except BaseException as error:
             work.poison("all_gather_gemm", error)
             raise
         if fp8 is None or not call.return_gathered:
-            return y, binding.gathered[half] if own is None else own
-        if binding.gathered_fp8:
-            return y, binding.gathered_fp8[half]
-        gathered = binding.gathered[half].view(torch.uint8)
+            return y, views.gathered if own is None else own
+        if views.fp8 is not None:
+            return y, views.fp8
+        gathered = views.gathered.view(torch.uint8)
         return y, Fp8Operand(gathered, fp8.x.dtype, fp8.x.scale_inv, fp8.x.scaling, work.tp)
 
 
@@ -279,19 +291,16 @@ class AllGatherPlan(_Gathering):
         self.purpose = "held gather" if call.async_op else "gather"
         self._transposing: Cache[Any, Any] = Cache(MOST_SHAPES)  # launches
 
-    def _view(self, binding: Binding, call: OperatorCall) -> None:
-        work = binding.slab
+    def _make_views(self, work: Slab, call: OperatorCall, half: int) -> Views:
         if call.return_gathered:
-            super()._view(binding, call)
-            rows = call.x.shape[0]
-            binding.own = [whole.narrow(0, work.rank * rows, rows) for whole in binding.gathered]
-            return
+            views, rows = super()._make_views(work, call, half), call.x.shape[0]
+            views.own = views.gathered.narrow(0, work.rank * rows, rows)
+            return views
         mp, k = shard_of(call)
-        binding.gathered = work.gather_buffers((k, work.tp * mp // call.x.element_size()), call.x.dtype)
-        columns = slice(work.rank * mp, (work.rank + 1) * mp)
-        binding.places = [whole.view(torch.uint8)[:, columns] for whole in binding.gathered]
-        binding.pushes = pushes_in_place(work, mp, k)
-        self._side = side_of(work) if self._cuda else None
+        gathered = work.gather_buffer(half, _shape_of(call, work.tp), call.x.dtype)
+        views = Views(gathered, push_in_place(work, half, mp, k))
+        views.place = gathered.view(torch.uint8)[:, work.rank * mp : (work.rank + 1) * mp]
+        return views
 
     def run(self, call: OperatorCall) -> Pending:
         """See the base class."""
@@ -304,30 +313,31 @@ class AllGatherPlan(_Gathering):
         if work.open_gather is not None:
             finish_open(work)
         # wait() holds no call: the slab has the open gather, and must not hold the group.
-        side, pushes, launches, device = self._side, binding.pushes, binding.kernels.launches, self._device
-        own = x.new_empty(binding.gathered[0].shape) if call.own_gathered else None
+        side, launches, device = self._side, binding.kernels.launches, self._device
+        own = x.new_empty(_shape_of(call, work.tp)) if call.own_gathered else None
         held, transposed, source = call.async_op, not call.return_gathered, x
         try:
             half, begun = work.claim(binding.number)
-            capture, gathered = work.capture, binding.gathered[half]
+            views = binding.views[half] or self._views(binding, call, half)
+            capture, gathered, push = work.capture, views.gathered, views.push
             if transposed:
                 from megatron_flux.kernels.transpose import transpose
 
-                source = binding.places[half]
+                source = views.place
                 transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
             if side is not None:
                 driver.record(side.before, begun)
             if not held:
-                _send(side, pushes[half], source.data_ptr())
-            if binding.own:
-                binding.own[half].copy_(x)
+                _send(side, push, source.data_ptr())
+            if views.own is not None:
+                views.own.copy_(x)
 
             def send() -> None:
                 nonlocal held
                 if held:
                     held = False
                     try:
-                        _send(side, pushes[half], source.data_ptr())
+                        _send(side, push, source.data_ptr())
                     except BaseException as error:
                         work.poison("all_gather", error)
                         raise
@@ -374,6 +384,14 @@ def shard_of(call: OperatorCall) -> tuple[int, int]:
     """Return rows and columns, in bytes, of the shard of a gather whose result is transposed."""
     (rows, columns), size = call.x.shape, call.x.element_size()
     return (columns * size, rows) if call.transposed else (rows, columns * size)
+
+
+def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
+    """Return the shape of the result of a gather."""
+    if call.return_gathered:
+        return call.gathered_shape
+    mp, k = shard_of(call)
+    return k, tp * mp // call.x.element_size()
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:

@@ -50,26 +50,36 @@ class Kernels:
 
 
 class Binding:
-    """Resources of a plan's calls with one shape of x, on one slab."""
+    """Resources of a plan's calls with one shape of x, on one slab; by half, each made by the first call there."""
 
     def __init__(self, call: OperatorCall, kernels: Kernels, number: int) -> None:
         """``number``: of such calls in the group's call table."""
         self.slab, self.kernels, self.number = kernels.slab, kernels, number
         self.shape, self.nbytes = call.result_shape, call.bytes_received
         self.rows: list[Any] = [None, None]
-        """By half: what a Relaunch is called with."""
-        self.gathered: list[torch.Tensor] = []
-        """By half: the gather buffer of this rank, with the leading dimensions of x."""
-        self.pushes: list[Push] = []
-        self.own: Sequence[torch.Tensor] = ()
-        """By half: where the caller finds the local shard, if a copy has to put it there."""
-        self.places: Sequence[torch.Tensor] = ()
-        """By half: the columns of the local shard, if it is transposed."""
-        self.scales: Sequence[torch.Tensor | None] = (None, None)
-        """By half: destination of the scales of this rank's gathered x, if x is in blocks."""
-        self.own_scales: Sequence[torch.Tensor] = ()
-        """By half: destination of the local shard's scales for the caller, if a kernel does not put them there."""
-        self.gathered_fp8: Sequence[Fp8Operand] = ()
+        """Arguments of a Relaunch."""
+        self.views: list[Any] = [None, None]
+        """Of a plan that gathers, see :class:`Views`."""
+
+
+class Views:
+    """Places in a half of the slab, for calls that gather an x of one shape."""
+
+    __slots__ = ("fp8", "gathered", "own", "own_scales", "place", "push", "scales")
+
+    def __init__(self, gathered: torch.Tensor, push: Push) -> None:
+        """``gathered``: buffer of this rank, with the leading dimensions of x; ``push``: the copies to its peers."""
+        self.gathered, self.push = gathered, push
+        self.own: torch.Tensor | None = None
+        """Where the caller finds the local shard, if a copy has to put it there."""
+        self.place: torch.Tensor | None = None
+        """The columns of the local shard, if it is transposed."""
+        self.scales: torch.Tensor | None = None
+        """Destination of the scales of this rank's gathered x, if x is in blocks."""
+        self.own_scales: torch.Tensor | None = None
+        """Destination of the local shard's scales for the caller, if a kernel does not put them there."""
+        self.fp8: Fp8Operand | None = None
+        """The gathered x for the caller, if it is in blocks."""
 
 
 class FusedPlan(Plan):
@@ -110,9 +120,12 @@ class FusedPlan(Plan):
                 state_of(call.group).graph_slabs.append(kernels.slab)
             together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
             kernels = self._kernels = Kernels(slab, together)
+            self._begin(slab)
         binding = self._bindings[key] = Binding(call, kernels, number)
-        self._view(binding, call)
         return binding
+
+    def _begin(self, slab: Slab) -> None:
+        """Prepare for calls on ``slab``, which are the plan's first there."""
 
     def slab_of(self, call: OperatorCall, nbytes: int) -> Slab:
         """Return the group's slab, made if there is none so large. Tests emulate groups here."""
@@ -122,9 +135,6 @@ class FusedPlan(Plan):
         """See the base class."""
         slab = state_of(call.group).slabs.get((self.purpose, self._captured))
         return slab is not None and slab.calls < slab.limit and slab.half_bytes >= self.bytes_of_half(call)
-
-    def _view(self, binding: Binding, call: OperatorCall) -> None:
-        """Make views of the slab that calls need."""
 
     def leave(self, slab: Any) -> None:
         """Drop everything that keeps the memory of ``slab``, which the group has replaced."""

@@ -65,6 +65,9 @@ def plan(call: OperatorCall, name: str) -> Plan:
     if torch.is_inference_mode_enabled():  # what is made may outlive it
         with torch.inference_mode(False), torch.no_grad():
             return plan(call, name)
+    tuned = name == _tuned.name or (name == "auto" and next(reversed(_backends.values())) is _tuned)
+    if tuned and (further := _tuned.tuner.further(call)) is not None:
+        return further
     backend, reason = select(name, call.x, call.weight, call.group)
     reasons = [] if reason is None else [reason]
     if call.operator not in backend.operators:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache as once
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from megatron_flux.comm.group_state import MOST_ENTRIES, Cache, all_states, stat
 from megatron_flux.log_once import log_once
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
+from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.fused_plan import FusedPlan
 from megatron_flux.ops.tuner import alone, cache, shipped
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, in_fewest_rounds, runs
@@ -62,6 +65,25 @@ class Kind:
         return f"{self._head} m={m} {self._tail}"
 
 
+class Further(NamedTuple):
+    """How calls of a further m run, where one entry is known of their kind and bucket."""
+
+    kind: Kind
+    near: Entry
+    plans: dict[Any, FusedPlan]
+    """By the entry's plan: those whose kernels are compiled."""
+
+    def plan_of(self, call: OperatorCall) -> FusedPlan | None:
+        """Return the plan of such a call; None if it has to be looked for."""
+        m, entries = call.m, self.kind.entries
+        entry = entries.get(m) or in_fewest_rounds(call, self.near)
+        plan = self.plans.get(entry.plan)
+        if plan is None or not runs(call, entry) or (plan.config.ws and not hopper_kernels(call, plan.config.bm)):
+            return None
+        entries[m] = entry
+        return plan
+
+
 @dataclass
 class Decisions:
     """Decisions of the tuner for a group; all ranks have the same."""
@@ -72,9 +94,9 @@ class Decisions:
     """By the kind of call, and the bucket of m."""
     at_once: Cache[tuple[object, ...], None] = field(default_factory=Cache)
     """Kinds of calls with plans that run at once: their kernels are compiled, or they were asked for ahead."""
-    further: Cache[tuple[object, ...], tuple[Kind, Entry]] = field(default_factory=Cache)
-    """What a further m follows from, of calls and buckets with one known entry, which runs at once. Found here, a plan
-    costs a tenth of a step's host time less; nothing is found elsewhere that would be another one."""
+    further: Cache[tuple[object, ...], Further] = field(default_factory=Cache)
+    """By the kind of call, and the bucket of m: how further calls run. Found here, a plan costs a third of its host
+    time; nothing is found elsewhere that would be another one."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
 
@@ -113,8 +135,6 @@ class Tuner:
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
-        if not call.captured and (entry := self._followed(call)) is not None:
-            return self._planned(call, entry)
         in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
         # What was not run before has no workspace yet, and none can be made in a capture.
         entry = self._met(call) if in_capture else self._looked_up(call)
@@ -139,17 +159,10 @@ class Tuner:
             return self._planned(call, self._keep(call, trial.runnable(call)))
         return TrialPlan(call, trial, self.backends, self._note_decided)
 
-    def _followed(self, call: OperatorCall) -> Entry | None:
-        """Return the entry of ``call`` if it follows from the only one that is known in its bucket."""
-        decisions, alike, m = self.decisions(call.group), call.alike, call.m
-        kind, near = decisions.further.get((alike, _bucket(m)), (None, UNMEASURED))
-        if kind is None:
-            return None
-        entry = kind.entries.get(m) or in_fewest_rounds(call, near)
-        if (entry.plan is not None and (alike, entry.plan) not in decisions.at_once) or not runs(call, entry):
-            return None
-        kind.entries[m] = entry
-        return entry
+    def further(self, call: OperatorCall) -> FusedPlan | None:
+        """Return the plan of ``call`` if it follows from what calls of other m run, without a look at anything else."""
+        found = self.decisions(call.group).further.get((call.alike, _bucket(call.m)))
+        return None if found is None else found.plan_of(call)
 
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
         """Return the entry of this very call, tried at once unless it is known; another m's will not do. Collective.
@@ -195,10 +208,14 @@ class Tuner:
             return self._planned(call, entry)
         decisions, alike = self.decisions(call.group), call.alike
         if (alike, entry.plan) in decisions.at_once:
-            kind = self._kind(call, captured=False)
-            if len(like := kind.known_like(call.m)) == 1:
-                decisions.further[alike, _bucket(call.m)] = kind, kind.known[like[0]]
-            return self._planned(call, entry)
+            kind, plan = self._kind(call, captured=False), self._planned(call, entry)
+            if isinstance(plan, FusedPlan) and plan.any_rows and len(like := kind.known_like(call.m)) == 1:
+                key = alike, _bucket(call.m)
+                found = decisions.further.get(key) or Further(kind, kind.known[like[0]], {})
+                if plan.config.ws == (getattr(entry.plan, "tiles", None) or entry.plan).ws:  # not a substitute's
+                    found.plans[entry.plan] = plan
+                decisions.further[key] = found
+            return plan
         trial = self._compiling(call, entry)
         if trial.decided is not None:
             return self._planned(call, trial.decided)

@@ -108,7 +108,7 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
     ranks = slabs(tp)
     for rank, work in enumerate(ranks):
         told, x = Told(monkeypatch, work), shard(rank)
-        found = copy_engine.pushes_of(work, *x.shape, x.dtype, edges)[HALF]
+        found = copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges)
         for value in (x, x + 5):
             found.enqueue(value.data_ptr(), 5)
         data, flags = told.order[::2], told.order[1::2]
@@ -131,7 +131,7 @@ def test_columns_are_sent_from_their_place_to_the_same_place(tp: int, monkeypatc
         place = gathered[rank][:, mine]
         place.copy_(whole[:, mine])
         told = Told(monkeypatch, work)
-        copy_engine.pushes_in_place(work, mp, k)[HALF].enqueue(place.data_ptr(), 5)
+        copy_engine.push_in_place(work, HALF, mp, k).enqueue(place.data_ptr(), 5)
         peers = [peer for kind, peer in told.order if kind == "data"]
         assert told.order == [(kind, peer) for peer in peers for kind in ("data", "flag")]
         assert sorted(peers) == [peer for peer in range(tp) if peer != rank]

@@ -109,7 +109,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[CallTable]:
     groups: list[Any] = [SimpleNamespace(rank=lambda r=rank: r, size=lambda: 3) for rank in range(3)]
     found = [CallTable(group) for group in groups]
     for table in found:
-        table.words = {1: "a wide call", 2: "a tall call"}
+        table.words = {1: ("a wide call", 0), 2: ("a tall call", 0)}
         table.number = 2**32 - 1500  # numbers wrap
     return found
 

@@ -79,8 +79,8 @@ class Work:
     def arguments(self, half: int) -> range:
         return range(7)
 
-    def gather_buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [self.data[1][half << 20 :].view(dtype)[: math.prod(shape)].view(shape) for half in (0, 1)]
+    def gather_buffer(self, half: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.data[1][half << 20 :].view(dtype)[: math.prod(shape)].view(shape)
 
     def scale_buffers(self, half: int, *_: Any) -> list[torch.Tensor]:
         return [self.scales[half]] * 2
@@ -117,7 +117,7 @@ class Again:
     def launch(self, stream: int) -> None:
         pass
 
-    def rows(self, given: Any) -> Any:
+    def rows(self, given: Any, grid: int | None = None) -> Any:
         return given or "rows"
 
     def __call__(self, stream: int, rows: Any, *operands: Any) -> None:
@@ -143,10 +143,8 @@ class Gpu:
         monkeypatch.setattr(fused_plan, "compare_calls", lambda call: 0)
         monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
         monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, CopyStream("side", None, None)))  # type: ignore[arg-type]
-        monkeypatch.setattr(fused, "pushes_in_place", lambda work, mp, k: [self.push(half) for half in (4, 5)])
-        monkeypatch.setattr(
-            fused, "pushes_of", lambda _, *of: [self.push(half, scales=of[-1] is not None) for half in (0, 1)]
-        )
+        monkeypatch.setattr(fused, "push_in_place", lambda work, half, mp, k: self.push(4 + half))
+        monkeypatch.setattr(fused, "push_of", lambda _, half, *of: self.push(half, scales=of[-1] is not None))
         from megatron_flux.kernels import launch
 
         monkeypatch.setattr(launch, "by_triton", self._by_triton)

@@ -22,7 +22,7 @@ from megatron_flux.ops import fused_plan
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan
-from megatron_flux.ops.fused_plan import Binding, Kernels
+from megatron_flux.ops.fused_plan import Binding, Kernels, Views
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of, slab_on_gpu
 from tests.unit.ops.fakes import on_gpu
@@ -67,9 +67,9 @@ def relaunch(operands: int = 4) -> Relaunch:
     """A kernel of so many operands, whose parameters are laid out."""
     made = object.__new__(Relaunch)
     made._numbers = (ctypes.c_uint64 * 5)()
-    made._rows = made.first = Rows((), (), [(at, None) for at in range(operands)])
+    made._rows = made.first = Rows((), (), [(at, None) for at in range(operands)], 132)
     made._parameters = (ctypes.c_void_p * 5)()
-    made._function, made._grid, made._threads, made._shared = 1, 132, 384, 0
+    made._function, made._threads, made._shared = 1, 384, 0
     return made
 
 
@@ -108,7 +108,7 @@ def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: 
     call = OperatorCall("all_gather_gemm", on_gpu(4, 4), on_gpu(6, 4), group_of(2), return_gathered=False)
     plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), call, [relaunch()] * 2)
     binding = plan._bindings[call.x.shape]
-    binding.pushes, binding.gathered = [Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000)] * 2, [torch.empty(0)] * 2
+    binding.views = [Views(torch.empty(0), Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000))] * 2
     plan._side = Side(20, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
     require_short(call, plan, lambda: ops.all_gather_gemm(call.x, call.weight, call.group))
     assert driver.asked[: len(driver.asked) // 2] == [

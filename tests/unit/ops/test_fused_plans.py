@@ -63,7 +63,7 @@ def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu, bias: bool)
         )
         assert y.shape == (128, 2, 32)
         assert gathered.shape == (128, 2, 64)
-        assert gathered.data_ptr() == gpu.work.gather_buffers((256, 64), torch.bfloat16)[half].data_ptr()
+        assert gathered.data_ptr() == gpu.work.gather_buffer(half, (256, 64), torch.bfloat16).data_ptr()
         name = "hopper_ag_gemm_kernel"
         launched = ("triton", name, 132)
         if number > 1:
@@ -159,7 +159,9 @@ def test_gemm_all_reduce_is_one_launch(gpu: Gpu, config: AllReduceConfig, transp
     assert backend.plans == 2, "beside wgrad the tuner may choose otherwise"
 
 
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather of rows", "all_gather transposed"]
+)
 def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no plan of its own; what follows from m is laid out once for each half."""
     backend = FusedBackend("any m")
@@ -170,24 +172,28 @@ def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytes
 
     def call(rows: int) -> None:
         x, weight, backend = on_gpu(rows, 64), on_gpu(32, 64), "any m"
-        if operator == "all_gather":
-            ops.all_gather(x, gpu.group, backend=backend).wait()
+        if operator.startswith("all_gather "):
+            ops.all_gather(x, gpu.group, backend=backend, transposed=operator.endswith("transposed")).wait()
         else:
             getattr(ops, operator)(x, weight, gpu.group, backend=backend)
 
     for rows in (256, 256, 512, 512, 256, 512, 1024):
         call(rows)
     kinds = [one[0] for one in gpu.done if one[0] not in ("record", "wait", "copy")]
-    assert kinds[:2] == ["triton"] * 2
-    assert {kind.rpartition(" ")[2] for kind in kinds[2:]} == {"again"}
+    kinds = [kind.rpartition(" ")[2] for kind in kinds]
+    assert kinds.count("triton") == kinds[:4].count("triton") == (3 if operator.endswith("transposed") else 2)
+    assert set(kinds) == {"triton", "again"}
     (plan,) = state_of(gpu.group).fused.values()
     assert set(state_of(gpu.group).plans.values()) == {plan}
     laid_out = [[rows and rows["mp"] for rows in binding.rows] for binding in plan._bindings.values()]
-    if operator == "all_gather":  # its kernel waits for peers, whatever they send
+    if operator.startswith("all_gather "):  # its kernel waits for peers, whatever they send
         assert laid_out == [[None, None]] * 3
     else:
         times = 2 if operator == "all_gather_gemm" else 1
         assert laid_out == [[128 * times] * 2, [256 * times] * 2, [512 * times, None]]
+    if operator == "all_gather_gemm":
+        views = [[view is not None for view in binding.views] for binding in plan._bindings.values()]
+        assert views == [[True] * 2, [True] * 2, [True, False]], "of a half that no call has come to there are none"
     state_of(gpu.group)._retire(gpu.work)  # type: ignore[arg-type]
     assert not plan._bindings
 

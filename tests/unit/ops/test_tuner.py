@@ -23,7 +23,7 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.log_once import log_once
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.backends import chunked
+from megatron_flux.ops.backends import chunked, registry
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -235,6 +235,38 @@ def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: py
         assert tuner(x=torch.zeros(rows, 4)) == ("fused", plan)
     assert asked == ["plans kept for gemm_reduce_scatter m=2 n=6 k=4", "MEGATRON_FLUX_TUNE"]
     assert len(tuner.tuner.decisions(GROUP).entries) <= 64
+
+
+def test_a_further_m_follows_from_what_is_known_unless_another_plan_may_suit_it(
+    tuner: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, wide = KernelConfig(), KernelConfig(ws=True)
+    kind = module.Kind(key_of(call_of(), captured=False), 8)
+    plans = {one: SimpleNamespace(config=one) for one in (plain, wide)}
+    further: Any = module.Further(kind, Entry(backend="fused", plan=plain), plans)
+    assert further.plan_of(call_of(16)) is plans[plain]
+    assert kind.entries[16] is further.near
+    kind.entries[24] = Entry(backend="fused", plan=wide)
+    assert further.plan_of(call_of(24)) is None, "no such kernel here"
+    monkeypatch.setattr(module, "hopper_kernels", lambda call, bm: True)
+    assert further.plan_of(call_of(24)) is plans[wide]
+    kind.entries[32] = Entry(backend="reference")
+    assert further.plan_of(call_of(32)) is None
+    monkeypatch.setattr(module, "runs", lambda call, entry: False)
+    assert further.plan_of(call_of(40)) is None
+    assert 40 not in kind.entries
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_what_follows_is_not_looked_for_among_backends_unless_a_newer_one_is_registered(
+    newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SimpleNamespace(counted=("", ""))
+    monkeypatch.setattr(registry._tuned.tuner, "further", lambda call: plan)
+    if newer:
+        monkeypatch.setitem(registry._backends, "newer", registry._reference)
+    assert (registry.plan(call_of(), "auto") is plan) is not newer
+    assert registry.plan(call_of(), "reference") is not plan
 
 
 def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:

@@ -144,9 +144,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "open products are replayed where the GPU is behind the host",
         "megatron_flux/ops/recordings.py",
-        "and not torch.cuda.current_stream().query()",
-        "and False",
-        (f"{REPLAYS}::test_open_products_are_replayed_only_where_the_gpu_waits_for_the_host",),
+        "and not _gpu_is_close(link) and work.call.weight is not None:",
+        "and False:",
+        (f"{REPLAYS}::test_open_products_are_replayed_only_where_the_gpu_is_close_behind_the_host",),
     ),
     Fault(
         "calls that will be replayed count as calls that are not",

@@ -125,6 +125,8 @@ class HostLink:
         """The stream of the latest call if that was replayed. Else lanes are behind all replays."""
         self._sides: dict[tuple[int, str], Side] = {}
         self._recording = False
+        self.before: torch.cuda.Event | None = None
+        """Where the latest call begins, for :mod:`megatron_flux.ops.recordings`."""
 
         def make_lanes() -> None:
             if self._cuda:

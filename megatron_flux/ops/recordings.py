@@ -44,7 +44,7 @@ REPLAY_MS = 0.14
 """What a replay takes the host (2 x H100)."""
 MOST = 512
 """Recordings of a plan: calls of that kind in a step, of all layers and micro-batches."""
-SPACING = 8
+SPACING = 4
 WASTE = 64
 """Recordings of a plan that may be made before most of them have to have been replayed."""
 
@@ -139,6 +139,8 @@ class Recordings:
 def run(work: AnyWork, recordings: Recordings | None) -> AnyWork:
     """Launch ``work`` on the current stream, to its end, and return it."""
     link = work.link
+    if recordings is not None:
+        _gpu_is_close(link)
     with poison_on_error(link, work.call.operator):
         work.count()
         recording = None if recordings is None else recordings.find(work, "")
@@ -154,12 +156,12 @@ def start(work: Work, recordings: Recordings | None) -> Callable[[], None]:
     """Launch ``work``, the current stream behind what it begins with. Return what puts the then current stream behind
     its end, once.
 
-    Work that multiplies is replayed only where the GPU waits for the host: the order in which a graph's branches run
-    may cost it a part of what it hides (results/host-link-x2).
+    Work that multiplies is replayed only where the GPU is close behind the host: the order in which a graph's branches
+    run may cost it a part of what it hides (results/host-link-x2).
     """
     link, operator, end = work.link, work.call.operator, None
     lanes, begun = link.lanes, link.lanes.current()
-    if work.call.weight is not None and recordings is not None and not torch.cuda.current_stream().query():
+    if recordings is not None and not _gpu_is_close(link) and work.call.weight is not None:
         recordings = None
     with poison_on_error(link, operator):
         work.count()
@@ -186,6 +188,16 @@ def start(work: Work, recordings: Recordings | None) -> Callable[[], None]:
                 one.record_stream(torch.cuda.current_stream(one.device))
 
     return wait
+
+
+def _gpu_is_close(link: HostLink) -> bool:
+    """Return True if the GPU has come to the call before this one, and mark where this one begins."""
+    if not link.captures or torch.cuda.is_current_stream_capturing():
+        return False
+    close = link.before is None or link.before.query()
+    link.before = link.before or torch.cuda.Event()
+    link.before.record()
+    return close
 
 
 def _record(work: Work, beside: str) -> Recording:

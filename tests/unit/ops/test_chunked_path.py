@@ -166,6 +166,8 @@ class Scene:
             def __init__(self, *, external: bool = False) -> None:
                 self.cuda_event, self.external = cuda.handle(), external
 
+            query = staticmethod(lambda: self.idle())
+
             def record(self, stream: Any = None) -> None:
                 if self.external and cuda.recorded is not None:
                     cuda.add(cuda.current, "record external", self.cuda_event)
@@ -195,7 +197,6 @@ class Scene:
         patch.setattr(host_link, "Side", self.side)
         patch.setattr(torch.cuda, "stream", on)
         self.idle: Callable[[], bool] = lambda: True
-        patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: self.idle()))
         for module in (cuda_driver, cuda_memory_ops):
             patch.setattr(module, "library", lambda: cuda)
         patch.setattr(torch.cuda, "Event", Event)

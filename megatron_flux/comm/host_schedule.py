@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_flux.comm.lanes import CALLER, DOWN, LANES, UP, Batch, Behind, Enqueued, Mark, Step, Wait
-from megatron_flux.cuda_memory_ops import VALUE, WAIT, WRITE, Copy, WordOp
+from megatron_flux.cuda_driver import VALUE, WAIT, WRITE, Copy, WordOp
 from megatron_flux.errors import UserError
 
 EMPTY, FULL = 0, 1
@@ -169,40 +169,39 @@ class Part(NamedTuple):
 class Program:
     """Everything a rank enqueues for one call."""
 
+    nbytes: int
+    """Size of a block."""
+    operator: str = ""
     parts: list[Part] = field(default_factory=list)
     """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
     order in which they are sent."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
     """Batches of each lane. A batch writes its index into the head when it begins."""
-    nbytes: int = 0
-    """Size of a block."""
-    pieces: Sequence[tuple[int, int]] = ()
-    """The pieces of all parts, in their order."""
     laid_out: list[Any] = field(default_factory=list)
-    """What :meth:`run` of the link's lanes takes. Of a gather: for its begin, for each part up to where the caller may
-    read its pieces, and for its end. Of an exchange: what comes behind each product of the caller's, and the rest."""
-    rest: Any = ()
-    """The same of a gather for all behind its begin, where the caller does not wait."""
-    end: Any = ()
-    """The same for what puts the caller behind the whole call, all of which has been enqueued just before."""
+    """What :meth:`run` of the link's lanes takes. Of a gather: each part. Of an exchange: what comes behind each product
+    of the caller's, and the rest."""
+    read: Any = ()
+    """The same for what puts the caller behind all that has been enqueued upwards."""
+    sent: Any = ()
+    """The same for what has been enqueued downwards."""
 
-    def lay_out(self, laid_out: Callable[[Sequence[Enqueued]], Any], nbytes: int, *, exchange: bool) -> None:
-        """Lay out all that is enqueued for blocks of ``nbytes``."""
-        self.nbytes = nbytes
-        self.pieces = [piece for part in self.parts for piece in part.pieces]
-        lists = [part.steps for part in self.parts]
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The pieces of all parts, in their order."""
+        return [piece for part in self.parts for piece in part.pieces]
+
+    def lay_out(self, laid_out: Callable[[Sequence[Enqueued]], Any], *, exchange: bool) -> None:
+        """Lay out all that is enqueued."""
         read_all, sent_all = (Mark(UP), Behind((CALLER,))), (Mark(DOWN), Behind((CALLER,)))
-        read, sent = laid_out(read_all), laid_out(sent_all)
+        self.read, self.sent = laid_out(read_all), laid_out(sent_all)
+        lists = [part.steps for part in self.parts]
         if exchange:
             # A part waits for the product that it sends, and comes behind the next one in a queue that they share.
             lists = [[Behind(LANES if at == 0 else (DOWN,)), *steps] for at, steps in enumerate(lists)]
             lists = [[Mark(CALLER)], *([*steps, Mark(CALLER)] for steps in lists[:-1]), lists[-1]]
-            self.laid_out = [laid_out(steps) for steps in lists]
         else:
-            begin, *parts = (laid_out(steps) for steps in ([Mark(CALLER), Behind(LANES), *lists[0]], *lists[1:]))
-            self.rest = [*itertools.chain(*parts)]
-            self.laid_out = [begin, *([*part, *read] for part in parts), sent]
-        self.end = [*read, *sent]
+            lists[0] = [Mark(CALLER), Behind(LANES), *lists[0]]
+        self.laid_out = [laid_out(steps) for steps in lists]
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""
@@ -223,9 +222,9 @@ class Transfer(NamedTuple):
 class ProgramBuilder:
     """Builds a program; holds a step's closing words back until the lane's next step."""
 
-    def __init__(self, region: int) -> None:
-        """``region``: address of the rank's own region."""
-        self.program = Program()
+    def __init__(self, region: int, nbytes: int) -> None:
+        """``region``: address of the rank's own region; ``nbytes``: size of a block."""
+        self.program = Program(nbytes)
         self._region = region
         self._words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
         self._steps: list[Enqueued] = []
@@ -309,7 +308,7 @@ def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int
     """Build the program of a gather whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions."""
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
-    builder = ProgramBuilder(own)
+    builder = ProgramBuilder(own, cuts[-1])
     parts = [(piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every]
 
     def write(use: int) -> Transfer:
@@ -346,7 +345,7 @@ def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[i
     """
     tp, own = layout.tp, regions[rank]
     readers = [(rank + d) % tp for d in range(1, tp)]
-    builder, by_piece = ProgramBuilder(own), layout.chunks(cuts)
+    builder, by_piece = ProgramBuilder(own, cuts[-1]), layout.chunks(cuts)
     order = exchange_steps(rank, tp, len(cuts) - 1)
     parts = [(peer, piece, *chunk) for peer, piece in order for chunk in by_piece[piece]]
 

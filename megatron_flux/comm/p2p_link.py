@@ -41,7 +41,7 @@ from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Program
 from megatron_flux.comm.lanes import Batch, Enqueued, Step, store
 from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
-from megatron_flux.cuda_memory_ops import FLUSH, WordOp
+from megatron_flux.cuda_driver import FLUSH, WordOp
 
 _CAN_FLUSH_REMOTE_WRITES = 98
 
@@ -53,26 +53,18 @@ class P2PLink(HostLink):
     through = "peers' memory"
     captures = False  # untried
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        layout: PeerLayout | None = None,
-        *,
-        one_queue: bool | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: PeerLayout | None = None) -> None:
         """Collective. On CPUs slots are shared memory of the host. Raises UserError, also without symmetric memory."""
         self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
-        memory = shared_memory.allocate(group, layout.device_bytes, device)
-        self._slots = [tensor.data_ptr() for tensor in memory[0]]
+        self._memory = shared_memory.allocate(group, layout.device_bytes, device)
+        self._slots = [tensor.data_ptr() for tensor in self._memory[0]]
         self._flushes = device.type == "cuda" and bool(cuda_driver.attribute(device, _CAN_FLUSH_REMOTE_WRITES))
-        super().__init__(group, device, layout, one_queue=one_queue)
-        self._progress.keep = memory
+        super().__init__(group, device, layout)
         islands = find_islands(together(group, "where the GPUs are", lambda: place_of(device)))
         self._rounds = {build: build(self.tp, islands) for build in (p2p_schedule.gather, p2p_schedule.exchange)}
-        own = self._progress.regions.host[self.rank]
+        own = self._regions.host[self.rank]
         for word in layout.own_words():
             store(own + word, CLOSED)
         of_all_ranks(None, group, "closing slots")  # nobody opens a slot before everybody's are closed
@@ -85,7 +77,7 @@ class P2PLink(HostLink):
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]
-        ends = self._peers, self.rank, self._regions, self._slots
+        ends = self._peers, self.rank, self._regions.lanes, self._slots
         program = p2p_schedule.program(*ends, cuts, rounds, exchange=kind == "exchange")
         if self._flushes:
             program.parts = [

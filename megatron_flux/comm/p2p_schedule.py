@@ -62,7 +62,7 @@ from megatron_flux.comm.host_schedule import (
     Transfer,
 )
 from megatron_flux.comm.lanes import DOWN, UP, Wait
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, Copy, WordOp
+from megatron_flux.cuda_driver import WAIT, WRITE, Copy, WordOp
 
 CLOSED = 2
 OUT, IN = DOWN, UP
@@ -190,7 +190,7 @@ def program(
 
     Its parts: of a gather, what can leave before anything is waited for, then each round; of an exchange, each round.
     """
-    builder, own = ProgramBuilder(regions[rank]), regions[rank]
+    builder, own = ProgramBuilder(regions[rank], cuts[-1]), regions[rank]
     parts = layout.chunks(cuts)
     plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
 

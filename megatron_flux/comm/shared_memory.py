@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_memory_ops as memory_ops
+from megatron_flux import cuda_driver
 from megatron_flux import nvml
 from megatron_flux.comm.agreement import TogetherError, together
 from megatron_flux.errors import OperatorError, SharedMemoryError, UserError, one_line
@@ -150,13 +150,13 @@ class Mapping:
     def pin(self) -> None:
         """Let CUDA use it."""
         if not self.pinned:
-            self.lane_address = memory_ops.register(self.address, len(self._view))
+            self.lane_address = cuda_driver.register(self.address, len(self._view))
             self.pinned = True
 
     def unpin(self) -> None:
         """Undo :meth:`pin`."""
         if self.pinned:
-            memory_ops.unregister(self.address)
+            cuda_driver.unregister(self.address)
             self.pinned = False
 
 

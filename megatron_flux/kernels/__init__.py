@@ -6,5 +6,5 @@ warps), and ``launch`` for what a launch costs on the host.
 
 ``wire`` has the 8-bit formats of slower links; ``gate`` ends a call whose waits are not in a kernel.
 
-Importing a module of this package, other than ``signals``, ``wire`` and ``wire_format``, imports triton.
+Importing a module of this package, other than ``signals`` and ``wire``, imports triton.
 """

@@ -15,6 +15,7 @@ from megatron_flux.comm import agreement, mailbox
 from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
 
+
 class Counting:
     """A store that notes requests to it, but for looks whether a peer has failed: a long wait makes these."""
 

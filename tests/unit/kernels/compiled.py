@@ -34,7 +34,7 @@ from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
 from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
-from megatron_flux.kernels.wire_format import GROUP, TINY, TOP
+from megatron_flux.kernels.wire import GROUP, TINY, TOP
 from megatron_flux.kernels.wire_kernels import ADDING, ROTATING, ROUND, add_kernel, decode_kernel, encode_kernel
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from tests.ptx import missing_fences, missing_in_plain

@@ -38,8 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_driver
-from megatron_flux import nvml
+from megatron_flux import cuda_driver, nvml
 from megatron_flux.comm.agreement import TogetherError, together
 from megatron_flux.errors import OperatorError, SharedMemoryError, UserError, one_line
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -289,7 +289,7 @@ def wait_of(stream: int, event: int, *, external: bool = False) -> Call:
     return library().cuStreamWaitEvent, (_P(stream), _P(event), _U32(external)), False, []  # CU_EVENT_WAIT_EXTERNAL
 
 
-def run(calls: Sequence[Call], rows: Sequence[int]) -> None:
+def run(calls: Iterable[Call], rows: Sequence[int]) -> None:
     """Enqueue ``calls``. Beside the driver this loop is most of a transfer's host time."""
     copy = library().cuMemcpyAsync
     for function, arguments, from_slots, copies in calls:

@@ -38,12 +38,10 @@ Hazards
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
     * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). Words go in batches; all but the addresses of tensors is laid out once for all calls of a size on a
-      stream.
-    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
-      branches reach the hardware is not ours to say. Checks of ``tests/gpu/checks_host.py`` passed on two H100s with
-      one queue and with eight, with late ranks and calls that are enqueued between replays. The shared memory whose
-      addresses a graph holds is never given back.
+      (2 x H200). All but the addresses of tensors is laid out once for all calls of a size on a stream.
+    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. In which order a graph's
+      branches reach the hardware is not specified: ``tests/gpu/checks_host.py`` passed on two H100s with one queue and
+      with eight. The shared memory whose addresses a graph holds is never given back.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ The limit is ``MEGATRON_FLUX_TIMEOUT_S`` seconds, by default the time-out of the
 checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It is read when a slab is made; a time-out
 that the group is given later does not change it.
 
-Messages of a lost peer: the group's watchdog knows only of the collectives queued behind these waits, each from when it
-was enqueued, so with the default both end at about the same time. The alarm's line names operator, peer and epoch; then
-comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process with its own "Watchdog
-caught collective operation timeout" of a collective that has not begun: the kernel before it is the one that waits. Set
-the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of
-those ranks, the watchdog is all there is.
+Messages of a lost peer: the alarm's line names operator, peer and epoch; then comes ``CUDA error: unspecified launch
+failure``. With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught
+collective operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable
+lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks,
+the watchdog is all there is.
 """
 
 from __future__ import annotations

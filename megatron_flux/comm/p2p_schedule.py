@@ -83,15 +83,6 @@ class Move(NamedTuple):
     origin: int  # whose block it is
 
 
-class Round(NamedTuple):
-    """Transfers of one rank in one round."""
-
-    target: int
-    sent: int  # whose block it sends
-    source: int
-    received: int  # whose block it gets
-
-
 def gather(tp: int, islands: Islands | None) -> list[list[Move]]:
     """Return the rounds of a gather: every rank's block to all others."""
     if islands is None:
@@ -121,16 +112,6 @@ def exchange(tp: int, islands: Islands | None) -> list[list[Move]]:
     for at, rank in zip([*places, *others], islands[0] + islands[1], strict=True):
         ring[at] = rank
     return _ring(ring)
-
-
-def of_rank(rounds: Sequence[Sequence[Move]], rank: int) -> list[Round]:
-    """Return what ``rank`` does in each round."""
-    mine = []
-    for moves in rounds:
-        out = next(move for move in moves if move.source == rank)
-        into = next(move for move in moves if move.target == rank)
-        mine.append(Round(out.target, out.origin, into.source, into.origin))
-    return mine
 
 
 def _ring(ring: Sequence[int]) -> list[list[Move]]:
@@ -192,39 +173,43 @@ def program(
     """
     builder, own = ProgramBuilder(regions[rank], cuts[-1], exchange=exchange), regions[rank]
     parts = layout.chunks(cuts)
-    plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
+    mine = [
+        (next(move for move in moves if move.source == rank), next(move for move in moves if move.target == rank))
+        for moves in rounds
+    ]
+    plan = [(piece, out, into) for piece in range(len(parts)) for out, into in mine]
 
     def opening(number: int) -> list[WordOp]:
         """Return the words that let the sender of this round begin."""
         if number == len(plan):
             return []
-        piece, round_ = plan[number]
+        piece, _, into = plan[number]
         first = range(min(len(parts[piece]), layout.slots))
-        return [WordOp(WRITE, regions[round_.source] + layout.word(use, rank), EMPTY) for use in first]
+        return [WordOp(WRITE, regions[into.source] + layout.word(use, rank), EMPTY) for use in first]
 
     builder.words[IN].extend(opening(0))
     builder.step(IN)
-    for number, (piece, round_) in enumerate(plan):
-        if round_.sent != rank and plan[number - 1][1].sent == rank:  # what is forwarded has come by then
+    for number, (piece, out, into) in enumerate(plan):
+        if out.origin != rank and plan[number - 1][1].origin == rank:  # what is forwarded has come by then
             builder.steps += [Mark(IN), Behind((OUT,))]
         sends, receives = [], []
-        count, base = len(parts[piece]), round_.target * cuts[-1] if exchange else 0
+        count, base = len(parts[piece]), out.target * cuts[-1] if exchange else 0
+        row = layout.tp if out.origin == rank else out.origin
         for use, (offset, nbytes) in enumerate(parts[piece]):
             opened = range(min(count, layout.slots)) if use == 0 else [use] if use >= layout.slots else []
-            words = [own + layout.word(one, round_.target) for one in opened]
+            words = [own + layout.word(one, out.target) for one in opened]
             sends.append(Transfer(
-                [(WordOp(WAIT, word, EMPTY), Wait(round_.target, round_.sent)) for word in words],
-                [Copy(layout.tp if round_.sent == rank else round_.sent, base + offset,
-                      slots[round_.target] + layout.slot(use), nbytes)],
-                [WordOp(WRITE, own + layout.word(use, round_.target), FULL)],
+                [(WordOp(WAIT, word, EMPTY), Wait(out.target, out.origin)) for word in words],
+                [Copy(row, base + offset, slots[out.target] + layout.slot(use), nbytes)],
+                [WordOp(WRITE, own + layout.word(use, out.target), FULL)],
             ))  # fmt: skip
-            word = regions[round_.source] + layout.word(use, rank)
+            word = regions[into.source] + layout.word(use, rank)
             receives.append(Transfer(
-                [(WordOp(WAIT, word, FULL), Wait(round_.source, round_.received))],
-                [Copy(round_.received, offset, slots[rank] + layout.slot(use), nbytes)],
+                [(WordOp(WAIT, word, FULL), Wait(into.source, into.origin))],
+                [Copy(into.origin, offset, slots[rank] + layout.slot(use), nbytes)],
                 [WordOp(WRITE, word, EMPTY if use + layout.slots < count else CLOSED),
                  *(opening(number + 1) if use == count - 1 else ())],
             ))  # fmt: skip
         builder.interleave(layout.slots, sends, receives, last=number == len(plan) - 1)
-        builder.end_part([(round_.target if exchange else round_.received, piece)])
+        builder.end_part([(out.target if exchange else into.origin, piece)])
     return builder.program

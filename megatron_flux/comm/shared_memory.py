@@ -155,12 +155,12 @@ def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) ->
         torch.cuda.synchronize(device)
         while _dropped:
             _unpin(_dropped.pop())
-    return Regions(*_map_files(group, nbytes, lambda: _allocate(nbytes, device), pin=device.type == "cuda"))
+    return Regions(*_map_files(group, nbytes, lambda: _make_file(nbytes, device), pin=device.type == "cuda"))
 
 
 def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
     """Return uint8 ``[nbytes]`` for each rank, of which the system allocates what is touched."""
-    views, _ = _map_files(group, nbytes, lambda: _make_sparse(nbytes), pin=False)
+    views, _ = _map_files(group, nbytes, lambda: _make_file(nbytes), pin=False)
     return [torch.from_numpy(view) for view in views]
 
 
@@ -220,25 +220,21 @@ def host_room() -> tuple[int, int]:
     return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
 
 
-def _allocate(nbytes: int, device: torch.device) -> str:
-    """Make a file of that size, whose memory is there, and return its name. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix="megatron_flux_host_", dir=FOLDER)
+def _make_file(nbytes: int, device: torch.device | None = None) -> str:
+    """Make a file of that size and return its name. With a ``device`` its memory is there, near it; else the system
+    allocates what is touched. Raises OSError.
+    """
+    prefix = "megatron_flux_" if device is None else "megatron_flux_host_"
+    handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER if device is not None or FOLDER.is_dir() else None)
     try:
-        with _on_processors_near(device):
-            os.posix_fallocate(handle, 0, nbytes)
+        if device is None:
+            os.ftruncate(handle, nbytes)
+        else:
+            with _on_processors_near(device):
+                os.posix_fallocate(handle, 0, nbytes)
     except BaseException:
         os.unlink(name)
         raise
-    finally:
-        os.close(handle)
-    return name
-
-
-def _make_sparse(nbytes: int) -> str:
-    """Make a file of that size and return its name."""
-    handle, name = tempfile.mkstemp(prefix="megatron_flux_", dir=FOLDER if FOLDER.is_dir() else None)
-    try:
-        os.ftruncate(handle, nbytes)
     finally:
         os.close(handle)
     return name

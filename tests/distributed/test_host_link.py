@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, p2p_link, shared_memory, transports
+from megatron_flux.comm import links, p2p_link, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import EMPTY, Layout
@@ -164,8 +164,8 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str) -> None:
 @WAYS
 @on_ranks("world2")
 def test_memory_that_one_rank_cannot_have(kind: str) -> None:
-    what = (os, "posix_fallocate") if kind == "host" else (shared_memory, "_make_sparse")
-    full = mock.patch.object(*what, side_effect=OSError(28, "No space left on device"))
+    what = "posix_fallocate" if kind == "host" else "ftruncate"
+    full = mock.patch.object(os, what, side_effect=OSError(28, "No space left on device"))
     if dist.get_rank() == 1:
         full.start()
     try:

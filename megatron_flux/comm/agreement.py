@@ -65,10 +65,9 @@ noticed."""
 
 def machine() -> _Machine:
     """Return the scope in which process ids are unique: this boot of this kernel, and its namespace."""
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     try:
-        return boot.read_text().strip(), os.readlink(space)
-    except OSError:  # no Linux
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:  # a sandbox that hides them
         return (os.uname().nodename,)
 
 
@@ -118,7 +117,7 @@ class Agreements:
     def _meet(self, about: str) -> None:
         """Find the peers' processes, and open their boxes if all ranks can."""
         own = address = None
-        with contextlib.suppress(OSError, AttributeError):  # no memory; no Linux
+        with contextlib.suppress(OSError):  # no memory
             own, address = Box.create()
         here = machine()
         place: tuple[_Machine, int, Address | None] = here, os.getpid(), address

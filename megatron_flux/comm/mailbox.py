@@ -42,7 +42,7 @@ class Box:
 
     @classmethod
     def create(cls) -> tuple[Box, Address]:
-        """Return a box for the calling rank. Raises OSError; AttributeError where there is no Linux."""
+        """Return a box for the calling rank. Raises OSError."""
         handle, token = os.memfd_create("megatron_flux"), secrets.token_bytes(_TOKEN_BYTES)
         box = cls(handle)
         os.write(handle, token)

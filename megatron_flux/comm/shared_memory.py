@@ -225,7 +225,7 @@ def _make_file(nbytes: int, device: torch.device | None = None) -> str:
     allocates what is touched. Raises OSError.
     """
     prefix = "megatron_flux_" if device is None else "megatron_flux_host_"
-    handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER if device is not None or FOLDER.is_dir() else None)
+    handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER)
     try:
         if device is None:
             os.ftruncate(handle, nbytes)

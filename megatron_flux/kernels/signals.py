@@ -15,15 +15,13 @@ Hazards
     * A handler may itself call ``signal.signal`` during a compile. That stays.
     * One compile is no reason not to look at the next: LLVM begins anew after a signal that it has handled.
 
-Cost: 45 us each time (one core of a busy virtual machine), which calls by a cached plan do not pay. On
-Linux only; elsewhere nothing is done, and nothing compiled.
+Cost: 45 us each time (one core of a busy virtual machine), which calls by a cached plan do not pay.
 """
 
 from __future__ import annotations
 
 import ctypes
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -31,17 +29,13 @@ _Action = ctypes.c_uint64 * 32
 """Room for a ``struct sigaction``, which is 19 long and begins with the handler's address (glibc, on
 x86-64 and aarch64). Nothing else of it can be compared: of the mask, glibc fills in more than the kernel says."""
 
-_LINUX = sys.platform == "linux"
 _NUMBERS = [
-    getattr(signal, f"SIG{name}")
-    for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "TERM", "XCPU", "XFSZ")
-    if _LINUX
+    getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "PIPE", "TERM", "XCPU", "XFSZ")
 ]
 
-if _LINUX:
-    # PyDLL keeps the GIL, which these calls are too short to let go.
-    _sigaction = ctypes.PyDLL(None).sigaction
-    _sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+# PyDLL keeps the GIL, which these calls are too short to let go.
+_sigaction = ctypes.PyDLL(None).sigaction
+_sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 
 
 class Dispositions:
@@ -49,7 +43,7 @@ class Dispositions:
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """Read those of the signals ``numbers``."""
-        self._numbers = [int(number) for number in numbers] if _LINUX else []
+        self._numbers = [int(number) for number in numbers]
         self.read()
 
     def read(self) -> None:

@@ -188,15 +188,6 @@ def _reasons() -> dict[int, str]:
     return found
 
 
-def pci_address(device: torch.device) -> str | None:
-    """Return a GPU's place on the PCI bus as sysfs writes it, ``0000:3b:00.0``; None if NVML does not tell."""
-    gpu = found_behind(device)
-    if gpu is None:
-        return None
-    domain, _, rest = pynvml.nvmlDeviceGetPciInfo(gpu.handle).busId.lower().partition(":")  # 00000000:3B:00.0
-    return f"{int(domain, 16):04x}:{rest}"
-
-
 def processors(device: torch.device) -> set[int]:
     """Return the processors beside a GPU, as the system numbers them; empty on CPUs and if NVML does not tell."""
     gpu = found_behind(device)

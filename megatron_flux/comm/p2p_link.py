@@ -26,6 +26,7 @@ Hazards, beside those of the link through host memory
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_driver, nvml
+from megatron_flux import cuda_driver
 from megatron_flux.comm import p2p_schedule, shared_memory
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
@@ -94,17 +95,16 @@ def _flushed(step: Enqueued) -> list[Enqueued]:
 
 
 def place_of(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
-    """Return a GPU's PCIe address ``bus``, ``numa_node`` and ``root_complex`` from sysfs; None where not known."""
-    bus = nvml.pci_address(device) if device.type == "cuda" else None
+    """Return a GPU's ``numa_node`` and ``root_complex`` from sysfs; None where not known."""
     node = root_complex = None
-    if bus is not None:
-        try:
-            number = int((root / bus / "numa_node").read_text())
+    if device.type == "cuda":
+        gpu: Any = torch.cuda.get_device_properties(device)
+        folder = root / f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        with contextlib.suppress(OSError, ValueError):
+            number = int((folder / "numa_node").read_text())
             node = number if number >= 0 else None  # -1: the firmware does not say
-        except (OSError, ValueError):
-            pass
-        root_complex = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str((root / bus).resolve()))), None)
-    return {"bus": bus, "numa_node": node, "root_complex": root_complex}
+        root_complex = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str(folder.resolve()))), None)
+    return {"numa_node": node, "root_complex": root_complex}
 
 
 def find_islands(places: Sequence[dict[str, Any]]) -> Islands | None:

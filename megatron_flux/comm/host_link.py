@@ -99,7 +99,7 @@ class HostLink:
         self.device = device = torch.device("cuda", device.index or 0) if self._cuda else device
         self.layout = layout or default_layout(self.tp)
         self._regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
-        self._progress = progress = Progress(group, device, self.layout, self._regions.host)
+        self._progress = progress = Progress(group, device, self.layout, self._regions)
         self.alarm = progress.alarm
         """Alarm of its waits."""
         self._programs: Cache[tuple[str, str, tuple[int, ...], int, bool], Program] = Cache()
@@ -115,10 +115,13 @@ class HostLink:
 
         def make_lanes() -> None:
             if self._cuda:
-                from megatron_flux.kernels import gate
+                from megatron_flux.kernels import launch
+                from megatron_flux.kernels.device import gate_kernel
 
                 self.lanes = progress.lanes = StreamLanes(device)
-                self._gate = functools.partial(gate.launch, self.alarm.words, {}, device)
+                progress.link = self
+                words, constants = (self.alarm.words,), {"CPU": False, "num_warps": 1}
+                self._gate = functools.partial(launch.launch, {}, "gate", gate_kernel, 1, words, constants, {}, device)
             else:
                 self.lanes = ProcessorLanes(progress.gave_up, self.alarm.seconds)
 

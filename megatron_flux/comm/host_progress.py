@@ -5,8 +5,8 @@ depends on it) and which batch of words, and the thread that watches time-outs (
 looks a few times a second. When a lane has stood for too long at a wait that is not met, it
 
 1. notes which operator, peer, shard and epoch is waited for, and the last call that this peer has begun;
-2. satisfies all words that this rank waits for, so that its streams run empty. What they copy by then is wrong, but the
-   kernel at the end of the call (:mod:`megatron_flux.kernels.gate`) ends the process with CUDA's error first: nothing
+2. satisfies all words that this rank waits for, so that its streams run empty. What they copy by then is wrong, but at
+   the end of the call :func:`~megatron_flux.kernels.device.gate_kernel` ends the process with CUDA's error: nothing
    behind it runs. Peers are not misled: none of the words that they wait for is touched;
 3. logs what step 1 noted.
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from megatron_flux.comm.host_schedule import (
     progress_word,
 )
 from megatron_flux.comm.lanes import LANES, StreamLanes, Wait, read, store
+from megatron_flux.comm.shared_memory import Regions
 from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
 
@@ -53,18 +53,20 @@ _RECORDED = 1 << 14
 
 
 class Progress:
-    """The calls of a link and where its lanes are in them."""
+    """The calls of a link and where its lanes are in them. It outlives the link while a thread looks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout, host: Sequence[int]) -> None:
-        """Start at epoch 0. ``host``: addresses of all ranks' regions for this process."""
-        self.host = host
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout, regions: Regions) -> None:
+        """Start at epoch 0."""
+        self._regions = regions  # must not be unmapped while a thread looks
+        self.host = regions.host
         self._layout, self._rank = layout, group.rank()
         self.epoch = 0
         self.calls: dict[int, Program] = {}  # the latest, by epoch
-        self._captured: dict[int, Program] = Cache(
-            _RECORDED
-        )  # in CUDA graphs, whose replays write the same epoch again
+        self._captured: dict[int, Program] = Cache(_RECORDED)
+        """Those in CUDA graphs, whose replays write the same epoch again."""
         self.lanes: StreamLanes | None = None
+        self.link: object = None
+        """Of a GPU: so a link that is dropped is watched, and its memory kept, until the garbage collector comes."""
         self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * len(LANES)
         weak = weakref.WeakMethod(self.look)
         self.alarm = Alarm(group, device, lambda: (look := weak()) and look())

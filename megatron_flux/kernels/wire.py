@@ -17,9 +17,6 @@ every run: exact numbers in the order of ranks; integers in the order of ranks, 
 block with a NaN or an infinity arrives as NaN, all of it: overflow stays visible to loss scaling. Blocks of numbers
 below 1e-30 may arrive as zero.
 
-Layout of ``rows`` of ``k`` numbers in int8: bytes ``[rows, blocks, 128]``, then scales ``[rows, blocks]`` in fp32,
-padded to a multiple of 16 bytes.
-
 GPUs run Triton's kernels (:mod:`megatron_flux.kernels.wire_kernels`). CPUs run torch, against which the kernels are
 tested.
 """
@@ -27,42 +24,23 @@ tested.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
-from megatron_flux.settings import WIRES
+from megatron_flux.kernels.wire_format import (
+    EXACT,
+    FORMAT,
+    GROUP,
+    INT8,
+    TINY,
+    TOP,
+    LaunchCache,
+    groups,
+    nbytes,
+    parts,
+)  # fmt: skip
 
-EXACT, INT8 = WIRES
-GROUP = 128
-TINY = 1e-30
-TOP, FORMAT = 127.0, torch.int8
-
-LaunchCache = dict[Any, Any]
-"""Launched kernels by all that determines them but addresses; see :mod:`megatron_flux.kernels.launch`."""
-
-
-def groups(k: int) -> int:
-    """Return the number of blocks of a row."""
-    return -(-k // GROUP)
-
-
-def nbytes(wire: str, rows: int, k: int, itemsize: int) -> int:
-    """Return the encoded size of ``rows`` of ``k`` numbers of ``itemsize`` bytes."""
-    blocks = rows * groups(k)
-    return rows * k * itemsize if wire == EXACT else blocks * GROUP + -(-4 * blocks // 16) * 16
-
-
-def parts(data: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View ``data`` (uint8 ``[..., nbytes]``) as numbers ``[..., rows, blocks, 128]`` and scales ``[..., rows,
-    blocks]``.
-    """
-    blocks = rows * groups(k)
-    numbers, scales = data[..., : blocks * GROUP], data[..., blocks * GROUP :][..., : 4 * blocks]
-    return (
-        numbers.view(FORMAT).unflatten(-1, (rows, groups(k), GROUP)),
-        scales.view(torch.float32).unflatten(-1, (rows, groups(k))),
-    )
+__all__ = ["EXACT", "INT8", "add", "decode", "encode", "nbytes", "parts"]
 
 
 @functools.cache
@@ -107,7 +85,10 @@ def add(wire: str, data: torch.Tensor, local: torch.Tensor, rank: int, out: torc
     apart; exact: numbers ``[tp, rows, n]``), with ``local`` ``[rows, n]`` in place of ``data[rank]``. ``out`` has as
     many elements as ``local``, contiguous.
     """
-    numbers, scales = (data, None) if wire == EXACT else parts(data, *local.shape)
+    if wire == EXACT:
+        numbers, scales = data, None
+    else:
+        numbers, scales = parts(data, *local.shape)
     if out.is_cuda:
         from megatron_flux.kernels import wire_kernels
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_flux.kernels import launch as kernel_launch
-from megatron_flux.kernels.wire import GROUP, TINY, TOP, LaunchCache
+from megatron_flux.kernels.wire_format import GROUP, TINY, TOP, LaunchCache
 
 ROTATING, ADDING = (128, 8), (16, 4)
 """Blocks and warps of a program that rotates, and of one that adds exact numbers."""

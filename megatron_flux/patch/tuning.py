@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import ALL_EXACT, STOCK, Backends, FluxConfig
-from megatron_flux.kernels.wire import EXACT
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.layers import Returned
 from megatron_flux.layers.fp8 import GATHERED_AS
 from megatron_flux.ops.backends.registry import resolve

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire import EXACT
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.options import is_file_only, validated
 from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Training, seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_flux.comm import agreement, transports
-from megatron_flux.kernels.wire import EXACT
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops import kernel_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan as CallPlan

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import links
-from megatron_flux.kernels.wire import EXACT
+from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.version import __version__
 

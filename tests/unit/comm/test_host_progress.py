@@ -51,7 +51,8 @@ class Scene:
         self.program.operator = "all_gather_gemm"
         monkeypatch.setattr(host_progress, "Alarm", Bell)
         group: Any = SimpleNamespace(rank=lambda: ME)
-        self.progress = found = Progress(group, torch.device("cpu"), LAYOUT, self.host)
+        regions: Any = SimpleNamespace(host=self.host)
+        self.progress = found = Progress(group, torch.device("cpu"), LAYOUT, regions)
         found.calls[5] = self.program
         self.released = 0
 

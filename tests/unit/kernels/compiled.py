@@ -29,12 +29,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.all_reduce import NOT_READY, gemm_one_shot_kernel, one_shot_kernel, two_shot_kernel
-from megatron_flux.kernels.gate import gate_kernel
+from megatron_flux.kernels.device import gate_kernel
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
 from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
-from megatron_flux.kernels.wire import GROUP, TINY, TOP
+from megatron_flux.kernels.wire_format import GROUP, TINY, TOP
 from megatron_flux.kernels.wire_kernels import ADDING, ROTATING, ROUND, add_kernel, decode_kernel, encode_kernel
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from tests.ptx import missing_fences, missing_in_plain

@@ -32,7 +32,7 @@ from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
-from megatron_flux.kernels import gate
+from megatron_flux.kernels import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MP, N, K = 12, 5, 40
@@ -201,7 +201,7 @@ class Scene:
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=cuda.handle()))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.recorded is not None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cuda.current, raising=False)
-        patch.setattr(gate, "launch", lambda *_: cuda.asked.append("gate"))
+        patch.setattr(launch, "launch", lambda *_: cuda.asked.append("gate"))
         patch.setattr(host_progress, "Alarm", Bell)
         patch.setattr(host_link, "together", lambda group, about, work: work())
         patch.setattr(chunked, "compare_calls", lambda call: None)

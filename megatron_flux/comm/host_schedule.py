@@ -17,9 +17,8 @@ Layout
 
 Schedule
     A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
-    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way, one copying while
-    the other waits for words, were no faster (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and
-    cost more host time.
+    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
+    (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and cost more host time.
 
 Hazard: with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for) the whole program is one
 queue, in which a wait holds back everything behind it. So no wait may stand before what ends it on a peer *in the order
@@ -128,10 +127,9 @@ class Layout:
 def default_layout(tp: int) -> Layout:
     """Return the layout for ``tp`` ranks, at most four of which have room in the 64 MB of a container.
 
-    Larger slots take fewer calls of the driver, which bind small layers. Between two H100s (results/host-link-x2: 32 MB
-    each way, 2 to 8 pieces) four slots of 6 MB take 0.95 ms in the mean and the host 153 us, of 4 MB 0.97 ms and
-    179 us, three of 8 MB 1.04 ms and 137 us. With more GPUs, smaller slots leave room in the cache for all; that was
-    not measured.
+    Larger slots take fewer calls of the driver. Between two H100s (results/host-link-x2: 32 MB each way) four slots of
+    6 MB take 0.95 ms in the mean and the host 153 us, of 4 MB 0.97 ms and 179 us, three of 8 MB 1.04 ms and 137 us.
+    With more GPUs, smaller slots leave room in the cache for all; that was not measured.
     """
     return Layout(tp, (6 if tp == 2 else 2) * MIB)
 

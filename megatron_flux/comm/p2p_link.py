@@ -8,12 +8,10 @@ whom when: :mod:`~megatron_flux.comm.p2p_schedule`. Everything else is the link 
 Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused.
 
 Words lie in shared host memory, not beside the data
-    * A word is written behind the copy in the order of its stream: what CUDA's own events between processes promise for
-      a copy to a peer, and these are words in host memory as well, is all that is asked for. A word in a peer's memory
-      would need memory operations on memory of another GPU, which is not promised for all platforms.
+    * A word is written behind the copy in the order of its stream, as CUDA's own events between processes are. Memory
+      operations on another GPU's memory are not promised for all platforms.
     * The thread that watches time-outs reads and satisfies words without the GPU, whose streams may stand still.
-    * No atomics, so nothing depends on ``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``, without which kernels that
-      wait for each other over PCIe hang; it is not asked for.
+    * No atomics, which not all GPUs have over PCIe (``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``).
     * Platforms with ``CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES`` may show a GPU peers' writes in another order than
       they arrived: there a flush stands behind each wait for them.
 

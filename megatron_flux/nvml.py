@@ -25,6 +25,8 @@ import torch
 _P2P_READ, _P2P_NVLINK = 0, 2
 """``nvmlGpuP2PCapsIndex_t``. The binding's own constant of the first is a tuple, which its functions do not take."""
 
+_MOST_PROCESSORS = 4096
+
 FIELDS = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
 
 
@@ -186,13 +188,13 @@ def _reasons() -> dict[int, str]:
     return found
 
 
-def pci_address(device: torch.device) -> str | None:
-    """Return a GPU's place on the PCI bus as sysfs writes it, ``0000:3b:00.0``; None if NVML does not tell."""
+def processors(device: torch.device) -> set[int]:
+    """Return the processors beside a GPU, as the system numbers them; empty on CPUs and if NVML does not tell."""
     gpu = found_behind(device)
-    if gpu is None:
-        return None
-    domain, _, rest = pynvml.nvmlDeviceGetPciInfo(gpu.handle).busId.lower().partition(":")  # 00000000:3B:00.0
-    return f"{int(domain, 16):04x}:{rest}"
+    with suppress(pynvml.NVMLError):
+        words = [] if gpu is None else pynvml.nvmlDeviceGetCpuAffinity(gpu.handle, _MOST_PROCESSORS // 64)
+        return {64 * at + bit for at, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    return set()
 
 
 def _visible() -> list[Any]:

@@ -8,6 +8,7 @@ Faults: allocations fail, on one rank or on all. A rank that gets an exception m
 do. Then either the call is right everywhere, or all ranks get an error and make it again, which must be right.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from megatron_flux import ops
-from megatron_flux.comm import shared_memory
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.p2p_link import P2PLink
@@ -196,7 +196,7 @@ def _failing(fault: tuple[str, str] | None, group: dist.ProcessGroup) -> Iterato
 
     places: list[tuple[Any, str]] = [(torch, "empty"), (torch.Tensor, "new_empty")]
     if what == "workspace":
-        places = [(shared_memory, "_make_sparse"), (shared_memory, "_allocate")]
+        places = [(os, "ftruncate"), (os, "posix_fallocate")]
         if torch.cuda.is_available():
             import torch.distributed._symmetric_memory as symmetric
 

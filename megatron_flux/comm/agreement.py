@@ -13,49 +13,46 @@ its peers wait:
 It does not use the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs already
 wait for it in theirs, and NCCL's kernels would wait behind those.
 
-Ways of a message
-    * Ranks of one host have boxes in shared memory (:mod:`~megatron_flux.comm.mailbox`). A rank makes its own with the
-      group's first agreement and says there where it is. Once all ranks look into all boxes, messages go that way.
-    * The store is the way before that, of groups that span hosts or lack a box, and of single messages that do not fit
-      into a slot or find none free. A box says so: its rank's newest number is one that it does not hold.
-    * So a sender alone decides about each message, and no rank has to know when its peers change over. Who cannot map
-      the others' boxes never says that it looks into them, and its group stays with the store.
-
 Contract
+    * The first agreement of a group begins with a *meeting* over the job's store, for which all ranks wait: if all are
+      on one host and can open each other's boxes (:mod:`~megatron_flux.comm.mailbox`), messages go that way from then
+      on, else over the store. Boxes only grow, so new ones are made at another meeting every :data:`MEET_EVERY`.
     * Agreements of a group are numbered on each rank as they begin, and each says what it is about. Ranks that meet in
       agreements about different things all raise OutOfStepError with every rank's topic. That happens where one rank
       alone has caught an exception in the middle of a first call and made that call again, or another one. Nobody
       hangs, and the next agreement is in step again: the same call, made again on all ranks, may succeed.
     * Any number may have begun and not ended. A rank waits in one's end for peers to begin the same one, and for
       nothing else: whoever has the lowest number finds that its peers have begun it, in whatever order they end.
-    * A message stays until all ranks have read it: each says what it has begun and not ended, whoever has begun a later
-      one has read the rest. One that is never ended keeps its key in the store, or its slot.
+    * A message stays in the store until all ranks have read it: each says what it has begun and not ended, whoever has
+      begun a later one has read the rest. One that is never ended keeps its key.
     * A peer that does not come within the group's own time-out, or whose process has exited, is an OperatorError that
-      names it. A process that exits on the same host is noticed within a second, once it has taken part in an
-      agreement. Then no agreement of the group is possible any more, and each says so at once, on all ranks.
+      names it. A process that exits on the same host is noticed within a second, once it has met the others. Then no
+      agreement of the group is possible any more, and each says so at once, on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-from megatron_flux.comm import mailbox
+from megatron_flux.comm.mailbox import Address, Box
 from megatron_flux.comm.timeouts import group_timeout_s
 from megatron_flux.errors import OperatorError, one_line
 
 _Result = TypeVar("_Result")
+_Machine = tuple[str, ...]
 
+MEET_EVERY = 10_000
+"""Agreements, of some hundred bytes each, between two meetings of a group that has boxes."""
 _LOOK_S = 0.5
 """Seconds between two looks at the peers' processes."""
 _SPIN_S = 0.0001
@@ -66,12 +63,11 @@ _OVERSHOOT, _OVERSHOOT_BOXED = 0.25, 0.1
 noticed."""
 
 
-def machine() -> tuple[str, ...]:
+def machine() -> _Machine:
     """Return the scope in which process ids are unique: this boot of this kernel, and its namespace."""
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     try:
-        return boot.read_text().strip(), os.readlink(space)
-    except OSError:  # no Linux
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:  # a sandbox that hides them
         return (os.uname().nodename,)
 
 
@@ -81,17 +77,6 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
-
-
-class _Message(NamedTuple):
-    about: str
-    process: tuple[tuple[str, ...], int]  # its machine and id
-    box: mailbox.Address | None
-    value: Any
-    unread: frozenset[int]  # numbers of agreements that the sender has begun and not ended, this one among them
-
-    def __str__(self) -> str:
-        return f"{self.about} ({self.value})" if isinstance(self.value, str) else self.about
 
 
 class Agreements:
@@ -112,31 +97,59 @@ class Agreements:
         self._open: set[int] = set()
         """Numbers of what has begun and not ended."""
         self._left: list[int] = []
-        """Numbers of what has ended, where peers may have to read this rank's message yet."""
-        self._process = machine(), os.getpid()
+        """Numbers of what has ended, where peers may have to read this rank's message in the store yet."""
         self._peers: dict[int, psutil.Process | None] = {}
         """Peers' processes on this host; None: it has exited."""
-        self._box = mailbox.make()
-        self._boxes: dict[int, mailbox.Box] | None = None
-        """Peers' boxes; empty: not all could be mapped; None: that was not tried."""
-        self._all_look = False
-        """All ranks look into all boxes."""
+        self._box: Box | None = None
+        """This rank's box, if messages go that way."""
+        self._boxes: dict[int, Box] = {}
+        """Peers' boxes, if messages go that way."""
+        self._came: dict[tuple[int, int], bytes] = {}
+        """What has come in boxes, by number and rank."""
 
     def begin(self, value: Any, about: str) -> Callable[[], list[Any]]:
         """See :func:`begin`."""
-        self._number += 1
-        self._open.add(self._number)
+        if self._number == 0 or (self._boxes and self._number % MEET_EVERY == 0):
+            self._meet(about)
+        number = self._send(value, about, about)
+        return lambda: self._end(number, about)
+
+    def _meet(self, about: str) -> None:
+        """Find the peers' processes, and open their boxes if all ranks can."""
+        own = address = None
+        with contextlib.suppress(OSError):  # no memory
+            own, address = Box.create()
+        here = machine()
+        place: tuple[_Machine, int, Address | None] = here, os.getpid(), address
+        places = dict(zip(self._ranks, self._end(self._send(place, "", about), about), strict=True))
+        boxes: dict[int, Box] = {}
+        for rank in self._ranks:
+            where, process, address = places[rank]
+            if where == here and rank != self._rank:
+                try:
+                    self._peers[rank] = psutil.Process(process)
+                except psutil.NoSuchProcess:
+                    self._peers[rank] = None
+                with contextlib.suppress(OSError, ValueError):
+                    if address is not None:
+                        boxes[rank] = Box.at(address)
+        mine = own is not None and 0 < len(boxes) == len(self._ranks) - 1
+        all_can = all(self._end(self._send(mine, "", about), about))
+        self._box, self._boxes = (own, boxes) if all_can else (None, {})
+
+    def _send(self, value: Any, topic: str, about: str) -> int:
+        """Begin an agreement: send this rank's message, and return its number."""
+        self._number = number = self._number + 1
+        self._open.add(number)
         try:
-            address = self._box.address if self._box is not None else None
-            message = pickle.dumps((about, self._process, address, value, frozenset(self._open)))
-            boxed = self._all_look or self._boxed()
-            if not (boxed and self._box.put(self._number, message)):  # type: ignore[union-attr]
-                self._store.set(self._key(self._number, self._rank), message)
+            message = self._came[number, self._rank] = pickle.dumps((topic, value, frozenset(self._open)))
             if self._box is not None:
-                self._box.announce(self._number)
+                self._box.put(number, message)
+            else:
+                self._store.set(self._key(number, self._rank), message)
         except BaseException as error:
             raise self._failed(about, error)  # noqa: B904 - from itself, or with its cause
-        return functools.partial(self._end, self._number, about, message)
+        return number
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
@@ -153,84 +166,56 @@ class Agreements:
         failed.__cause__ = error
         return failed
 
-    def _boxed(self) -> bool:
-        """Return True once all ranks look into all boxes."""
-        if self._boxes:
-            self._all_look = all(box.looks for box in self._boxes.values())
-        return self._all_look
-
-    def _find_boxes(self, messages: list[_Message]) -> None:
-        """Map the peers' boxes, if all ranks have one on this host."""
-        self._boxes, addresses = {}, dict[int, mailbox.Address]()
-        for rank, message in zip(self._ranks, messages, strict=True):
-            if message.box is not None and message.process[0] == self._process[0] and rank != self._rank:
-                addresses[rank] = message.box
-        if self._box is None or len(addresses) < len(self._ranks) - 1:  # which all ranks see
-            self._box = None
-        elif boxes := mailbox.find(list(addresses.values())):
-            self._boxes = dict(zip(addresses, boxes, strict=True))
-            self._box.look()
-
-    def _end(self, number: int, about: str, mine: bytes) -> list[Any]:
+    def _end(self, number: int, about: str) -> list[Any]:
+        """Wait for the messages of all ranks and return their values. Raises OutOfStepError."""
+        boxed = self._box is not None
         try:
-            pickled = self._wait(number, about, mine)
-            messages = [_Message(*pickle.loads(pickled[rank])) for rank in self._ranks]  # noqa: S301 - our own ranks'
-            if self._boxes is None:
-                self._find_boxes(messages)
+            pickled = self._wait(number, about)
+            messages = [pickle.loads(pickled[rank]) for rank in self._ranks]  # noqa: S301 - our own ranks'
         except BaseException as error:
-            raise self._failed(about, error)  # noqa: B904 - as in begin
+            raise self._failed(about, error)  # noqa: B904 - as in _send
+        topics, values, opened = zip(*messages, strict=True)
         self._open.discard(number)
         # Whoever has begun this one has begun all before it, and has read those that it has not said to be open.
-        unread = frozenset[int]().union(*(message.unread for message in messages))
+        unread = frozenset[int]().union(*opened)
         for read in [one for one in self._left if one < number and one not in unread]:
             self._left.remove(read)
-            if self._box is None or not self._box.free(read):
-                self._store.delete_key(self._key(read, self._rank))
-        self._left.append(number)
-        together, values = True, []
-        for rank, message in zip(self._ranks, messages, strict=True):
-            together &= message.about == about
-            values.append(message.value)
-            if rank not in self._peers and message.process[0] == self._process[0] and rank != self._rank:
-                try:
-                    self._peers[rank] = psutil.Process(message.process[1])
-                except psutil.NoSuchProcess:
-                    self._peers[rank] = None
-        if not together:
-            places = "; ".join(f"rank {rank}: {message}" for rank, message in zip(self._ranks, messages, strict=True))
+            self._store.delete_key(self._key(read, self._rank))
+        if not boxed:
+            self._left.append(number)
+        if len(set(topics)) > 1:
+            places = "; ".join(
+                f"rank {rank}: {topic} ({value})" if isinstance(value, str) else f"rank {rank}: {topic}"
+                for rank, topic, value in zip(self._ranks, topics, values, strict=True)
+            )
             raise OutOfStepError(
                 f"{self._who}: the ranks of this group are at different points of their first calls, as after an error "
                 f"that one of them alone has caught ({places}); make the same calls on all ranks"
             )
-        return values
+        return list(values)
 
-    def _read(self, number: int, ranks: list[int]) -> dict[int, bytes]:
-        """Return the messages of ``ranks`` that are there, those in the store only together."""
-        found, stored = dict[int, bytes](), list[int]()
+    def _read(self, number: int, found: dict[int, bytes], ranks: list[int]) -> None:
+        """Add to ``found`` the messages of ``ranks`` that are there, those in the store only together."""
+        for rank, box in self._boxes.items():
+            for one, message in box.new():
+                self._came[one, rank] = message
         for rank in ranks:
-            box = (self._boxes or {}).get(rank)
-            # Before the look into the slot: what is announced after it may lie there.
-            announced = box is None or box.newest >= number
-            if box is not None and (message := box.get(number)) is not None:
-                found[rank] = message
-            elif announced:
-                stored.append(rank)
-        keys = [self._key(number, rank) for rank in stored]
-        if keys and self._store.check(keys):
+            if (number, rank) in self._came:
+                found[rank] = self._came.pop((number, rank))
+        keys = [self._key(number, rank) for rank in ranks]
+        if not self._boxes and self._store.check(keys):
             # One request for all: the ranks of a large job would wait for each other's at the one server.
             pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            found.update(zip(stored, pickled, strict=True))
-        return found
+            found.update(zip(ranks, pickled, strict=True))
 
-    def _wait(self, number: int, about: str, mine: bytes) -> dict[int, bytes]:
+    def _wait(self, number: int, about: str) -> dict[int, bytes]:
         """Wait for all messages, without holding a lock: other threads use the store, and the interpreter."""
         began = looked = time.monotonic()
-        found = {self._rank: mine}
-        while True:
-            missing = [rank for rank in self._ranks if rank not in found]
-            found |= self._read(number, missing)
+        found = {self._rank: self._came.pop((number, self._rank))}
+        while missing := [rank for rank in self._ranks if rank not in found]:
+            self._read(number, found, missing)
             if len(found) == len(self._ranks):
-                return found
+                break
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
@@ -241,7 +226,7 @@ class Agreements:
                     )
                 exited = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
                 for rank in missing:
-                    found |= self._read(number, [rank])
+                    self._read(number, found, [rank])
                 missing = [rank for rank in missing if rank not in found]
                 if lost := [rank for rank in missing if rank in exited]:
                     raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {lost} have ended")
@@ -253,8 +238,9 @@ class Agreements:
             if now - began < _SPIN_S:
                 os.sched_yield()  # lets other threads run; a sleep of no length takes 0.07 ms
             else:
-                overshoot = _OVERSHOOT_BOXED if self._all_look else _OVERSHOOT
+                overshoot = _OVERSHOOT_BOXED if self._boxes else _OVERSHOOT
                 time.sleep(min(overshoot * (now - began), _MAX_PAUSE_S))
+        return found
 
 
 class OutOfStepError(OperatorError):

@@ -10,9 +10,9 @@ Contract
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``) what is enqueued later starts later.
-    * A copy within the GPU runs on SMs, in that queue, and the next GEMM of any stream begins when it ends
-      (results/fp8-own-rows). The local shard, put behind the copies to peers, held the caller's next GEMM back until
-      they had ended: 0.23 ms instead of 0.06 (2 x H100, results/fp8-scatter). The caller puts it into its place.
+    * A copy within the GPU runs on SMs, and the next GEMM of any stream begins when it ends (results/fp8-own-rows).
+      Behind the copies to peers, the local shard held that GEMM back until they had ended: 0.23 ms instead of 0.06
+      (2 x H100, results/fp8-scatter). So the caller puts it into its place.
     * In a CUDA graph the copies are a branch that joins behind the GEMM, or where the gather is waited for, which must
       be in the same capture: elsewhere waiting is refused, for what was captured has not begun, and what has begun
       would be waited for at every replay.

@@ -38,12 +38,10 @@ Hazards
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
     * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). Words go in batches; all but the addresses of tensors is laid out once for all calls of a size on a
-      stream.
-    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. The order in which a graph's
-      branches reach the hardware is not ours to say. Checks of ``tests/gpu/checks_host.py`` passed on two H100s with
-      one queue and with eight, with late ranks and calls that are enqueued between replays. The shared memory whose
-      addresses a graph holds is never given back.
+      (2 x H200). All but the addresses of tensors is laid out once for all calls of a size on a stream.
+    * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. In which order a graph's
+      branches reach the hardware is not specified: ``tests/gpu/checks_host.py`` passed on two H100s with one queue and
+      with eight. The shared memory whose addresses a graph holds is never given back.
 """
 
 from __future__ import annotations
@@ -51,17 +49,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux import settings
 from megatron_flux.comm import host_schedule, shared_memory
 from megatron_flux.comm.agreement import together
 from megatron_flux.comm.group_state import Cache
-from megatron_flux.comm.host_progress import Call, Progress, release
+from megatron_flux.comm.host_progress import Progress
 from megatron_flux.comm.host_schedule import Layout, Program, default_layout
 from megatron_flux.comm.lanes import CALLER, LANES, ProcessorLanes, StreamLanes
 from megatron_flux.errors import OperatorError
@@ -95,27 +92,17 @@ class HostLink:
     captures = True
     """Its calls may become part of CUDA graphs."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        layout: Layout | None = None,
-        *,
-        one_queue: bool | None = None,
-    ) -> None:
-        """Collective. ``one_queue``: on CPUs, use one queue for everything (None: as settings say of CUDA's). Raises
-        UserError if there is no shared memory for it, or not enough.
-        """
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout | None = None) -> None:
+        """Collective. Raises UserError if there is no shared memory for it, or not enough."""
         self._cuda = device.type == "cuda"
         self.rank, self.tp = group.rank(), group.size()
         self.device = device = torch.device("cuda", device.index or 0) if self._cuda else device
         self.layout = layout or default_layout(self.tp)
-        regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
-        self._progress = progress = Progress(group, device, regions)
+        self._regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
+        self._progress = progress = Progress(group, device, self.layout, self._regions)
         self.alarm = progress.alarm
         """Alarm of its waits."""
-        self._regions = regions.lanes
-        self._calls: Cache[tuple[str, str, tuple[int, ...], int, bool], Call] = Cache()
+        self._programs: Cache[tuple[str, str, tuple[int, ...], int, bool], Program] = Cache()
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
@@ -130,14 +117,15 @@ class HostLink:
 
         def make_lanes() -> None:
             if self._cuda:
-                from megatron_flux.kernels import gate
+                from megatron_flux.kernels import launch
+                from megatron_flux.kernels.device import gate_kernel
 
-                self.lanes = lanes = StreamLanes(device)
-                progress.release = lambda: release(self.layout, self.rank, regions.host, lanes)
-                self._gate = functools.partial(gate.launch, self.alarm.words, {}, device)
+                self.lanes = progress.lanes = StreamLanes(device)
+                progress.link = self
+                words, constants = (self.alarm.words,), {"CPU": False, "num_warps": 1}
+                self._gate = functools.partial(launch.launch, {}, "gate", gate_kernel, 1, words, constants, {}, device)
             else:
-                seconds, one = progress.alarm.seconds, settings.one_queue() if one_queue is None else one_queue
-                self.lanes = ProcessorLanes(progress.gave_up, seconds, threaded=not one, keep=progress)
+                self.lanes = ProcessorLanes(progress.gave_up, self.alarm.seconds)
 
         # Nobody waits for a peer that could not make its own.
         together(group, f"making the link through {self.through}", make_lanes)
@@ -153,7 +141,7 @@ class HostLink:
         """
         here = self.lanes.current()
         self._latest = call = HostGather(self, self._begin("gather", operator, cuts, here), local, gathered, here)
-        call.begin()  # what it reads and writes is kept alive by now
+        call.send()  # what it reads and writes is kept alive by now
         return call
 
     def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
@@ -167,7 +155,7 @@ class HostLink:
     def poison(self, operator: str, error: BaseException) -> None:
         """Refuse all further calls: ``error`` ended a call of ``operator`` that has begun."""
         self.alarm.poison(operator, error)
-        for lane in LANES if self._cuda else ():  # what the caller does with the operands' memory comes behind them
+        for lane in LANES:  # what the caller does with the operands' memory comes behind them
             with contextlib.suppress(Exception):
                 self.lanes.behind(self.lanes.mark(lane), CALLER)
 
@@ -208,25 +196,26 @@ class HostLink:
     def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
         """Count a call that begins on the stream ``here``; nothing is enqueued."""
         key = kind, operator, tuple(cuts), here, self._recording
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = Call(operator, self._build(kind, cuts))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._build(kind, cuts)
+            program.operator = operator
             laid_out = functools.partial(self.lanes.laid_out, caller=here, recorded=self._recording)
-            call.program.lay_out(laid_out, cuts[-1], exchange=kind == "exchange")
+            program.lay_out(laid_out, exchange=kind == "exchange")
         self.check()
         captured = self._cuda and torch.cuda.is_current_stream_capturing()
         if captured:
-            self._progress.regions.never_free()
+            self._regions.never_free()
         elif self._replayed_on is not None:
             self.lanes.mark_earlier(self._replayed_on)
             self.lanes.behind_earlier()
             self._replayed_on = None
-        call.program.stamp(self._progress.begin(call, captured=captured))
-        return call.program
+        program.stamp(self._progress.begin(program, captured=captured))
+        return program
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         build = host_schedule.gather if kind == "gather" else host_schedule.exchange
-        return build(self.layout, self.rank, self._regions, cuts)
+        return build(self.layout, self.rank, self._regions.lanes, cuts)
 
 
 class _HostCall:
@@ -238,27 +227,31 @@ class _HostCall:
         self._sent, self._received = sent, received  # kept alive
         first, nbytes = received.data_ptr(), program.nbytes
         self._rows = [*range(first, first + link.tp * nbytes, nbytes), sent.data_ptr()]
-        self._run: Callable[[Any, Sequence[int]], None] = link.lanes.run
+        self._next = iter(program.laid_out)
         self._marks: list[Any] = []
         self._finished = False
 
-    def _enqueue_rest(self) -> None:
-        raise NotImplementedError
+    def send(self) -> None:
+        """Enqueue the next part: of a gather, what can leave before anything is waited for; of an exchange, the next
+        step's bytes, which the current stream has written. They are enqueued when the next step's are there: their GEMM
+        comes first in a queue that they share.
+        """
+        self._link.lanes.run(next(self._next), self._rows)
 
     def enqueue(self) -> None:
         """Begin all that is left, and do not wait for it."""
         if not self._marks and not self._finished:
-            self._enqueue_rest()
-            self._marks = [self._link.lanes.mark(lane) for lane in LANES]
+            lanes = self._link.lanes
+            lanes.run(itertools.chain.from_iterable(self._next), self._rows)
+            self._marks = [lanes.mark(lane) for lane in LANES]
 
     def wait(self) -> None:
         """Put the current stream behind the whole call. May be called more than once."""
         if self._finished:
             return
-        lanes = self._link.lanes
+        lanes, program = self._link.lanes, self._program
         if not self._marks and lanes.current() == self._here:
-            self._enqueue_rest()
-            self._run(self._program.end, self._rows)
+            lanes.run(itertools.chain(*self._next, program.read, program.sent), self._rows)
         else:
             self.enqueue()
             for mark in self._marks:
@@ -272,41 +265,23 @@ class _HostCall:
 class HostGather(_HostCall):
     """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
 
-    def begin(self) -> None:
-        """Enqueue what can leave before anything is waited for."""
-        self._run(self._program.laid_out[0], self._rows)
-
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
         has arrived).
         """
-        run, program, rows = self._run, self._program, self._rows
-        for at in range(1, len(program.parts)):
-            run(program.laid_out[at], rows)
-            yield from program.parts[at].pieces
-        run(program.laid_out[-1], rows)
+        run, program, rows = self._link.lanes.run, self._program, self._rows
+        for part, laid_out in zip(program.parts[1:], self._next, strict=True):
+            run((*laid_out, *program.read), rows)
+            yield from part.pieces
+        run(program.sent, rows)
         self._finished = True
         self._link.end(self)
-
-    def _enqueue_rest(self) -> None:
-        self._run(self._program.rest, self._rows)
 
 
 class HostExchange(_HostCall):
     """An exchange: :meth:`send` once for each of ``steps``, in that order."""
 
-    def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
-        """Prepare a call, and enqueue nothing yet."""
-        super().__init__(link, program, sent, received, here)
-        self.steps = program.pieces
-        self._next = iter(program.laid_out)
-
-    def send(self) -> None:
-        """Send the next step's bytes, which the current stream has written. They are enqueued when the next step's
-        are there: their GEMM comes first in a queue that they share.
-        """
-        self._run(next(self._next), self._rows)
-
-    def _enqueue_rest(self) -> None:
-        for last in self._next:
-            self._run(last, self._rows)
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """``(peer, piece)`` of each block."""
+        return self._program.pieces

@@ -5,8 +5,8 @@ depends on it) and which batch of words, and the thread that watches time-outs (
 looks a few times a second. When a lane has stood for too long at a wait that is not met, it
 
 1. notes which operator, peer, shard and epoch is waited for, and the last call that this peer has begun;
-2. satisfies all words that this rank waits for, so that its streams run empty. What they copy by then is wrong, but the
-   kernel at the end of the call (:mod:`megatron_flux.kernels.gate`) ends the process with CUDA's error first: nothing
+2. satisfies all words that this rank waits for, so that its streams run empty. What they copy by then is wrong, but at
+   the end of the call :func:`~megatron_flux.kernels.device.gate_kernel` ends the process with CUDA's error: nothing
    behind it runs. Peers are not misled: none of the words that they wait for is touched;
 3. logs what step 1 noted.
 
@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,89 +49,47 @@ _EPOCHS = 0x7FFFFFFF
 _RELEASE_S = 10.0
 _REMEMBERED = 1024
 """Calls to remember; a driver's queues hold fewer."""
-
-
 _RECORDED = 1 << 14
 
 
-class Call(NamedTuple):
-    """A call that may be under way."""
-
-    operator: str
-    program: Program
-
-
-class LinkAlarm(Alarm):
-    """Alarm for waits that nothing on the device limits."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, look: Callable[[], None]) -> None:
-        """``look`` is called a few times a second where there is a GPU."""
-        self._look = look
-        super().__init__(group, device)
-
-    @property
-    def seconds(self) -> float:
-        """Limit of a wait."""
-        return self._seconds
-
-    def ring(self, operator: str, wait: Wait, epoch: int, seen: int) -> None:
-        """Note that ``wait`` has lasted too long."""
-        self.view[1:6] = CODES[operator], wait.peer, wait.shard, epoch, seen
-        self.view[0] = 1
-
-    def tell(self) -> None:
-        """Release waits first, then log: the release must not depend on whether the message can be written."""
-        try:
-            self._look()
-        finally:
-            super().tell()
-
-
 class Progress:
-    """The calls of a link and where its lanes are in them. It outlives the link while a lane runs."""
+    """The calls of a link and where its lanes are in them. It outlives the link while a thread looks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout, regions: Regions) -> None:
         """Start at epoch 0."""
-        self.regions = regions
-        self.keep: object = None  # other memory that lanes are at work on
+        self._regions = regions  # must not be unmapped while a thread looks
+        self.host = regions.host
+        self._layout, self._rank = layout, group.rank()
         self.epoch = 0
-        self.calls: dict[int, Call] = {}  # the latest, by epoch
-        self._captured: dict[int, Call] = Cache(_RECORDED)  # in CUDA graphs, whose replays write the same epoch again
-        self.release: Callable[[], None] = lambda: None
-        self._own = regions.host[group.rank()]
+        self.calls: dict[int, Program] = {}  # the latest, by epoch
+        self._captured: dict[int, Program] = Cache(_RECORDED)
+        """Those in CUDA graphs, whose replays write the same epoch again."""
+        self.lanes: StreamLanes | None = None
+        self.link: object = None
+        """Of a GPU: so a link that is dropped is watched, and its memory kept, until the garbage collector comes."""
         self._stood: list[tuple[tuple[int, int], float]] = [((0, 0), 0.0)] * len(LANES)
-        weak = weakref.ref(self)
+        weak = weakref.WeakMethod(self.look)
+        self.alarm = Alarm(group, device, lambda: (look := weak()) and look())
 
-        def look() -> None:
-            progress = weak()
-            if progress is not None:
-                progress.look()
-
-        self.alarm = LinkAlarm(group, device, look)
-
-    def begin(self, call: Call, *, captured: bool = False) -> int:
+    def begin(self, call: Program, *, captured: bool = False) -> int:
         """Remember ``call`` and return its epoch. A ``captured`` one may be under way at any time from here on."""
         self.epoch = epoch = (self.epoch + 1) & _EPOCHS
         self.calls.pop((epoch - _REMEMBERED) & _EPOCHS, None)
         (self._captured if captured else self.calls)[epoch] = call
         return epoch
 
-    def gave_up(self, lane: int) -> Callable[[Wait], Exception]:
-        """Return the function that makes the error of processor lane ``lane``."""
-
-        def error(wait: Wait) -> Exception:
-            self.ring(lane, wait)
-            return OperatorError(self.alarm.message())
-
-        return error
+    def gave_up(self, lane: int, wait: Wait) -> Exception:
+        """Return the error of a processor lane that has waited too long."""
+        self.ring(lane, wait)
+        return OperatorError(self.alarm.message())
 
     def ring(self, lane: int, wait: Wait) -> None:
         """Note that ``lane`` has waited too long, unless another wait has."""
         if not self.alarm.view[0]:
             epoch = self._read(lane, EPOCH)
             call = self._call(epoch)
-            begun_by_peer = read(self.regions.host[wait.peer] + BEGUN)
-            self.alarm.ring(call.operator if call else "all_gather", wait, epoch, begun_by_peer)
+            begun_by_peer = read(self.host[wait.peer] + BEGUN)
+            self.alarm.ring(CODES[call.operator if call else "all_gather"], *wait, epoch, begun_by_peer)
 
     def look(self) -> None:
         """Ring and release if a lane has stood still for too long."""
@@ -142,9 +98,9 @@ class Progress:
         for lane in LANES:
             epoch, position, busy = (self._read(lane, what) for what in (EPOCH, POSITION, BUSY))
             call = self._call(epoch)
-            if not busy or call is None or position >= len(call.program.batches[lane]):
+            if not busy or call is None or position >= len(call.batches[lane]):
                 continue
-            wait = call.program.batches[lane][position].unmet()
+            wait = call.batches[lane][position].unmet()
             if wait is None or self._stood[lane][0] != (epoch, position):
                 self._stood[lane] = (epoch, position), time.monotonic()
             elif time.monotonic() - self._stood[lane][1] > self.alarm.seconds:
@@ -153,22 +109,24 @@ class Progress:
                 return
 
     def _read(self, lane: int, what: int) -> int:
-        return read(self._own + progress_word(lane, what))
+        return read(self.host[self._rank] + progress_word(lane, what))
 
-    def _call(self, epoch: int) -> Call | None:
+    def _call(self, epoch: int) -> Program | None:
         return self.calls.get(epoch) or self._captured.get(epoch)
 
+    def release(self) -> None:
+        """Satisfy every word that this rank waits for until its lanes have run empty, :data:`_RELEASE_S` at most.
 
-def release(layout: Layout, rank: int, host: Sequence[int], lanes: StreamLanes) -> None:
-    """Satisfy every word that this rank waits for until its lanes have run empty, :data:`_RELEASE_S` at most.
-
-    Lanes that are branches of a CUDA graph say themselves that they are busy: the graph may run on any stream.
-    """
-    busy = [host[rank] + progress_word(lane, BUSY) for lane in LANES]
-    own = [(host[rank] + word, EMPTY) for word in layout.own_words()]
-    peers = [(at + word, FULL) for peer, at in enumerate(host) if peer != rank for word in layout.words_of(rank)]
-    end = time.monotonic() + _RELEASE_S
-    while time.monotonic() < end and not lanes.drained(busy):
-        for address, value in own + peers:
-            store(address, value)
-        time.sleep(1e-3)
+        Lanes that are branches of a CUDA graph say themselves that they are busy: the graph may run on any stream.
+        """
+        layout, rank, lanes = self._layout, self._rank, self.lanes
+        busy = [self.host[rank] + progress_word(lane, BUSY) for lane in LANES]
+        own = [(self.host[rank] + word, EMPTY) for word in layout.own_words()]
+        theirs = [
+            (at + word, FULL) for peer, at in enumerate(self.host) if peer != rank for word in layout.words_of(rank)
+        ]
+        end = time.monotonic() + _RELEASE_S
+        while lanes is not None and time.monotonic() < end and not lanes.drained(busy):
+            for address, value in own + theirs:
+                store(address, value)
+            time.sleep(1e-3)

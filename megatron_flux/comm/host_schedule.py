@@ -17,9 +17,8 @@ Layout
 
 Schedule
     A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
-    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way, one copying while
-    the other waits for words, were no faster (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and
-    cost more host time.
+    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
+    (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and cost more host time.
 
 Hazard: with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for) the whole program is one
 queue, in which a wait holds back everything behind it. So no wait may stand before what ends it on a peer *in the order
@@ -39,12 +38,12 @@ Nothing waits for what stands behind it or beside it: by induction over places t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_flux.comm.lanes import CALLER, DOWN, LANES, UP, Batch, Behind, Enqueued, Mark, Step, Wait
-from megatron_flux.cuda_memory_ops import VALUE, WAIT, WRITE, Copy, WordOp
+from megatron_flux.cuda_driver import VALUE, WAIT, WRITE, Copy, WordOp
 from megatron_flux.errors import UserError
 
 EMPTY, FULL = 0, 1
@@ -128,10 +127,9 @@ class Layout:
 def default_layout(tp: int) -> Layout:
     """Return the layout for ``tp`` ranks, at most four of which have room in the 64 MB of a container.
 
-    Larger slots take fewer calls of the driver, which bind small layers. Between two H100s (results/host-link-x2: 32 MB
-    each way, 2 to 8 pieces) four slots of 6 MB take 0.95 ms in the mean and the host 153 us, of 4 MB 0.97 ms and
-    179 us, three of 8 MB 1.04 ms and 137 us. With more GPUs, smaller slots leave room in the cache for all; that was
-    not measured.
+    Larger slots take fewer calls of the driver. Between two H100s (results/host-link-x2: 32 MB each way) four slots of
+    6 MB take 0.95 ms in the mean and the host 153 us, of 4 MB 0.97 ms and 179 us, three of 8 MB 1.04 ms and 137 us.
+    With more GPUs, smaller slots leave room in the cache for all; that was not measured.
     """
     return Layout(tp, (6 if tp == 2 else 2) * MIB)
 
@@ -148,16 +146,6 @@ def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
     return [(offset, min(size, last - offset)) for offset in range(first, last, size)]
 
 
-def exchange_steps(rank: int, tp: int, pieces: int) -> list[tuple[int, int]]:
-    """Return an exchange's ``(peer, piece)`` in sending order. In step ``d`` rank ``r`` sends to ``r + d``."""
-    return [((rank + d) % tp, piece) for piece in range(pieces) for d in range(1, tp)]
-
-
-def exchange_source(rank: int, tp: int, peer: int) -> int:
-    """Return the rank that sends to ``rank`` while ``rank`` sends to ``peer``."""
-    return (2 * rank - peer) % tp
-
-
 class Part(NamedTuple):
     """Steps that are enqueued together. A copy's ``row`` is a peer's number, or tp for what is sent."""
 
@@ -169,40 +157,39 @@ class Part(NamedTuple):
 class Program:
     """Everything a rank enqueues for one call."""
 
+    nbytes: int
+    """Size of a block."""
+    operator: str = ""
     parts: list[Part] = field(default_factory=list)
     """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
     order in which they are sent."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
     """Batches of each lane. A batch writes its index into the head when it begins."""
-    nbytes: int = 0
-    """Size of a block."""
-    pieces: Sequence[tuple[int, int]] = ()
-    """The pieces of all parts, in their order."""
     laid_out: list[Any] = field(default_factory=list)
-    """What :meth:`run` of the link's lanes takes. Of a gather: for its begin, for each part up to where the caller may
-    read its pieces, and for its end. Of an exchange: what comes behind each product of the caller's, and the rest."""
-    rest: Any = ()
-    """The same of a gather for all behind its begin, where the caller does not wait."""
-    end: Any = ()
-    """The same for what puts the caller behind the whole call, all of which has been enqueued just before."""
+    """What :meth:`run` of the link's lanes takes. Of a gather: each part. Of an exchange: what comes behind each
+    product of the caller's, and the rest."""
+    read: Any = ()
+    """The same for what puts the caller behind all that has been enqueued upwards."""
+    sent: Any = ()
+    """The same for what has been enqueued downwards."""
 
-    def lay_out(self, laid_out: Callable[[Sequence[Enqueued]], Any], nbytes: int, *, exchange: bool) -> None:
-        """Lay out all that is enqueued for blocks of ``nbytes``."""
-        self.nbytes = nbytes
-        self.pieces = [piece for part in self.parts for piece in part.pieces]
-        lists = [part.steps for part in self.parts]
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The pieces of all parts, in their order."""
+        return [piece for part in self.parts for piece in part.pieces]
+
+    def lay_out(self, laid_out: Callable[[Sequence[Enqueued]], Any], *, exchange: bool) -> None:
+        """Lay out all that is enqueued."""
         read_all, sent_all = (Mark(UP), Behind((CALLER,))), (Mark(DOWN), Behind((CALLER,)))
-        read, sent = laid_out(read_all), laid_out(sent_all)
+        self.read, self.sent = laid_out(read_all), laid_out(sent_all)
+        lists = [part.steps for part in self.parts]
         if exchange:
             # A part waits for the product that it sends, and comes behind the next one in a queue that they share.
             lists = [[Behind(LANES if at == 0 else (DOWN,)), *steps] for at, steps in enumerate(lists)]
             lists = [[Mark(CALLER)], *([*steps, Mark(CALLER)] for steps in lists[:-1]), lists[-1]]
-            self.laid_out = [laid_out(steps) for steps in lists]
         else:
-            begin, *parts = (laid_out(steps) for steps in ([Mark(CALLER), Behind(LANES), *lists[0]], *lists[1:]))
-            self.rest = [*itertools.chain(*parts)]
-            self.laid_out = [begin, *([*part, *read] for part in parts), sent]
-        self.end = [*read, *sent]
+            lists[0] = [Mark(CALLER), Behind(LANES), *lists[0]]
+        self.laid_out = [laid_out(steps) for steps in lists]
 
     def stamp(self, epoch: int) -> None:
         """Set the number of the next call."""
@@ -215,79 +202,28 @@ class Program:
 class Transfer(NamedTuple):
     """One end of a slot's use: what to wait for, what to copy, and the words to write behind it."""
 
-    waits: list[tuple[WordOp, Wait]]
-    copies: list[Copy]
-    words: list[WordOp]
+    waits: Sequence[tuple[WordOp, Wait]] = ()
+    copies: Sequence[Copy] = ()
+    words: Sequence[WordOp] = ()
+
+
+NOTHING = Transfer()
 
 
 class ProgramBuilder:
     """Builds a program; holds a step's closing words back until the lane's next step."""
 
-    def __init__(self, region: int) -> None:
-        """``region``: address of the rank's own region."""
-        self.program = Program()
-        self._region = region
-        self._words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
-        self._steps: list[Enqueued] = []
+    def __init__(self, region: int, nbytes: int, *, exchange: bool) -> None:
+        """``region``: address of the rank's own region; ``nbytes``: size of a block."""
+        self.program = Program(nbytes)
+        self.words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
+        """To be written with each lane's next step."""
+        self.steps: list[Enqueued] = []
+        """Of the current part."""
+        self._region, self._exchange = region, exchange
 
-    def step(self, lane: int, transfer: Transfer) -> None:
-        """Wait and copy; the closing words come with the lane's next step."""
-        self._add(lane, transfer.waits, transfer.copies)
-        self._words[lane].extend(transfer.words)
-
-    def write(self, lane: int, words: Sequence[WordOp]) -> None:
-        """Write ``words`` now."""
-        self._words[lane].extend(words)
-        self._add(lane)
-
-    def after(self, lane: int, other: int) -> None:
-        """Put ``lane`` behind what ``other`` has been given so far."""
-        self._steps += [Mark(other), Behind((lane,))]
-
-    def flush(self, lane: int, *, last: bool) -> None:
-        """Write the closing words of the lane's last step; ``last``: the call ends in this lane."""
-        self._add(lane, last=last)
-
-    def end_part(self, pieces: Sequence[tuple[int, int]] = ()) -> None:
-        """Close the current part."""
-        self.program.parts.append(Part(self._steps, pieces))
-        self._steps = []
-
-    def interleave(
-        self,
-        count: int,
-        slots: int,
-        write: Callable[[int], Transfer],
-        read: Callable[[int], Transfer],
-        on_read: Callable[[int], None] = lambda use: None,
-        on_turn: Callable[[int], None] = lambda use: None,
-        *,
-        last: bool,
-    ) -> None:
-        """Add ``count`` writes and reads in the order that the module gives. ``on_read`` is called behind each read,
-        ``on_turn`` behind each write and the read that comes with it.
-        """
-        ahead = slots - 2
-        for i in range(count + ahead):
-            if i < count:
-                self.step(DOWN, write(i))
-            if i == count - 1:
-                self.flush(DOWN, last=last)
-            if (j := i - ahead) >= 0:
-                self.step(UP, read(j))
-                if j == count - 1:
-                    self.flush(UP, last=last)
-                on_read(j)
-            on_turn(i)
-
-    def _add(
-        self,
-        lane: int,
-        waits: Sequence[tuple[WordOp, Wait]] = (),
-        copies: Sequence[Copy] = (),
-        *,
-        last: bool = False,
-    ) -> None:
+    def step(self, lane: int, transfer: Transfer = NOTHING, *, last: bool = False) -> None:
+        """Write the closing words of the lane's last step, wait and copy. ``last``: the call ends in this lane."""
         batches = self.program.batches[lane]
         epoch, position, busy = (self._region + progress_word(lane, what) for what in (EPOCH, POSITION, BUSY))
         stamped: list[int] = []
@@ -296,83 +232,96 @@ class ProgramBuilder:
             stamped = [epoch, self._region + BEGUN] if lane == DOWN else [epoch]
             operations = [*(WordOp(WRITE, word, 0) for word in stamped), WordOp(WRITE, busy, 1)]
         operations.append(WordOp(WRITE, position, len(batches)))
-        operations += self._words[lane]
-        operations += [operation for operation, _ in waits]
+        operations += self.words[lane]
+        operations += [operation for operation, _ in transfer.waits]
         if last:
             operations.append(WordOp(WRITE, busy, 0))
-        batches.append(Batch(operations, [wait for _, wait in waits], range(len(stamped))))
-        self._words[lane].clear()
-        self._steps.append(Step(lane, batches[-1], tuple(copies)))
+        batches.append(Batch(operations, [wait for _, wait in transfer.waits], range(len(stamped))))
+        self.words[lane][:] = transfer.words
+        self.steps.append(Step(lane, batches[-1], tuple(transfer.copies)))
+
+    def end_part(self, pieces: Sequence[tuple[int, int]] = ()) -> None:
+        """Close the current part."""
+        self.program.parts.append(Part(self.steps, pieces))
+        self.steps = []
+
+    def interleave(
+        self, slots: int, writes: Sequence[Transfer], reads: Sequence[Transfer], *, last: bool = True,
+        ends: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    ) -> None:  # fmt: skip
+        """Add writes and as many reads in the order that the module gives. ``ends``: the pieces of parts, by the read
+        of a gather that ends one, or the write of an exchange.
+        """
+        count, ends = len(writes), ends or {}
+        ahead = slots - 2
+        for i in range(count + ahead):
+            if i < count:
+                self.step(DOWN, writes[i])
+            if i == count - 1:
+                self.step(DOWN, last=last)
+            if (j := i - ahead) >= 0:
+                if not self.program.parts and not self._exchange:
+                    self.end_part()
+                self.step(UP, reads[j])
+                if j == count - 1:
+                    self.step(UP, last=last)
+            if (end := i if self._exchange else j) in ends:
+                self.end_part(ends[end])
 
 
 def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
     """Build the program of a gather whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions."""
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
-    builder = ProgramBuilder(own)
-    parts = [(piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every]
-
-    def write(use: int) -> Transfer:
-        _, offset, nbytes = parts[use]
+    writes, reads, last_use = [], [], dict[int, int]()
+    for use, (piece, offset, nbytes) in enumerate(
+        (piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every
+    ):
+        last_use[piece] = use
         words = {peer: own + layout.word(use, peer) for peer in peers}
-        return Transfer(
+        writes.append(Transfer(
             [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],
             [Copy(tp, offset, own + layout.slot(use), nbytes)],
             [WordOp(WRITE, word, FULL) for word in words.values()],
-        )
-
-    def read(use: int) -> Transfer:
-        if not use:
-            builder.end_part()
-        _, offset, nbytes = parts[use]
+        ))  # fmt: skip
         words = {peer: regions[peer] + layout.word(use, rank) for peer in peers}
-        return Transfer(
+        reads.append(Transfer(
             [(WordOp(WAIT, word, FULL), Wait(peer, peer)) for peer, word in words.items()],
             [Copy(peer, offset, regions[peer] + layout.slot(use), nbytes) for peer in peers],
             [WordOp(WRITE, word, EMPTY) for word in words.values()],
-        )
-
-    def on_read(use: int) -> None:
-        if use == len(parts) - 1 or parts[use + 1][0] != parts[use][0]:
-            builder.end_part([(peer, parts[use][0]) for peer in peers])
-
-    builder.interleave(len(parts), layout.slots, write, read, on_read, last=True)
+        ))  # fmt: skip
+    builder = ProgramBuilder(own, cuts[-1], exchange=False)
+    ends = {use: [(peer, piece) for peer in peers] for piece, use in last_use.items()}
+    builder.interleave(layout.slots, writes, reads, ends=ends)
     return builder.program
 
 
 def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of an exchange whose blocks are cut at ``cuts``, in the order of :func:`exchange_steps`. What
-    is sent to a peer begins at its number of blocks.
+    """Build the program of an exchange whose blocks are cut at ``cuts``. In step ``d`` of a piece rank ``r`` sends to
+    ``r + d``. What is sent to a peer begins at its number of blocks.
     """
     tp, own = layout.tp, regions[rank]
-    readers = [(rank + d) % tp for d in range(1, tp)]
-    builder, by_piece = ProgramBuilder(own), layout.chunks(cuts)
-    order = exchange_steps(rank, tp, len(cuts) - 1)
-    parts = [(peer, piece, *chunk) for peer, piece in order for chunk in by_piece[piece]]
-
-    def write(use: int) -> Transfer:
-        peer, _, offset, nbytes = parts[use]
-        return Transfer(
+    peers = [(rank + d) % tp for d in range(1, tp)]
+    writes, reads, last_use = [], [], dict[tuple[int, int], int]()
+    for use, (piece, peer, offset, nbytes) in enumerate(
+        (piece, peer, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for peer in peers for chunk in every
+    ):
+        source = (2 * rank - peer) % tp  # that sends to this rank while this one sends to the peer
+        last_use[peer, piece] = use
+        writes.append(Transfer(
             # Any of them may have read this slot last.
-            [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to)) for to in readers],
+            [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to)) for to in peers],
             [Copy(tp, peer * cuts[-1] + offset, own + layout.slot(use), nbytes)],
             [WordOp(WRITE, own + layout.word(use, peer), FULL)],
-        )
-
-    def read(use: int) -> Transfer:
-        peer, _, offset, nbytes = parts[use]
-        source = exchange_source(rank, tp, peer)
+        ))  # fmt: skip
         word = regions[source] + layout.word(use, rank)
-        return Transfer(
+        reads.append(Transfer(
             [(WordOp(WAIT, word, FULL), Wait(source, rank))],
             [Copy(source, offset, regions[source] + layout.slot(use), nbytes)],
             [WordOp(WRITE, word, EMPTY)],
-        )
-
-    def on_turn(use: int) -> None:
-        if use < len(parts) - 1 and parts[use + 1][:2] != parts[use][:2]:
-            builder.end_part([parts[use][:2]])
-
-    builder.interleave(len(parts), layout.slots, write, read, on_turn=on_turn, last=True)
-    builder.end_part([order[-1]])
+        ))  # fmt: skip
+    builder = ProgramBuilder(own, cuts[-1], exchange=True)
+    *but_last, last = last_use
+    builder.interleave(layout.slots, writes, reads, ends={last_use[block]: [block] for block in but_last})
+    builder.end_part([last])
     return builder.program

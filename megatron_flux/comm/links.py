@@ -15,10 +15,10 @@ A user may ask for a weaker one than there is (``MEGATRON_FLUX_LINK``, ``FluxCon
 used then. On CPUs ``host`` can be asked for, too: the same protocol over the same shared memory.
 
 Why other groups matter: a fused kernel holds every SM and waits for its peers. A peer may first have to run a kernel of
-another group, NCCL's, which waits for a rank whose SMs a fused kernel holds: without more, both would wait without end.
-With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) kernels start in the order in which they were enqueued. It
-is the same on all ranks, so that cannot be. A graph's launch, and streams of different priorities, do not keep it.
-There, and with more queues, fused calls start together (:func:`starts_together`).
+another group, NCCL's, which waits for a rank whose SMs a fused kernel holds: both would wait without end. With one
+hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) kernels start in the order in which they were enqueued, the same on
+all ranks. Graphs' launches and streams of different priorities do not keep it. There, and with more queues, fused calls
+start together (:func:`starts_together`).
 
 torch.distributed does not tell whether the stream of the layers waits for a group's collectives, so all groups count
 but those known to be waited for: the default group, and groups over the very ranks of tensor parallelism in

@@ -8,12 +8,10 @@ whom when: :mod:`~megatron_flux.comm.p2p_schedule`. Everything else is the link 
 Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused.
 
 Words lie in shared host memory, not beside the data
-    * A word is written behind the copy in the order of its stream: what CUDA's own events between processes promise for
-      a copy to a peer, and these are words in host memory as well, is all that is asked for. A word in a peer's memory
-      would need memory operations on memory of another GPU, which is not promised for all platforms.
+    * A word is written behind the copy in the order of its stream, as CUDA's own events between processes are. Memory
+      operations on another GPU's memory are not promised for all platforms.
     * The thread that watches time-outs reads and satisfies words without the GPU, whose streams may stand still.
-    * No atomics, so nothing depends on ``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``, without which kernels that
-      wait for each other over PCIe hang; it is not asked for.
+    * No atomics, which not all GPUs have over PCIe (``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED``).
     * Platforms with ``CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES`` may show a GPU peers' writes in another order than
       they arrived: there a flush stands behind each wait for them.
 
@@ -26,6 +24,7 @@ Hazards, beside those of the link through host memory
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,14 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_driver, nvml
+from megatron_flux import cuda_driver
 from megatron_flux.comm import p2p_schedule, shared_memory
 from megatron_flux.comm.agreement import of_all_ranks, together
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Program
 from megatron_flux.comm.lanes import Batch, Enqueued, Step, store
 from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
-from megatron_flux.cuda_memory_ops import FLUSH, WordOp
+from megatron_flux.cuda_driver import FLUSH, WordOp
 
 _CAN_FLUSH_REMOTE_WRITES = 98
 
@@ -53,26 +52,18 @@ class P2PLink(HostLink):
     through = "peers' memory"
     captures = False  # untried
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        layout: PeerLayout | None = None,
-        *,
-        one_queue: bool | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: PeerLayout | None = None) -> None:
         """Collective. On CPUs slots are shared memory of the host. Raises UserError, also without symmetric memory."""
         self._peers = layout = layout or PeerLayout(group.size())
         self.device_bytes = layout.device_bytes
         """Memory of this rank's GPU that torch's allocator does not know of."""
-        memory = shared_memory.allocate(group, layout.device_bytes, device)
-        self._slots = [tensor.data_ptr() for tensor in memory[0]]
+        self._memory = shared_memory.allocate(group, layout.device_bytes, device)
+        self._slots = [tensor.data_ptr() for tensor in self._memory[0]]
         self._flushes = device.type == "cuda" and bool(cuda_driver.attribute(device, _CAN_FLUSH_REMOTE_WRITES))
-        super().__init__(group, device, layout, one_queue=one_queue)
-        self._progress.keep = memory
+        super().__init__(group, device, layout)
         islands = find_islands(together(group, "where the GPUs are", lambda: place_of(device)))
         self._rounds = {build: build(self.tp, islands) for build in (p2p_schedule.gather, p2p_schedule.exchange)}
-        own = self._progress.regions.host[self.rank]
+        own = self._regions.host[self.rank]
         for word in layout.own_words():
             store(own + word, CLOSED)
         of_all_ranks(None, group, "closing slots")  # nobody opens a slot before everybody's are closed
@@ -85,7 +76,7 @@ class P2PLink(HostLink):
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]
-        ends = self._peers, self.rank, self._regions, self._slots
+        ends = self._peers, self.rank, self._regions.lanes, self._slots
         program = p2p_schedule.program(*ends, cuts, rounds, exchange=kind == "exchange")
         if self._flushes:
             program.parts = [
@@ -102,17 +93,16 @@ def _flushed(step: Enqueued) -> list[Enqueued]:
 
 
 def place_of(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
-    """Return a GPU's PCIe address ``bus``, ``numa_node`` and ``root_complex`` from sysfs; None where not known."""
-    bus = nvml.pci_address(device) if device.type == "cuda" else None
+    """Return a GPU's ``numa_node`` and ``root_complex`` from sysfs; None where not known."""
     node = root_complex = None
-    if bus is not None:
-        try:
-            number = int((root / bus / "numa_node").read_text())
+    if device.type == "cuda":
+        gpu: Any = torch.cuda.get_device_properties(device)
+        folder = root / f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        with contextlib.suppress(OSError, ValueError):
+            number = int((folder / "numa_node").read_text())
             node = number if number >= 0 else None  # -1: the firmware does not say
-        except (OSError, ValueError):
-            pass
-        root_complex = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str((root / bus).resolve()))), None)
-    return {"bus": bus, "numa_node": node, "root_complex": root_complex}
+        root_complex = next(iter(re.findall(r"/(pci[0-9a-f]+:[0-9a-f]+)/", str(folder.resolve()))), None)
+    return {"numa_node": node, "root_complex": root_complex}
 
 
 def find_islands(places: Sequence[dict[str, Any]]) -> Islands | None:

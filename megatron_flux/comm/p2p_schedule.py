@@ -47,7 +47,7 @@ Nothing waits for what stands behind it or beside it: by induction over places t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -61,8 +61,8 @@ from megatron_flux.comm.host_schedule import (
     ProgramBuilder,
     Transfer,
 )
-from megatron_flux.comm.lanes import DOWN, UP, Wait
-from megatron_flux.cuda_memory_ops import WAIT, WRITE, Copy, WordOp
+from megatron_flux.comm.lanes import DOWN, UP, Behind, Mark, Wait
+from megatron_flux.cuda_driver import WAIT, WRITE, Copy, WordOp
 
 CLOSED = 2
 OUT, IN = DOWN, UP
@@ -81,15 +81,6 @@ class Move(NamedTuple):
     source: int
     target: int
     origin: int  # whose block it is
-
-
-class Round(NamedTuple):
-    """Transfers of one rank in one round."""
-
-    target: int
-    sent: int  # whose block it sends
-    source: int
-    received: int  # whose block it gets
 
 
 def gather(tp: int, islands: Islands | None) -> list[list[Move]]:
@@ -121,16 +112,6 @@ def exchange(tp: int, islands: Islands | None) -> list[list[Move]]:
     for at, rank in zip([*places, *others], islands[0] + islands[1], strict=True):
         ring[at] = rank
     return _ring(ring)
-
-
-def of_rank(rounds: Sequence[Sequence[Move]], rank: int) -> list[Round]:
-    """Return what ``rank`` does in each round."""
-    mine = []
-    for moves in rounds:
-        out = next(move for move in moves if move.source == rank)
-        into = next(move for move in moves if move.target == rank)
-        mine.append(Round(out.target, out.origin, into.source, into.origin))
-    return mine
 
 
 def _ring(ring: Sequence[int]) -> list[list[Move]]:
@@ -190,58 +171,45 @@ def program(
 
     Its parts: of a gather, what can leave before anything is waited for, then each round; of an exchange, each round.
     """
-    builder, own = ProgramBuilder(regions[rank]), regions[rank]
+    builder, own = ProgramBuilder(regions[rank], cuts[-1], exchange=exchange), regions[rank]
     parts = layout.chunks(cuts)
-    plan = [(piece, round_) for piece in range(len(parts)) for round_ in of_rank(rounds, rank)]
+    mine = [
+        (next(move for move in moves if move.source == rank), next(move for move in moves if move.target == rank))
+        for moves in rounds
+    ]
+    plan = [(piece, out, into) for piece in range(len(parts)) for out, into in mine]
 
     def opening(number: int) -> list[WordOp]:
         """Return the words that let the sender of this round begin."""
         if number == len(plan):
             return []
-        piece, round_ = plan[number]
+        piece, _, into = plan[number]
         first = range(min(len(parts[piece]), layout.slots))
-        return [WordOp(WRITE, regions[round_.source] + layout.word(use, rank), EMPTY) for use in first]
+        return [WordOp(WRITE, regions[into.source] + layout.word(use, rank), EMPTY) for use in first]
 
-    def transfers(number: int) -> tuple[Callable[[int], Transfer], Callable[[int], Transfer]]:
-        """Return the steps that send and receive the chunks of this round."""
-        piece, round_ = plan[number]
-        chunk, base = parts[piece], round_.target * cuts[-1] if exchange else 0
-        row = layout.tp if round_.sent == rank else round_.sent
-
-        def waits(use: int) -> list[tuple[WordOp, Wait]]:
-            first = range(min(len(chunk), layout.slots)) if use == 0 else [use] if use >= layout.slots else []
-            return [
-                (WordOp(WAIT, own + layout.word(i, round_.target), EMPTY), Wait(round_.target, round_.sent))
-                for i in first
-            ]
-
-        def send(use: int) -> Transfer:
-            offset, nbytes = chunk[use]
-            copy = Copy(row, base + offset, slots[round_.target] + layout.slot(use), nbytes)
-            return Transfer(waits(use), [copy], [WordOp(WRITE, own + layout.word(use, round_.target), FULL)])
-
-        def receive(use: int) -> Transfer:
-            if number == use == 0 and not exchange:
-                builder.end_part()
-            offset, nbytes = chunk[use]
-            word = regions[round_.source] + layout.word(use, rank)
-            return Transfer(
-                [(WordOp(WAIT, word, FULL), Wait(round_.source, round_.received))],
-                [Copy(round_.received, offset, slots[rank] + layout.slot(use), nbytes)],
-                [
-                    WordOp(WRITE, word, EMPTY if use + layout.slots < len(chunk) else CLOSED),
-                    *(opening(number + 1) if use == len(chunk) - 1 else ()),
-                ],
-            )
-
-        return send, receive
-
-    builder.write(IN, opening(0))
-    for number, (piece, round_) in enumerate(plan):
-        (send, receive), last = transfers(number), number == len(plan) - 1
-        forwards = round_.sent != rank and plan[number - 1][1].sent == rank
-        if forwards:
-            builder.after(OUT, IN)
-        builder.interleave(len(parts[piece]), layout.slots, send, receive, last=last)
-        builder.end_part([(round_.target if exchange else round_.received, piece)])
+    builder.words[IN].extend(opening(0))
+    builder.step(IN)
+    for number, (piece, out, into) in enumerate(plan):
+        if out.origin != rank and plan[number - 1][1].origin == rank:  # what is forwarded has come by then
+            builder.steps += [Mark(IN), Behind((OUT,))]
+        sends, receives = [], []
+        count, base = len(parts[piece]), out.target * cuts[-1] if exchange else 0
+        row = layout.tp if out.origin == rank else out.origin
+        for use, (offset, nbytes) in enumerate(parts[piece]):
+            opened = range(min(count, layout.slots)) if use == 0 else [use] if use >= layout.slots else []
+            words = [own + layout.word(one, out.target) for one in opened]
+            sends.append(Transfer(
+                [(WordOp(WAIT, word, EMPTY), Wait(out.target, out.origin)) for word in words],
+                [Copy(row, base + offset, slots[out.target] + layout.slot(use), nbytes)],
+                [WordOp(WRITE, own + layout.word(use, out.target), FULL)],
+            ))  # fmt: skip
+            word = regions[into.source] + layout.word(use, rank)
+            receives.append(Transfer(
+                [(WordOp(WAIT, word, FULL), Wait(into.source, into.origin))],
+                [Copy(into.origin, offset, slots[rank] + layout.slot(use), nbytes)],
+                [WordOp(WRITE, word, EMPTY if use + layout.slots < count else CLOSED),
+                 *(opening(number + 1) if use == count - 1 else ())],
+            ))  # fmt: skip
+        builder.interleave(layout.slots, sends, receives, last=number == len(plan) - 1)
+        builder.end_part([(out.target if exchange else into.origin, piece)])
     return builder.program

@@ -3,7 +3,7 @@
 * :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
 * :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
 
-What agreements go through (:mod:`~megatron_flux.comm.mailbox`) is made without this, which agrees itself.
+Boxes of agreements (:mod:`~megatron_flux.comm.mailbox`) are made without this, which agrees itself.
 
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no
@@ -23,9 +23,7 @@ when it is dropped but at the next :func:`make_regions`, which waits for the dev
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import mmap
 import os
 import socket
 import tempfile
@@ -38,8 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_flux import cuda_memory_ops as memory_ops
-from megatron_flux import nvml
+from megatron_flux import cuda_driver, nvml
 from megatron_flux.comm.agreement import TogetherError, together
 from megatron_flux.errors import OperatorError, SharedMemoryError, UserError, one_line
 
@@ -127,63 +124,29 @@ def symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tu
     return tensors, keep
 
 
-class Mapping:
-    """One file in this process's memory."""
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        """Raises OSError."""
-        handle = os.open(path, os.O_RDWR)
-        try:
-            self._map = mmap.mmap(handle, nbytes)
-        finally:
-            os.close(handle)
-        self._view = np.frombuffer(self._map, dtype=np.uint8)
-        self.address: int = self._view.ctypes.data
-        self.lane_address = self.address
-        """Address for :mod:`~megatron_flux.comm.lanes`: the device's once it is pinned, else this process's."""
-        self.pinned = False
-
-    def tensor(self) -> torch.Tensor:
-        """Return it as uint8 ``[nbytes]``, which keeps it mapped."""
-        return torch.from_numpy(self._view)
-
-    def pin(self) -> None:
-        """Let CUDA use it."""
-        if not self.pinned:
-            self.lane_address = memory_ops.register(self.address, len(self._view))
-            self.pinned = True
-
-    def unpin(self) -> None:
-        """Undo :meth:`pin`."""
-        if self.pinned:
-            memory_ops.unregister(self.address)
-            self.pinned = False
-
-
-_dropped: list[list[Mapping]] = []
-"""Pinned mappings whose owners are gone."""
-_in_graphs: list[list[Mapping]] = []
+_dropped: list[list[np.ndarray]] = []
+"""Pinned memory whose owners are gone."""
+_in_graphs: list[list[np.ndarray]] = []
 
 
 class Regions:
     """The regions of a group, by rank."""
 
-    def __init__(self, mappings: list[Mapping]) -> None:
-        """Make a view of ``mappings``, which :func:`make_regions` returns."""
-        self._mappings = mappings
-        self.host = [mapping.address for mapping in mappings]
+    def __init__(self, views: list[np.ndarray], pinned: list[int]) -> None:
+        """``views``: this process's of the memory; ``pinned``: the device's addresses, if CUDA has pinned it."""
+        self._views = views
+        self.host = [view.ctypes.data for view in views]
         """Addresses for this process."""
-        self.lanes = [mapping.lane_address for mapping in mappings]
+        self.lanes = pinned or self.host
         """Addresses for :mod:`~megatron_flux.comm.lanes`."""
-        self._finalizer: weakref.finalize | None = None
-        if any(mapping.pinned for mapping in mappings):
-            self._finalizer = weakref.finalize(self, _dropped.append, mappings)
+        self._finalizer = weakref.finalize(self, _dropped.append, views) if pinned else None
+        if self._finalizer is not None:
             self._finalizer.atexit = False
 
     def never_free(self) -> None:
         """Keep the memory for good: a CUDA graph holds the addresses."""
         if self._finalizer is not None and self._finalizer.detach() is not None:
-            _in_graphs.append(self._mappings)
+            _in_graphs.append(self._views)
 
 
 def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Regions:
@@ -191,32 +154,35 @@ def make_regions(group: dist.ProcessGroup, nbytes: int, device: torch.device) ->
     if _dropped and device.type == "cuda":
         torch.cuda.synchronize(device)
         while _dropped:
-            for mapping in _dropped.pop():
-                mapping.unpin()
-    return Regions(_map_files(group, nbytes, functools.partial(_allocate, nbytes, device), pin=device.type == "cuda"))
+            _unpin(_dropped.pop())
+    return Regions(*_map_files(group, nbytes, lambda: _make_file(nbytes, device), pin=device.type == "cuda"))
 
 
 def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
     """Return uint8 ``[nbytes]`` for each rank, of which the system allocates what is touched."""
-    mappings = _map_files(group, nbytes, functools.partial(_make_sparse, nbytes), pin=False)
-    return [mapping.tensor() for mapping in mappings]
+    views, _ = _map_files(group, nbytes, lambda: _make_file(nbytes), pin=False)
+    return [torch.from_numpy(view) for view in views]
 
 
-def _map_files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool) -> list[Mapping]:
-    """Map every rank's file, which ``allocate`` makes there. Raises UserError for several hosts."""
+def _map_files(
+    group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool
+) -> tuple[list[np.ndarray], list[int]]:
+    """Map every rank's file, which ``allocate`` makes there, and return this process's views of the memory, and its
+    addresses for the device with ``pin``. Raises UserError for several hosts.
+    """
     names: list[str] = []
-    mappings: list[Mapping] = []
+    views: list[np.ndarray] = []
+    pinned: list[int] = []
 
     def make_own() -> tuple[str, str]:
         names.append(allocate())
         return socket.gethostname(), names[0]
 
     def map_all() -> None:
-        for name in names[len(mappings) :]:
-            mappings.append(Mapping(name, nbytes))
-        if pin:
-            for mapping in mappings:
-                mapping.pin()
+        for name in names[len(views) :]:
+            views.append(np.memmap(name, np.uint8, "r+", shape=(nbytes,)))
+        for view in views[len(pinned) :] if pin else ():
+            pinned.append(cuda_driver.register(view.ctypes.data, nbytes))
 
     def advice(_: bool) -> str:
         needed, total = -(-nbytes * group.size() // _MIB), host_room()[0]
@@ -232,14 +198,18 @@ def _map_files(group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str
             raise UserError("shared host memory needs all ranks of a group on one host")
         obtain(group, f"{about} (mapping)", map_all, advice)
     except BaseException:
-        for mapping in mappings:
-            mapping.unpin()
+        _unpin(views[: len(pinned)])
         raise
     finally:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
-    return mappings
+    return views, pinned
+
+
+def _unpin(views: list[np.ndarray]) -> None:
+    for view in views:
+        cuda_driver.unregister(view.ctypes.data)
 
 
 def host_room() -> tuple[int, int]:
@@ -250,25 +220,21 @@ def host_room() -> tuple[int, int]:
     return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
 
 
-def _allocate(nbytes: int, device: torch.device) -> str:
-    """Make a file of that size, whose memory is there, and return its name. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix="megatron_flux_host_", dir=FOLDER)
+def _make_file(nbytes: int, device: torch.device | None = None) -> str:
+    """Make a file of that size and return its name. With a ``device`` its memory is there, near it; else the system
+    allocates what is touched. Raises OSError.
+    """
+    prefix = "megatron_flux_" if device is None else "megatron_flux_host_"
+    handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER)
     try:
-        with _on_processors_near(device):
-            os.posix_fallocate(handle, 0, nbytes)
+        if device is None:
+            os.ftruncate(handle, nbytes)
+        else:
+            with _on_processors_near(device):
+                os.posix_fallocate(handle, 0, nbytes)
     except BaseException:
         os.unlink(name)
         raise
-    finally:
-        os.close(handle)
-    return name
-
-
-def _make_sparse(nbytes: int) -> str:
-    """Make a file of that size and return its name."""
-    handle, name = tempfile.mkstemp(prefix="megatron_flux_", dir=FOLDER if FOLDER.is_dir() else None)
-    try:
-        os.ftruncate(handle, nbytes)
     finally:
         os.close(handle)
     return name
@@ -278,7 +244,7 @@ def _make_sparse(nbytes: int) -> str:
 def _on_processors_near(device: torch.device) -> Iterator[None]:
     """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
     allowed = os.sched_getaffinity(0)
-    near = allowed & _processors(device)
+    near = allowed & nvml.processors(device)
     if near:
         os.sched_setaffinity(0, near)
     try:
@@ -286,24 +252,3 @@ def _on_processors_near(device: torch.device) -> Iterator[None]:
     finally:
         if near:
             os.sched_setaffinity(0, allowed)
-
-
-def _processors(device: torch.device) -> set[int]:
-    """Return the processors beside the GPU; empty where not known."""
-    address = nvml.pci_address(device) if device.type == "cuda" else None
-    if address is None:
-        return set()
-    try:
-        return parse_cpulist((Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text())
-    except (OSError, ValueError):
-        return set()
-
-
-def parse_cpulist(text: str) -> set[int]:
-    """Parse a set of processors as the system writes it, such as ``0-3,8``. Raises ValueError."""
-    processors: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            processors.update(range(int(first), int(last or first) + 1))
-    return processors

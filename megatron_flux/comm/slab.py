@@ -17,14 +17,13 @@ Epochs
     the epoch and never reset. That is correct for 2^31 calls, so after half as many the next call makes a new slab.
 
 CUDA graphs
-    A graph is fixed: each of its calls has its half, however often and in whatever order graphs are replayed. Captured
-    calls run on a slab of their own (``captured=True``). The first one of a capture uses half 0 and is *synchronised*:
-    a kernel before it takes the larger of both words of ``epochs`` for its number, tells all peers and waits until all
-    have said so. Behind that barrier nobody uses either half any more, and the capture's further calls alternate as
-    above. A call in this mode that is not captured (a warm-up) knows nothing of the replays before it: it is
-    synchronised, too. Slabs cannot be made during capture: run each shape once before capturing it, inside
-    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. Two calls of which one is synchronised must not overlap on a
-    rank: the program puts a replay behind what used the slab before, and leaves no gather open around it.
+    Graphs are replayed in any order, but each of their calls has a fixed half. So captured calls run on a slab of their
+    own (``captured=True``). The first one of a capture uses half 0 and is *synchronised*: a kernel before it takes the
+    larger of both words of ``epochs`` for its number, tells all peers and waits until all have said so. Behind that
+    barrier nobody uses either half, and further calls alternate as above. A call in this mode that is not captured (a
+    warm-up) is synchronised, too. Slabs cannot be made during capture: run each shape once before, inside
+    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. A synchronised call must not overlap another one on a rank:
+    the program puts a replay behind what used the slab before, and leaves no gather open around it.
 
 Beside other process groups
     A kernel that waits for its peers on all SMs keeps out kernels of other groups, for which a peer may be waiting. Two
@@ -34,36 +33,26 @@ Beside other process groups
     :func:`megatron_flux.comm.links.starts_together`.
 
 Exceptions
-    A call claims its slot on the host, and its kernel writes the next call's epoch. When an exception comes in between
-    (a kernel that cannot be compiled, a launch that CUDA refuses, Ctrl-C) the slot is claimed and the epoch is not
-    written: the next call would wait for one that its peers have sent long ago, and read stale data. So
+    After an exception between the claim of a slot and the kernel that writes the next call's epoch, the next call would
+    read stale data. So
 
-    * what can fail for want of memory comes before the slot: an exception until then leaves no trace. All ranks must
-      have made the same calls then, as with any collective: one that ran out of memory alone makes its call again, or
-      ends. If it was the first call of its kind, ranks that no longer agree say so
+    * what can fail for want of memory comes before the slot: an exception until then leaves no trace. That rank makes
+      its call again, or ends. If it was the first call of its kind, ranks that no longer agree say so
       (:mod:`megatron_flux.comm.agreement`);
-    * from the claim on, everything that a call does to its slab or enqueues lies in a ``try`` that ends in
-      :meth:`Slab.poison`: every further call on this rank is an OperatorError that names the rank, the operator and the
-      exception;
-    * peers cannot be told: they wait for data that does not come, until their own bounded wait ends, at the latest
-      for the call after this one (the copies of this one may have been sent). No wait is satisfied by stale data;
-    * in a CUDA graph's capture nothing has run yet and the slab stays good. What was captured of the call must not run:
-      a program that catches the exception inside the capture gets a graph whose replay is an error.
+    * from the claim on, everything that a call does lies in a ``try`` that ends in :meth:`Slab.poison`: every further
+      call on this rank is an OperatorError that names the rank, the operator and the exception;
+    * peers cannot be told: they wait until their own bounded wait ends, at the latest in the call after this one. No
+      wait is satisfied by stale data;
+    * in a CUDA graph's capture nothing has run yet and the slab stays good. A program that catches the exception inside
+      the capture gets a graph whose replay is an error.
 
     The job is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
     together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`, for
-    callers that know that the same call has failed on every rank, such as a tuner. ``unpatch()`` does not.
-
-Transports and kernels
-    The copy engine (:mod:`megatron_flux.comm.copy_engine`) writes a shard into :meth:`Slab.half` of the peers, and the
-    epoch into their flags behind it. A kernel takes :meth:`Slab.arguments` of its call, waits for flags, and writes the
-    next call's epoch. They agree on nothing but which word of the flags belongs to what.
+    callers that know that the same call has failed on every rank, such as a tuner.
 
 Hazards
     * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
       are the streams of one capture. Replays are not seen.
-    * ``torch.distributed._symmetric_memory`` is rendezvoused once per slab: a collective. All ranks reach it together,
-      because sizes depend on shapes that all ranks share.
     * NVLink multicast is refused: a multicast pointer on the handle is an error.
     * torch's own signal pads are not used: their slots collide between groups.
 
@@ -318,11 +307,13 @@ def _synchronise(work: Slab) -> None:
 
 
 def _wait_for_peers(work: Slab, kernel: Any, key: tuple[str, int], *numbers: int) -> None:
-    from megatron_flux.kernels.launch import wait_for_peers
+    """Launch a kernel of one CTA that waits for all peers."""
+    from megatron_flux.kernels.launch import launch
 
     alarm, device = work.alarm, work.data_table.device
     arguments = (work.flag_table, work.flags[work.rank], work.epochs, alarm.words, alarm.limit, work.rank, *numbers)
-    wait_for_peers(kernel, work.kernels, key, device, work.tp, arguments)
+    constants = {"TP": work.tp, "CPU": device.type != "cuda", "THREADS": 32, "num_warps": 1}
+    launch(work.kernels, key, kernel, 1, arguments, constants, {}, device)
 
 
 def _join(side: torch.cuda.Stream, captured: bool) -> None:

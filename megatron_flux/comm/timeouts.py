@@ -13,12 +13,11 @@ The limit is ``MEGATRON_FLUX_TIMEOUT_S`` seconds, by default the time-out of the
 checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It is read when a slab is made; a time-out
 that the group is given later does not change it.
 
-Messages of a lost peer: the group's watchdog knows only of the collectives queued behind these waits, each from when it
-was enqueued, so with the default both end at about the same time. The alarm's line names operator, peer and epoch; then
-comes ``CUDA error: unspecified launch failure``. If the watchdog is first, it ends the process with its own "Watchdog
-caught collective operation timeout" of a collective that has not begun: the kernel before it is the one that waits. Set
-the variable lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of
-those ranks, the watchdog is all there is.
+Messages of a lost peer: the alarm's line names operator, peer and epoch; then comes ``CUDA error: unspecified launch
+failure``. With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught
+collective operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable
+lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks,
+the watchdog is all there is.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -92,8 +92,13 @@ def timeouts() -> int:
 class Alarm:
     """Six words that kernels of one slab write on a time-out, or that poison."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Allocate the words where both the device and the host can reach them."""
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, look: Callable[[], object] | None = None
+    ) -> None:
+        """Allocate the words where both the device and the host can reach them. ``look`` is called a few times a second
+        where there is a GPU, for waits that nothing on the device limits.
+        """
+        self._look = look
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
         self.view = self.words.numpy()  # the same words; the first is not 0 where something went wrong
@@ -101,8 +106,8 @@ class Alarm:
         self._who = f"rank {dist.get_rank()} (tp rank {group.rank()} of {len(ranks)})"
         self._poison: str | None = None
         self._told = self._counted = False
-        self._seconds = timeout_s(group, device)
-        self.limit = min(int(self._seconds * 1e9), _MAX_LIMIT)
+        self.seconds = timeout_s(group, device)
+        self.limit = min(int(self.seconds * 1e9), _MAX_LIMIT)
         """Nanoseconds."""
         if cuda:
             self.open()
@@ -120,7 +125,7 @@ class Alarm:
             _timeouts += 1
         _, op, peer, unit, epoch, seen = (int(v) for v in self.view[:6])
         return (
-            f"{self._who}: {OPERATORS.get(op, op)} timed out after {self._seconds:g} s waiting for peer rank "
+            f"{self._who}: {OPERATORS.get(op, op)} timed out after {self.seconds:g} s waiting for peer rank "
             f"{self._ranks[peer]} (tp rank {peer}), {UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last "
             f"epoch here is {seen}. Did it die, or make another sequence of calls? The limit is "
             "MEGATRON_FLUX_TIMEOUT_S, or the process group's own time-out"
@@ -139,8 +144,20 @@ class Alarm:
         self._told = True
         _write(self._poison)
 
+    def ring(self, operator: int, peer: int, unit: int, epoch: int, seen: int) -> None:
+        """Note that a wait has lasted too long, as kernels do."""
+        self.view[1:6] = operator, peer, unit, epoch, seen
+        self.view[0] = 1
+
     def tell(self) -> None:
-        """Log the message once, without waiting for that."""
+        """Look, then log the message once, without waiting for that: what looks ends waits, whatever logging does."""
+        try:
+            if self._look is not None:
+                self._look()
+        finally:
+            self._log_once()
+
+    def _log_once(self) -> None:
         text = self.message()
         if text is not None and not self._told:
             self._told = True

@@ -4,7 +4,7 @@ Read :mod:`~megatron_flux.kernels.device` first (flags, bounded waits), then ``p
 for Triton's interpreter), then ``hopper/pieces``, ``hopper/ag_gemm`` and ``hopper/gemm_rs`` (the same with specialised
 warps), and ``launch`` for what a launch costs on the host.
 
-``wire`` has the 8-bit formats of slower links; ``gate`` ends a call whose waits are not in a kernel.
+``wire`` has the 8-bit formats of slower links.
 
 Importing a module of this package, other than ``signals``, ``wire`` and ``wire_format``, imports triton.
 """

@@ -8,7 +8,8 @@ Contract
     * A child sends the compiled kernel back, over a pipe; :func:`megatron_flux.kernels.launch.load` takes it from
       there. Not from Triton's cache on disk: a kernel's key there depends on the order in which a process has hashed
       its kernels (Triton 3.6), and a training did not find what children had compiled (results/lengths-x2).
-    * A child ends with its parent, and when it has had nothing to do for a minute. A parent waits for no child to end.
+    * A child ends with its parent, which ends it when it has had nothing to do for a minute. A parent waits for no
+      child to end.
     * A kernel that a new child ends at, or takes longer than :data:`MOST_S` for, is an error of that one kernel; the
       next gets a new child.
 """
@@ -20,16 +21,17 @@ import contextlib
 import functools
 import importlib
 import math
+import multiprocessing
 import os
 import pickle
 import queue
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ MOST_CHILDREN = 4
 IDLE_S = 60.0
 MOST_S = 300.0
 """Seconds that a child may take for a kernel; the slowest takes two, behind a start of five."""
-_START = "import sys; sys.path[:] = {path!r}; from megatron_flux.kernels.ahead import serve; serve()"
+_START = "import sys; sys.path[:] = {path!r}; from megatron_flux.kernels.ahead import serve; serve({pipe})"
 
 
 class _Tensor(NamedTuple):
@@ -118,10 +120,51 @@ def _stand_in(argument: Any, *, alike: bool = False) -> Any:
 
 _lock = threading.Lock()
 _done: dict[bytes, Future[Compiled]] = {}
-_children: set[subprocess.Popen[bytes]] = set()
+_children: set[_Child] = set()
 _starting = threading.Lock()
 _stopped = False
 _process = os.getpid()
+
+
+class _Child(subprocess.Popen[bytes]):
+    """A child process and the pipe to it."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        # Nor does it patch anything, or load other packages' backends.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        self.pipe, its = multiprocessing.Pipe()
+        program = [sys.executable, "-c", _START.format(path=sys.path, pipe=its.fileno())]
+        with _starting, its:
+            if _stopped:
+                raise FluxError("the program ends")
+            super().__init__(program, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], env=environment)
+            _children.add(self)
+
+    def compile(self, job: bytes) -> Compiled:
+        """Have it do ``job``. Raises FluxError: it cannot, or has ended."""
+        try:
+            self.pipe.send_bytes(job)
+            answer = self.pipe.recv() if self.pipe.poll(MOST_S) else None
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise FluxError(f"the process that compiles has ended ({self.end()})") from error
+        if answer is None:
+            self.end()
+            raise FluxError(f"the process that compiles gave no answer within {MOST_S:g} s")
+        if isinstance(answer, str):
+            raise FluxError(answer)
+        return answer
+
+    def end(self) -> int:
+        """End it; return its exit code. In the thread that it works for."""
+        self.pipe.close()
+        return self.stop()
+
+    def stop(self) -> int:
+        """End the process, which its thread notices; return its exit code."""
+        _children.discard(self)
+        self.kill()
+        return self.wait()
 
 
 def end_children() -> None:
@@ -129,7 +172,7 @@ def end_children() -> None:
     with _starting:
         children = list(_children)
     for child in children:
-        _end(child)
+        child.stop()
 
 
 @atexit.register
@@ -159,12 +202,21 @@ class _Threads:
         return future
 
     def _work(self) -> None:
-        child: subprocess.Popen[bytes] | None = None
+        child: _Child | None = None
         while True:
-            future, job = self._jobs.get()
             try:
-                child, answer = _by_child(child, job)
-                future.set_result(answer)
+                future, job = self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                if child is not None:
+                    child.end()
+                child = None
+                continue
+            try:
+                if child is None or child.poll() is not None:
+                    if child is not None:
+                        child.end()
+                    child = _Child()
+                future.set_result(child.compile(job))
             except Exception as error:
                 future.set_exception(error)
 
@@ -174,66 +226,6 @@ def _threads() -> _Threads:
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     children = len(os.sched_getaffinity(0)) // ranks // 2
     return _Threads(max(1, min(MOST_CHILDREN, children)))
-
-
-def _by_child(child: subprocess.Popen[bytes] | None, job: bytes) -> tuple[subprocess.Popen[bytes], Compiled]:
-    """Have ``child`` compile, or a new one where it has ended; return which, and what it has compiled."""
-    answer: Compiled | str | None = None
-    if child is not None:
-        with contextlib.suppress(*_LOST):  # it has ended meanwhile, with nothing to do
-            answer = _ask(child, job)
-        if answer is None:
-            _end(child)
-    if child is None or answer is None:
-        child = _start()
-        try:
-            answer = _ask(child, job)
-        except _LOST as error:
-            code = _end(child)
-            why = one_line(error) if isinstance(error, TimeoutError) else f"has ended ({code})"
-            raise FluxError(f"the process that compiles {why}") from error
-    if isinstance(answer, str):
-        raise FluxError(answer)
-    return child, answer
-
-
-_LOST = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # ValueError: closed
-
-
-def _ask(child: subprocess.Popen[bytes], job: bytes) -> Compiled | str:
-    assert child.stdin is not None  # noqa: S101
-    assert child.stdout is not None  # noqa: S101
-    pickle.dump(job, child.stdin)
-    child.stdin.flush()
-    if not select.select([child.stdout], [], [], MOST_S)[0]:
-        raise TimeoutError(f"gave no answer within {MOST_S:g} s")
-    answer: Compiled | str = pickle.load(child.stdout)  # noqa: S301 - of this program's own child
-    return answer
-
-
-def _start() -> subprocess.Popen[bytes]:
-    # Nor does it patch anything, or load other packages' backends.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    program = [sys.executable, "-c", _START.format(path=sys.path)]
-    with _starting:
-        if _stopped:
-            raise FluxError("the program ends")
-        child = subprocess.Popen(  # noqa: S603 - this interpreter
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        _children.add(child)
-    return child
-
-
-def _end(child: subprocess.Popen[bytes]) -> int:
-    """End ``child``; return its exit code."""
-    _children.discard(child)
-    child.kill()
-    code = child.wait()
-    assert child.stdin is not None  # noqa: S101
-    with contextlib.suppress(OSError):  # what it has not read
-        child.stdin.close()
-    return code
 
 
 class _Gpu:
@@ -254,24 +246,22 @@ class _Gpu:
         return 0
 
 
-def serve() -> None:
-    """Compile what comes over standard input; a child's main."""
+def serve(handle: int) -> None:
+    """Compile what comes over the pipe with this descriptor; a child's main."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the parent's business
     os.nice(10)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed must not come between them
-    jobs = sys.stdin.buffer
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while select.select([jobs], [], [], IDLE_S)[0]:
+    os.dup2(2, 1)  # what is printed must not come between the program's own
+    pipe = Connection(handle)
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.poll(2 * IDLE_S):  # by then the parent has ended it, unless it has been killed
             answer: Compiled | str
-            job = pickle.load(jobs)  # noqa: S301 - of this program's own parent
+            job = pickle.loads(pipe.recv_bytes())  # noqa: S301 - of this program's own parent
             try:
-                answer = _compile(pickle.loads(job))  # noqa: S301 - likewise
+                answer = _compile(job)
             except Exception as error:
                 answer = f"{type(error).__name__}: {one_line(error)}"
-            pickle.dump(answer, answers)
-            answers.flush()
+            pipe.send(answer)
 
 
 def _compile(job: _Job) -> Compiled:

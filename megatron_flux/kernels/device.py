@@ -302,6 +302,18 @@ def multiply(
     return acc
 
 
+@triton.jit
+def gate_kernel(err, CPU: tl.constexpr):
+    """Trap if the alarm ``err`` says that a wait was given up. This ends a call whose waits are memory operations of a
+    stream, which have no limit and cannot fail: :mod:`megatron_flux.comm.host_progress` writes the alarm and lets the
+    stream run on. One warp and one load, which never waits, between what the stream has then copied and what reads it.
+    """
+    code = tl.load(err, volatile=True)
+    if code == 1:
+        if not CPU:
+            _trap(code)
+
+
 @triton.jit(do_not_specialize=["rank", "limit"])
 def enter_kernel(
     table, flags, epochs, err, limit, rank, words, TP: tl.constexpr, CPU: tl.constexpr, THREADS: tl.constexpr

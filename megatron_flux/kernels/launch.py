@@ -36,7 +36,6 @@ from megatron_flux.kernels import signals
 from megatron_flux.log_once import log_once
 
 _INTEGERS = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}  # bytes
-_INTEGER, _POINTER, _CONSTANT = "integer", "pointer", "constant"
 _PTX_BYTES = {"b8": 1, "u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8}
 _MOST_MAPS = 1024  # addresses remembered by shape; the caching allocator gives the same few again
 _MOST_SHAPES = 4096
@@ -117,56 +116,46 @@ def _map(*about: Any) -> _Map:
     return _Map(*about)
 
 
-class Layout:
-    """Describe the parameters of a compiled kernel. Each has a 64-bit number, of which the kernel reads the bytes that
-    it needs. That of a tensor map is not read: the map has memory of its own.
+class Kernel:
+    """A compiled kernel and its parameters. Each has a 64-bit number, of which the kernel reads the bytes that it
+    needs. That of a tensor map is not read: the map has memory of its own.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
-        """Raises UnknownLayoutError."""
+    def __init__(self, compiled: Compiled, function: int = 0) -> None:
+        """``function``: its handle on the GPU. Raises UnknownLayoutError."""
         if compiled.why_not:
             raise UnknownLayoutError(compiled.why_not)
-        abouts, sizes = iter(compiled.descriptors), list[int]()
-        self.kinds: list[Any] = []
-        """By argument: what its parameter is, of a descriptor its box and swizzle."""
+        self.compiled, self.function = compiled, function
         self.places: dict[str, int] = {}
-        """First parameter of each argument, by name."""
-        self.boxes: dict[str, Any] = {}
+        """First parameter of each argument that is no constant, by name."""
+        self.boxes: dict[str, tuple[tuple[int, ...], int]] = {}
         """Box and swizzle of each descriptor, by name."""
+        abouts, sizes = iter(compiled.descriptors), list[int]()
         for name, kind in compiled.signature:
             if not isinstance(kind, str):
                 raise UnknownLayoutError("a tuple of arguments")
             if kind == "constexpr":
-                self.kinds.append(_CONSTANT)
                 continue
             self.places[name] = len(sizes)
             if kind.startswith("tensordesc"):
                 if (about := next(abouts, None)) is None:
                     raise UnknownLayoutError("descriptors without a box")
-                self.kinds.append(about)
                 self.boxes[name] = about
                 sizes += [driver.MAP_BYTES, *[4] * len(about[0]), *[8] * len(about[0])]
             elif kind.startswith("*"):
-                self.kinds.append(_POINTER)
                 sizes.append(8)
             elif kind in _INTEGERS:
-                self.kinds.append(_INTEGER)
                 sizes.append(_INTEGERS[kind])
             else:
                 raise UnknownLayoutError(f"a parameter of type {kind}")
         self.count = len(sizes) + 2  # pointers to scratch memory
-        self.least = max((at + 1 for at, kind in enumerate(self.kinds) if kind is not _CONSTANT), default=0)
-        """Arguments of a launch that are needed."""
         if (expected := (*sizes, 8, 8)) != compiled.sizes:
             raise UnknownLayoutError(f"parameters of {compiled.sizes} bytes, expected {expected}")
 
-
-class Kernel(NamedTuple):
-    """A compiled kernel on the GPU."""
-
-    compiled: Compiled
-    function: int  # its handle
-    layout: Layout
+    def map_of(self, name: str, argument: Any) -> tuple[_Map, tuple[int, ...]]:
+        """Return the maps of a descriptor like ``argument``, and the numbers behind its map."""
+        shape, strides = tuple(argument.shape), tuple(argument.strides)
+        return _map(argument.base.dtype, shape, strides, *self.boxes[name]), (*shape, *strides)
 
 
 class Rows:
@@ -190,36 +179,33 @@ class Relaunch:
         """Lay out the parameters for ``arguments`` (in the signature's order; constants may be left out at the end).
         ``operands`` names those whose addresses differ from call to call. Raises UnknownLayoutError.
         """
-        layout, compiled = kernel.layout, kernel.compiled
-        self._threads, self._function = 32 * compiled.warps, kernel.function
-        self._shared = compiled.shared
+        compiled = kernel.compiled
+        self._kernel = kernel
+        self._threads, self._function, self._shared = 32 * compiled.warps, kernel.function, compiled.shared
+        given = dict(zip((name for name, _ in compiled.signature), arguments, strict=False))
+        if kernel.places.keys() - given.keys():
+            raise UnknownLayoutError("arguments are missing")
+        if missing := [name for name in operands if name not in kernel.places]:
+            raise UnknownLayoutError(f"no operand {', '.join(missing)}")
         numbers: list[int] = []
         maps: dict[int, _Map] = {}
-        held: list[tuple[int, tuple[int, Any]]] = []  # tensor maps of now, by place
+        self._held: list[tuple[int, tuple[int, Any]]] = []
+        """Tensor maps of the arguments, by parameter."""
         with _lock:
-            for kind, argument in zip(layout.kinds, arguments, strict=False):
-                if kind is _INTEGER:
-                    numbers.append(argument)
-                elif kind is _POINTER:
-                    numbers.append(argument.data_ptr())
-                elif kind is not _CONSTANT:
-                    shape, strides = tuple(argument.shape), tuple(argument.strides)
-                    one = maps[len(numbers)] = _map(argument.base.dtype, shape, strides, *kind)
-                    held.append((len(numbers), one.at(argument.base.data_ptr())))
-                    numbers += (0, *shape, *strides)
-        if len(arguments) < layout.least:
-            raise UnknownLayoutError("arguments are missing")
-        if missing := [name for name in operands if name not in layout.places]:
-            raise UnknownLayoutError(f"no operand {', '.join(missing)}")
-        count = layout.count
-        self._numbers = (ctypes.c_uint64 * count)(*numbers)  # all processors that CUDA runs on are little-endian
+            for name, at in kernel.places.items():
+                argument = given[name]
+                if name in kernel.boxes:
+                    maps[at], behind = kernel.map_of(name, argument)
+                    self._held.append((at, maps[at].at(argument.base.data_ptr())))
+                    numbers += (0, *behind)
+                else:
+                    numbers.append(argument if isinstance(argument, int) else argument.data_ptr())
+        self._numbers = (ctypes.c_uint64 * kernel.count)(*numbers)  # all processors that CUDA runs on are little-endian
         begin = ctypes.addressof(self._numbers)
-        self._parameters = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
-        self._held = held
-        for at, (address, _) in held:
+        self._parameters = (ctypes.c_void_p * kernel.count)(*range(begin, begin + 8 * kernel.count, 8))
+        for at, (address, _) in self._held:
             self._parameters[at] = address
-        self._layout, self._names = layout, operands
-        places = [layout.places[name] for name in operands]
+        places = [kernel.places[name] for name in operands]
         self._rows = self.first = Rows((), (), [(at, maps.get(at)) for at in places], grid)
         """Of the arguments that it was made for, if it is called with no others."""
 
@@ -230,13 +216,12 @@ class Relaunch:
         numbers: list[tuple[int, int]] = []
         fixed, maps = [], dict(self.first.operands)
         for name, argument in given.items():
-            at = self._layout.places[name]
+            at = self._kernel.places[name]
             if type(argument) is int:
                 numbers.append((at, argument))
                 continue
-            shape, strides = tuple(argument.shape), tuple(argument.strides)
-            one = _map(argument.base.dtype, shape, strides, *self._layout.boxes[name])
-            numbers += enumerate((*shape, *strides), at + 1)
+            one, behind = self._kernel.map_of(name, argument)
+            numbers += enumerate(behind, at + 1)
             if at in maps:
                 maps[at] = one
             else:
@@ -293,8 +278,9 @@ def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], de
         future = ahead.get(key)
         here = future is None or (future.done() and future.exception() is not None)
         compiled = warm_up(kernel, arguments, constants) if here or future is None else future.result()
-        layout = Layout(compiled)
-        found = _loaded[key] = Kernel(compiled, driver.load(compiled.cubin, compiled.name, compiled.shared), layout)
+        found = Kernel(compiled)
+        found.function = driver.load(compiled.cubin, compiled.name, compiled.shared)
+        _loaded[key] = found
     return found
 
 
@@ -363,35 +349,19 @@ def first_launch(
     kernel: Any, grid: int, arguments: Sequence[Any], constants: Mapping[str, Any], operands: Sequence[str],
     device: torch.device,
 ) -> Relaunch | Literal[False]:  # fmt: skip
-    """Launch a kernel on the current stream, and return what launches it again; see :func:`relaunch`."""
-    again = relaunch(kernel, grid, arguments, constants, operands, device)
-    if again:
-        again.launch(torch._C._cuda_getCurrentRawStream(device.index))
-    else:
-        by_triton(kernel, grid, *arguments, **constants)
-    return again
-
-
-def wait_for_peers(
-    kernel: Any, cache: dict[Any, Any], key: Hashable, device: torch.device, tp: int, arguments: Sequence[Any]
-) -> None:
-    """Launch a kernel of one CTA that waits for all peers; ``cache`` and ``key``: see :func:`launch`."""
-    constants = {"TP": tp, "CPU": device.type != "cuda", "THREADS": 32, "num_warps": 1}
-    launch(cache, key, kernel, 1, arguments, constants, {}, device)
-
-
-def relaunch(
-    kernel: Any, grid: int, arguments: Sequence[Any], constants: Mapping[str, Any], operands: Sequence[str],
-    device: torch.device,
-) -> Relaunch | Literal[False]:  # fmt: skip
-    """Return the kernel's Relaunch; False where Triton has to launch it every time, which is logged once a kernel."""
+    """Launch a kernel on the current stream, and return what launches it again; False where Triton has to launch it
+    every time, which is logged once a kernel.
+    """
     try:
         if not driver.available():
             raise UnknownLayoutError("libcuda.so.1 cannot be loaded")
-        return Relaunch(load(kernel, arguments, constants, device.index), grid, arguments, operands)
+        again = Relaunch(load(kernel, arguments, constants, device.index), grid, arguments, operands)
     except UnknownLayoutError as reason:
         log_once(f"{kernel.__name__} is launched by Triton, which costs host time: {reason}")
+        by_triton(kernel, grid, *arguments, **constants)
         return False
+    again.launch(torch._C._cuda_getCurrentRawStream(device.index))
+    return again
 
 
 def parameter_sizes(ptx: str, name: str) -> list[int]:

@@ -41,7 +41,7 @@ def counted(name: str, call: Any) -> list[str]:
             if file.endswith(("agreement.py", "mailbox.py")):  # of one wait for a peer's word the first look counts
                 if name == "_wait":
                     looked.clear()
-                elif name in ("_read", "get", "newest", "_checksum", "<listcomp>"):
+                elif name in ("_read", "_key", "new", "_checksum", "<listcomp>"):
                     if name in looked:
                         return
                     looked.add(name)

@@ -30,15 +30,15 @@ NO_MEMORY = RuntimeError("CUDA driver error: out of memory")
 
 def failing(times: int) -> Any:
     """Rank 1's part of a workspace fails so many times."""
-    real, left = shared_memory._make_sparse, [times if dist.get_rank() == 1 else 0]
+    real, left = os.ftruncate, [times if dist.get_rank() == 1 else 0]
 
-    def allocate(nbytes: int) -> str:
+    def allocate(handle: int, nbytes: int) -> None:
         left[0] -= 1
         if left[0] >= 0:
             raise NO_MEMORY
-        return real(nbytes)
+        real(handle, nbytes)
 
-    return mock.patch.object(shared_memory, "_make_sparse", allocate)
+    return mock.patch.object(os, "ftruncate", allocate)
 
 
 @pytest.mark.parametrize("times", [1, 2])

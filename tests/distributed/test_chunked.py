@@ -27,7 +27,7 @@ from tests.distributed.twins import NEEDS_TRITON
 from tests.small_disk import small_disk
 
 CPU = torch.device("cpu")
-WAYS = ("one queue", "two lanes", "peers' memory")
+WAYS = ("host memory", "peers' memory")
 OVER = pytest.mark.parametrize("way", WAYS)
 WIRES = {"chunked": 0.0, "chunked_int8": 0.03}
 """Backends, and how far off results may be relative to the largest."""
@@ -39,10 +39,9 @@ def use(way: str, group: dist.ProcessGroup) -> None:
     if way == "peers' memory":
         place = {"numa_node": int(group.rank() in (1, 2)), "root_complex": None}  # two islands of four ranks
         with mock.patch.object(p2p_link, "place_of", return_value=place):
-            made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3), one_queue=True)
+            made = P2PLink(group, CPU, PeerLayout(group.size(), 900, 3))
     else:
-        layout = Layout(group.size(), slot_bytes=900, slots=3)
-        made = HostLink(group, CPU, layout, one_queue=way == "one queue")
+        made = HostLink(group, CPU, Layout(group.size(), slot_bytes=900, slots=3))
     state_of(group).transports[CPU] = made
 
 
@@ -132,7 +131,7 @@ def test_8_bit(world2: WorkerPool, way: str) -> None:
 @on_ranks("world4")
 def test_sums_have_one_order(name: str) -> None:
     group = dist.group.WORLD
-    use("two lanes", group)
+    use("host memory", group)
     x, weight = normals(64, 96, seed=dist.get_rank()), normals(40, 96, seed=9)
     found = []
     for repeat in range(4):

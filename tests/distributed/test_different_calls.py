@@ -19,7 +19,7 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, twin
 
 pytestmark = NEEDS_TRITON
-WAYS = ("fused", "one queue", "peers' memory")
+WAYS = ("fused", "host memory", "peers' memory")
 
 
 def backend(way: str) -> Any:
@@ -65,7 +65,7 @@ def test_ranks_that_make_different_calls_of_equal_size(world2: WorkerPool, way: 
     assert first.value is None, first.value
 
 
-@pytest.mark.parametrize("way", ["fused", "one queue"])
+@pytest.mark.parametrize("way", ["fused", "host memory"])
 @on_ranks("world2")
 def test_a_call_that_is_made_again_is_counted_once(way: str) -> None:
     by, group = backend(way), dist.group.WORLD

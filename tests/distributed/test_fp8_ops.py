@@ -110,9 +110,9 @@ def test_reference_gathers_bytes_and_scales(scaling: str) -> None:
 @pytest.mark.parametrize(
     ("name", "way", "scaling"),  # every pair of values
     [
-        ("chunked", "one queue", "tensor"),
+        ("chunked", "host memory", "tensor"),
         ("chunked", "peers' memory", "blocks"),
-        ("chunked_int8", "one queue", "blocks"),
+        ("chunked_int8", "host memory", "blocks"),
         ("chunked_int8", "peers' memory", "tensor"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, p2p_link, shared_memory, transports
+from megatron_flux.comm import links, p2p_link, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import EMPTY, Layout
@@ -23,20 +23,16 @@ from megatron_flux.errors import OperatorError, UserError
 from tests.distributed.pool import on_ranks
 
 CPU = torch.device("cpu")
-WAYS = pytest.mark.parametrize(
-    ("kind", "one_queue"), [("host", True), ("host", False), ("p2p", True), ("p2p", False)],
-    ids=["host, one queue", "host, two lanes", "p2p, one queue", "p2p, two lanes"],
-)  # fmt: skip
-SOME_WAYS = pytest.mark.parametrize(("kind", "one_queue"), [("host", True), ("p2p", False)], ids=["host", "p2p"])
+WAYS = pytest.mark.parametrize("kind", ["host", "p2p"])
 
 
-def link(kind: str, one_queue: bool, group: dist.ProcessGroup | None = None) -> HostLink:
-    group = group or dist.group.WORLD
+def link(kind: str) -> HostLink:
+    group = dist.group.WORLD
     if kind == "host":
-        return HostLink(group, CPU, Layout(group.size(), slot_bytes=1500, slots=4), one_queue=one_queue)
+        return HostLink(group, CPU, Layout(group.size(), slot_bytes=1500, slots=4))
     place = {"numa_node": group.rank() % 2, "root_complex": None}
     with mock.patch.object(p2p_link, "place_of", return_value=place):
-        return P2PLink(group, CPU, PeerLayout(group.size(), 1500, 3), one_queue=one_queue)
+        return P2PLink(group, CPU, PeerLayout(group.size(), 1500, 3))
 
 
 def content(seed: int, who: int, nbytes: int) -> torch.Tensor:
@@ -76,8 +72,8 @@ def exchange(at: HostLink, seed: int, cuts: list[int], slow: float = 0.0) -> Non
 
 @WAYS
 @on_ranks("world")
-def test_everything_arrives(kind: str, one_queue: bool) -> None:
-    at = link(kind, one_queue)
+def test_everything_arrives(kind: str) -> None:
+    at = link(kind)
     rng, own = random.Random(7), random.Random(dist.get_rank())
     for seed in range(12):
         cuts = [0, *sorted(rng.sample(range(1, 40_000), rng.randrange(1, 5)))]
@@ -87,7 +83,7 @@ def test_everything_arrives(kind: str, one_queue: bool) -> None:
     dist.barrier()
     at_rest = EMPTY if kind == "host" else CLOSED
     deadline = time.monotonic() + 10
-    for region in at._progress.regions.host:
+    for region in at._regions.host:
         for word in at.layout.own_words():
             while read(region + word) != at_rest and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -97,9 +93,9 @@ def test_everything_arrives(kind: str, one_queue: bool) -> None:
 
 @WAYS
 @on_ranks("world4")
-def test_late_ranks_are_waited_for(kind: str, one_queue: bool) -> None:
+def test_late_ranks_are_waited_for(kind: str) -> None:
     """Each rank in turn comes late, and is slow in the middle of a call; gathers stay open over other calls."""
-    at, cuts = link(kind, one_queue), [0, 9000, 30_000]
+    at, cuts = link(kind), [0, 9000, 30_000]
     for who in range(at.tp):
         if at.rank == who:
             time.sleep(0.1)
@@ -129,35 +125,35 @@ def files() -> set[str]:
 
 @WAYS
 @on_ranks("world2")
-def test_a_wait_that_lasts_too_long_names_the_peer(kind: str, one_queue: bool) -> None:
+def test_a_wait_that_lasts_too_long_names_the_peer(kind: str) -> None:
     with mock.patch.dict(os.environ, {"MEGATRON_FLUX_TIMEOUT_S": "1"}):
-        at = link(kind, one_queue)
+        at = link(kind)
     gather(at, 0, [0, 5000])
     if at.rank == 1:
         dist.barrier()
         return
     with pytest.raises(OperatorError) as caught:
-        (gather if one_queue else exchange)(at, 1, [0, 9000])
+        (gather if kind == "host" else exchange)(at, 1, [0, 9000])
     with pytest.raises(OperatorError, match="timed out"):
         gather(at, 2, [0, 10])
     dist.barrier()
     said = str(caught.value)
-    operator = "all_gather_gemm" if one_queue else "gemm_reduce_scatter"
+    operator = "all_gather_gemm" if kind == "host" else "gemm_reduce_scatter"
     assert f"rank 0 (tp rank 0 of 2): {operator} timed out after 1 s waiting for peer rank 1 (tp rank 1), " in said
     assert ", epoch 2; the peer's last epoch here is 1" in said
 
 
-@SOME_WAYS
+@WAYS
 @on_ranks("world2")
-def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str, one_queue: bool) -> None:
-    at = link(kind, one_queue)
+def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str) -> None:
+    at = link(kind)
     with contextlib.suppress(KeyError), poison_on_error(at, "gemm_reduce_scatter"):
         at.exchange("gemm_reduce_scatter", *torch.zeros(2, 2, 10, dtype=torch.uint8), [0, 10])
         raise KeyError("a kernel that cannot be compiled")
     with pytest.raises(OperatorError, match="a call of gemm_reduce_scatter was broken off here by KeyError"):
         gather(at, 0, [0, 10])
     for seed in range(3):
-        at = link(kind, seed == 1)
+        at = link(kind)
         gather(at, seed, [0, 5000])
         del at
         gc.collect()
@@ -165,19 +161,19 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str, one_queue: bo
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["host", "p2p"])
+@WAYS
 @on_ranks("world2")
 def test_memory_that_one_rank_cannot_have(kind: str) -> None:
-    what = (os, "posix_fallocate") if kind == "host" else (shared_memory, "_make_sparse")
-    full = mock.patch.object(*what, side_effect=OSError(28, "No space left on device"))
+    what = "posix_fallocate" if kind == "host" else "ftruncate"
+    full = mock.patch.object(os, what, side_effect=OSError(28, "No space left on device"))
     if dist.get_rank() == 1:
         full.start()
     try:
         with pytest.raises(UserError) as caught:
-            link(kind, True)
+            link(kind)
     finally:
         mock.patch.stopall()
-    gather(link(kind, True), 0, [0, 3000])
+    gather(link(kind), 0, [0, 3000])
     said = str(caught.value)
     assert "of /dev/shm failed (tp rank 1: OSError: [Errno 28] No space left on device): 2 ranks need" in said
     assert not files()

@@ -15,8 +15,6 @@ from megatron_flux.comm import agreement, mailbox
 from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
 
-LARGE = "x" * mailbox.SLOT_BYTES
-
 
 class Counting:
     """A store that notes requests to it, but for looks whether a peer has failed: a long wait makes these."""
@@ -35,11 +33,10 @@ class Counting:
         return noted
 
 
-def agreed(times: int = 3) -> tuple[dist.ProcessGroup, Counting]:
-    """A group that has agreed so often: ranks look into boxes when the first ends, and say so to all by the third."""
+def agreed() -> tuple[dist.ProcessGroup, Counting]:
+    """A group that has agreed once, for which its ranks meet."""
     group = dist.new_group(timeout=timedelta(seconds=5))
-    for number in range(times):
-        both(number, group)
+    both(0, group)
     one = agreement._agreements[group]
     one._store = counting = Counting(one._store, one._ended)
     return group, counting
@@ -50,56 +47,28 @@ def both(value: Any, group: dist.ProcessGroup) -> None:
 
 
 @on_ranks("world")
-def test_once_the_memory_is_there_nobody_asks_the_store() -> None:
+def test_once_ranks_have_met_nobody_asks_the_store() -> None:
     group, counting = agreed()
-    for number in range(3 * mailbox.SLOTS):
+    for number in range(100):
         both(number, group)
-    # The first ones' keys are withdrawn.
-    assert [name for name in counting.requests if name != "delete_key"] == []
-    assert counting.requests.count("delete_key") <= 3
+    assert set(counting.requests) <= {"delete_key"}, "keys of the meeting are withdrawn"
     counting.requests.clear()
-    both("more", group)
+    both("x" * 100_000, group)
     assert counting.requests == []
 
 
 @on_ranks("world2")
-def test_a_slot_is_not_written_again_before_a_slow_peer_has_read_it() -> None:
-    group, counting = agreed()
-    slow = agreement.begin(("slow", dist.get_rank()), group, "slow")
-    if dist.get_rank() == 0:
-        assert slow() == [("slow", 0), ("slow", 1)]
-    for number in range(3 * mailbox.SLOTS):
-        both(number, group)
-    assert counting.requests.count("set") == 3, "what has the same slot goes over the store"
-    if dist.get_rank() == 1:
-        assert slow() == [("slow", 0), ("slow", 1)]
-    counting.requests.clear()
-    for number in range(2 * mailbox.SLOTS):
-        both(number, group)
-    assert counting.requests.count("set") <= 1, "its slot is free again"
-
-
-@on_ranks("world2")
-def test_more_than_there_are_slots_may_have_begun() -> None:
-    group, _ = agreed()
-    rank, numbers = dist.get_rank(), range(2 * mailbox.SLOTS + 3)
-    ends = [agreement.begin((number, rank), group, f"number {number}") for number in numbers]
-    for number in reversed(numbers) if rank else numbers:
-        assert ends[number]() == [(number, 0), (number, 1)]
-
-
-@on_ranks("world2")
-def test_a_message_too_large_for_a_slot_goes_over_the_store() -> None:
-    group, counting = agreed()
-    rank = dist.get_rank()
-    for number in range(8):
-        mine = [number, LARGE if (number + rank) % 3 == 0 else ""]
-        ends = [agreement.begin(mine, group, "large"), agreement.begin(number, group, "small")]
-        found = [end() for end in (ends[::-1] if rank else ends)]
-        large, small = found[::-1] if rank else found
-        assert small == [number, number]
-        assert large == [[number, LARGE if (number + by) % 3 == 0 else ""] for by in range(2)]
-    assert counting.requests.count("set") == sum((number + rank) % 3 == 0 for number in range(8))
+def test_what_has_begun_ends_in_any_order_and_over_further_meetings() -> None:
+    """New boxes take over while agreements in the old ones are open."""
+    with mock.patch.object(agreement, "MEET_EVERY", 8):
+        group, counting = agreed()
+        rank, numbers, first = dist.get_rank(), range(35), agreement._agreements[group]._box
+        ends = [agreement.begin((number, rank), group, f"number {number}") for number in numbers]
+        for number in reversed(numbers) if rank else numbers:
+            assert ends[number]() == [(number, 0), (number, 1)]
+    assert agreement._agreements[group]._box not in (None, first)
+    assert agreement._agreements[group]._came == {}
+    assert set(counting.requests) <= {"delete_key"}, "keys of the meeting are withdrawn"
 
 
 def is_killed() -> tuple[tuple[str, str, float], ...]:
@@ -126,15 +95,19 @@ def fails(what: str) -> AbstractContextManager[Any]:
         return nullcontext()
     if what == "mapping":
         return mock.patch.object(mailbox.Box, "at", side_effect=PermissionError("not allowed, for a test"))
-    return mock.patch.object(os, "posix_fallocate", side_effect=OSError("no memory, for a test"))
+    return mock.patch.object(os, "memfd_create", side_effect=OSError("no memory, for a test"))
 
 
 @pytest.mark.parametrize("what", ["memory", "mapping", "hosts"])
 @on_ranks("world2")
-def test_without_memory_on_one_rank_all_stay_with_the_store(what: str) -> None:
+def test_without_boxes_on_one_rank_all_stay_with_the_store(what: str) -> None:
     with fails(what):
         group, counting = agreed()
-    for number in range(2 * mailbox.SLOTS):
+    slow = agreement.begin(("slow", dist.get_rank()), group, "slow")
+    if dist.get_rank() == 0:
+        assert slow() == [("slow", 0), ("slow", 1)]
+    for number in range(20):
         both(number, group)
-    assert counting.requests.count("set") == 2 * mailbox.SLOTS
-    assert (agreement._agreements[group]._box is None) is (what != "mapping")  # peers have mapped it and look
+    if dist.get_rank() == 1:
+        assert slow() == [("slow", 0), ("slow", 1)], "a key stays until all have read it"
+    assert counting.requests.count("set") == 21

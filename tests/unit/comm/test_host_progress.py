@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import host_progress, host_schedule, timeouts
-from megatron_flux.comm.host_progress import Call, LinkAlarm, Progress
+from megatron_flux.comm.host_progress import CODES, Progress
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
@@ -20,7 +20,7 @@ from megatron_flux.comm.host_schedule import (
     Layout,
     progress_word,
 )  # fmt: skip
-from megatron_flux.comm.lanes import DOWN, LANES, UP, StreamLanes, Wait, read, store
+from megatron_flux.comm.lanes import DOWN, UP, StreamLanes, read, store
 
 LAYOUT = Layout(3, 600, 4)
 ME = 1
@@ -31,7 +31,7 @@ class Bell:
 
     seconds = 10.0
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
         self.view, self.rung = [0], []
 
     def ring(self, *what: Any) -> None:
@@ -48,17 +48,18 @@ class Scene:
         self.now = 100.0
         monkeypatch.setattr(host_progress.time, "monotonic", lambda: self.now)
         self.program = host_schedule.gather(LAYOUT, ME, self.host, [0, 5000])
-        self.progress = found = object.__new__(Progress)
-        found.regions, found.alarm = SimpleNamespace(host=self.host), Bell()  # type: ignore[assignment]
-        found.calls = {5: Call("all_gather_gemm", self.program)}
-        found._captured = {}
-        found._own, found._stood = self.host[ME], [((0, 0), 0.0)] * len(LANES)
+        self.program.operator = "all_gather_gemm"
+        monkeypatch.setattr(host_progress, "Alarm", Bell)
+        group: Any = SimpleNamespace(rank=lambda: ME)
+        regions: Any = SimpleNamespace(host=self.host)
+        self.progress = found = Progress(group, torch.device("cpu"), LAYOUT, regions)
+        found.calls[5] = self.program
         self.released = 0
 
         def release() -> None:
             self.released += 1
 
-        found.release = release
+        monkeypatch.setattr(found, "release", release)
         for lane in (DOWN, UP):
             self.say(lane, EPOCH, 5)
             self.say(lane, BUSY, 1)
@@ -82,7 +83,7 @@ def test_a_lane_that_stands_still_for_too_long(scene: Scene) -> None:
     store(scene.host[0] + BEGUN, 3)
     scene.say(DOWN, BUSY, 0)
     assert scene.later(0) == scene.later(9.9) == []
-    assert scene.later(0.2) == [("all_gather_gemm", Wait(0, 0), 5, 3)]
+    assert scene.later(0.2) == [(CODES["all_gather_gemm"], 0, 0, 5, 3)]
     assert scene.released == 1
     scene.later(100)
     assert scene.released == 1, "said once"
@@ -113,7 +114,7 @@ def test_a_writer_that_waits_for_a_late_reader(scene: Scene) -> None:
     scene.say(DOWN, POSITION, 3)
     store(scene.host[ME] + LAYOUT.word(3, 0), FULL)
     scene.later(0)
-    assert scene.later(11) == [("all_gather_gemm", Wait(0, 1), 5, 0)]
+    assert scene.later(11) == [(CODES["all_gather_gemm"], 0, 1, 5, 0)]
 
 
 def test_calls_that_have_ended_are_forgotten(scene: Scene) -> None:
@@ -134,7 +135,7 @@ def test_calls_in_graphs_are_watched_for_ever(scene: Scene) -> None:
     store(scene.host[2] + LAYOUT.word(0, ME), FULL)
     scene.say(DOWN, BUSY, 0)
     scene.later(0)
-    assert scene.later(11) == [("all_gather_gemm", Wait(0, 0), 5, 0)]
+    assert scene.later(11) == [(CODES["all_gather_gemm"], 0, 0, 5, 0)]
 
 
 def test_streams_are_released_before_the_message_which_may_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_streams_are_released_before_the_message_which_may_fail(scene: Scene, mo
     progress.epoch = 2**31 - 2
     scene.say(UP, EPOCH, progress.begin(call))
     scene.say(DOWN, BUSY, 0)
-    alarm = progress.alarm = LinkAlarm(group, torch.device("cpu"), progress.look)
+    alarm = progress.alarm = timeouts.Alarm(group, torch.device("cpu"), progress.look)
     messages: list[tuple[int, str]] = []
 
     def full_disk(text: str) -> None:
@@ -169,12 +170,12 @@ def test_what_this_rank_waits_for_is_satisfied_and_nothing_of_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = iter([False, False, True])
-    lanes = SimpleNamespace(drained=lambda busy: next(rounds))
+    scene.progress.lanes = SimpleNamespace(drained=lambda busy: next(rounds))  # type: ignore[assignment]
     monkeypatch.setattr(host_progress.time, "sleep", lambda seconds: None)
     for region in scene.host:
         for word in LAYOUT.own_words():
             store(region + word, 7)
-    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    Progress.release(scene.progress)
     assert next(rounds, None) is None
     for rank, region in enumerate(scene.host):
         for word in LAYOUT.own_words():
@@ -186,7 +187,8 @@ def test_lanes_of_a_replayed_graph_are_released_though_the_links_own_streams_are
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle = SimpleNamespace(_streams=[SimpleNamespace(query=lambda: True)] * 2)
-    lanes = SimpleNamespace(drained=functools.partial(StreamLanes.drained, idle))
+    drained = functools.partial(StreamLanes.drained, idle)
+    scene.progress.lanes = SimpleNamespace(drained=drained)  # type: ignore[assignment]
     rounds: list[int] = []
 
     def pass_by(seconds: float) -> None:
@@ -198,7 +200,7 @@ def test_lanes_of_a_replayed_graph_are_released_though_the_links_own_streams_are
     store(scene.host[ME] + LAYOUT.own_words()[0], 7)
     scene.say(DOWN, BUSY, 0)
     scene.say(UP, BUSY, 1)
-    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    Progress.release(scene.progress)
     assert rounds == [EMPTY] * 3
 
     def failed() -> bool:
@@ -206,5 +208,5 @@ def test_lanes_of_a_replayed_graph_are_released_though_the_links_own_streams_are
 
     idle._streams[0] = SimpleNamespace(query=failed)
     scene.say(UP, BUSY, 1)
-    host_progress.release(LAYOUT, ME, scene.host, lanes)  # type: ignore[arg-type]
+    Progress.release(scene.progress)
     assert len(rounds) == 3, "nothing is left to release"

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_flux import cuda_memory_ops as memory_ops
+from megatron_flux import cuda_driver
 from megatron_flux.comm import host_schedule
 from megatron_flux.comm.host_schedule import (
     BEGUN,
@@ -34,7 +34,7 @@ from megatron_flux.comm.host_schedule import (
     progress_word,
 )  # fmt: skip
 from megatron_flux.comm.lanes import DOWN, LANES, Batch, Behind, Mark, read, store
-from megatron_flux.cuda_memory_ops import MOST, WRITE, WordOp
+from megatron_flux.cuda_driver import MOST, WRITE, WordOp
 from megatron_flux.errors import UserError
 
 CUTS = [0, 700, 701, 9000]
@@ -75,8 +75,8 @@ class Driver:
 
 def driven(batch: Batch) -> list[Params]:
     driver = Driver()
-    with mock.patch.object(memory_ops, "library", driver):
-        memory_ops.run([memory_ops.call_of(batch.table, 0)], [])
+    with mock.patch.object(cuda_driver, "library", driver):
+        cuda_driver.run([cuda_driver.call_of(batch.table, 0)], [])
     assert [(one.operation, one.address, one.value) for one in driver.got] == batch.operations
     return driver.got
 
@@ -252,14 +252,14 @@ def test_chunks_cover_everything_once(first: int, total: int, most: int) -> None
 
 def test_more_than_the_driver_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="256 memory operations for one call of the driver, which takes 255"):
-        memory_ops.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
+        cuda_driver.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
 
 
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else does, of a flush."""
-    monkeypatch.setattr(memory_ops, "library", Driver())
-    table = memory_ops.table([WordOp(WRITE, 0, 0)])
-    kept, laid_out = weakref.ref(table), memory_ops.call_of(table, 7)
+    monkeypatch.setattr(cuda_driver, "library", Driver())
+    table = cuda_driver.table([WordOp(WRITE, 0, 0)])
+    kept, laid_out = weakref.ref(table), cuda_driver.call_of(table, 7)
     del table
     assert kept() is not None
     del laid_out

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,13 +154,13 @@ def test_where_a_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     root = tmp_path / "bus"
     root.mkdir()
     (root / BUS).symlink_to(there)
-    gpu, bus = torch.device("cuda", 0), BUS
-    monkeypatch.setattr(p2p_link.nvml, "pci_address", lambda device: bus)
+    gpu, address = torch.device("cuda", 0), SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
     for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
         (there / "numa_node").write_text(text)
-        assert p2p_link.place_of(gpu, root) == {"bus": BUS, "numa_node": node, "root_complex": "pci0000:3a"}
-    bus = "0000:ff:00.0"
-    assert p2p_link.place_of(gpu, root) == {"bus": bus, "numa_node": None, "root_complex": None}
+        assert p2p_link.place_of(gpu, root) == {"numa_node": node, "root_complex": "pci0000:3a"}
+    address.pci_bus_id = 0xFF
+    assert set(p2p_link.place_of(gpu, root).values()) == {None}
     assert set(p2p_link.place_of(torch.device("cpu")).values()) == {None}
 
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from megatron_flux import cuda_driver as driver
 from megatron_flux.kernels import launch as relaunch
 from megatron_flux.kernels.all_reduce import NOT_READY, gemm_one_shot_kernel, one_shot_kernel, two_shot_kernel
-from megatron_flux.kernels.gate import gate_kernel
+from megatron_flux.kernels.device import gate_kernel
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.plain import ag_gemm_kernel, gemm_rs_kernel
@@ -250,7 +250,7 @@ def relaunched(compiled: Any, operands: list[str], of_rows: Sequence[str] = ()) 
             arguments.append(torch.empty(4))
         else:
             arguments.append(1000 + position if name != "limit" else 1 << 40)
-    again = relaunch.Relaunch(relaunch.Kernel(about, 7, relaunch.Layout(about)), 132, arguments, operands)
+    again = relaunch.Relaunch(relaunch.Kernel(about, 7), 132, arguments, operands)
     first = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     second = [torch.empty(64, 256, dtype=torch.bfloat16) for _ in operands]
     for tensors in (first, second, first):
@@ -270,7 +270,7 @@ def relaunched(compiled: Any, operands: list[str], of_rows: Sequence[str] = ()) 
         rows, back = again.rows(further), again.rows({name: arguments[names.index(name)] for name in of_rows})
         for given in (rows, back, rows):
             again(99, given, *first)
-        fresh = relaunch.Relaunch(relaunch.Kernel(about, 7, relaunch.Layout(about)), 132, anew, operands)
+        fresh = relaunch.Relaunch(relaunch.Kernel(about, 7), 132, anew, operands)
         fresh(99, fresh.first, *first)
         assert recorded.launched[0] == recorded.launched[2] == recorded.launched[3] != one
         assert recorded.rows[0] == recorded.rows[2] == recorded.rows[3] != recorded.rows[1]

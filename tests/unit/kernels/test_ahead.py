@@ -52,7 +52,8 @@ def test_a_launch_takes_what_a_child_has_compiled_whatever_its_m(
         given = launch(m, half)
         what = given.kernel, given.arguments, given.constants
         compiled = ahead.compile_ahead(*what, 0, 90).result(timeout=120)
-        assert launches.load(*what, 0)[:2] == (compiled, 7)
+        loaded_kernel = launches.load(*what, 0)
+        assert (loaded_kernel.compiled, loaded_kernel.function) == (compiled, 7)
     assert len(list(tmp_path.rglob("*.cubin"))) == 1, "one kernel for any m and half"
     assert len({id(of[0]) for of in loaded}) == 1
     assert (compiled.why_not, compiled.name) == ("", "hopper_gemm_rs_kernel")

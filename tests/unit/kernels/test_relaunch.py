@@ -13,7 +13,7 @@ from megatron_flux import cuda_driver
 
 pytest.importorskip("triton", minversion="3.6")
 
-from megatron_flux.kernels.launch import Compiled, Kernel, Layout, Relaunch, UnknownLayoutError
+from megatron_flux.kernels.launch import Compiled, Kernel, Relaunch, UnknownLayoutError
 
 SIGNATURE = (
     ("x", "*bf16"), ("tiles", "tensordesc<bf16[64, 32]>"), ("BM", "constexpr"), ("m", "i32"), ("far", "i64"),
@@ -42,13 +42,13 @@ def tiles(base: torch.Tensor) -> Any:
 )
 def test_a_kernel_of_another_layout_is_left_to_triton(given: Compiled, why: str) -> None:
     with pytest.raises(UnknownLayoutError, match=why):
-        Layout(given)
+        Kernel(given)
 
 
 def test_a_launch_has_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "tensor_maps", lambda *about: lambda address: ctypes.c_char())
     x = torch.zeros(8, 16, dtype=torch.bfloat16)
-    kernel = Kernel(compiled(), 7, Layout(compiled()))
+    kernel = Kernel(compiled(), 7)
     with pytest.raises(UnknownLayoutError, match="no operand z"):
         Relaunch(kernel, 1, (x, tiles(x), 128, 3, 4, None, x), ("z",))
     with pytest.raises(UnknownLayoutError, match="missing"):

@@ -148,7 +148,7 @@ class Gpu:
         from megatron_flux.kernels import launch
 
         monkeypatch.setattr(launch, "by_triton", self._by_triton)
-        monkeypatch.setattr(launch, "relaunch", self._relaunch)
+        monkeypatch.setattr(launch, "first_launch", self._first_launch)
         monkeypatch.setattr(OperatorCall, "uses_tma", False)
         self.use(self.work)
 
@@ -176,12 +176,14 @@ class Gpu:
         self.done.append(("triton", name, grid))
         return SimpleNamespace(name=name, names=names[: len(arguments)], constants=constants)
 
-    def _relaunch(self, made: Any, grid: int, arguments: Any, constants: Any, operands: Any, device: Any) -> Any:
+    def _first_launch(self, made: Any, grid: int, arguments: Any, constants: Any, operands: Any, device: Any) -> Any:
         compiled = self._by_triton(made, grid, *arguments, **constants)
         assert set(operands) <= set(compiled.names)
         self.operands, self.constants = operands, compiled.constants
         self.arguments = dict(zip(compiled.names, arguments, strict=True))
-        return Again(self.again(compiled.name))
+        again = Again(self.again(compiled.name))
+        again.launch(STREAM)
+        return again
 
 
 @pytest.fixture

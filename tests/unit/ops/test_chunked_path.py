@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_flux import cuda_driver, cuda_memory_ops, ops
+from megatron_flux import cuda_driver, ops
 from megatron_flux.comm import host_link, host_progress
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
@@ -32,7 +32,7 @@ from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
-from megatron_flux.kernels import gate
+from megatron_flux.kernels import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MP, N, K = 12, 5, 40
@@ -197,14 +197,13 @@ class Scene:
         patch.setattr(host_link, "Side", self.side)
         patch.setattr(torch.cuda, "stream", on)
         self.idle: Callable[[], bool] = lambda: True
-        for module in (cuda_driver, cuda_memory_ops):
-            patch.setattr(module, "library", lambda: cuda)
+        patch.setattr(cuda_driver, "library", lambda: cuda)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=cuda.handle()))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.recorded is not None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cuda.current, raising=False)
-        patch.setattr(gate, "launch", lambda *_: cuda.asked.append("gate"))
-        patch.setattr(host_progress, "LinkAlarm", Bell)
+        patch.setattr(launch, "launch", lambda *_: cuda.asked.append("gate"))
+        patch.setattr(host_progress, "Alarm", Bell)
         patch.setattr(host_link, "together", lambda group, about, work: work())
         patch.setattr(chunked, "compare_calls", lambda call: None)
         layout = Layout(2, 300, 3)

@@ -418,7 +418,7 @@ def test_a_call_broken_off_poisons_its_slab(
 
     gpu.backend(CONFIGS.get(operator, HOPPER))
     if first:
-        monkeypatch.setattr(launch, "relaunch", no_launch)
+        monkeypatch.setattr(launch, "first_launch", no_launch)
     else:
         gpu.again = lambda name: no_launch
         for _ in range(2):

@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, Any] = {
     "DeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
     "SystemGetDriverVersion": lambda: "570.1",
     "DeviceGetTotalEccErrors": lambda handle, kind, counter: 3 if (handle, kind, counter) == (1, 1, 0) else 0,
-    "DeviceGetPciInfo": lambda handle: types.SimpleNamespace(busId=f"00000000:{handle}B:00.0"),
+    "DeviceGetCpuAffinity": lambda handle, words: [0b101, *[0] * (words - 2), 1],
 }
 
 
@@ -129,12 +129,14 @@ def test_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_health_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpu("1").health() == {"slowed": False, "uncorrected": 3}
     monkeypatch.setattr(nvml, "found_behind", lambda _: Gpu("3"))
-    assert nvml.pci_address(torch.device("cuda")) == "0000:3b:00.0", "as sysfs writes it"
+    assert nvml.processors(torch.device("cuda")) == {0, 2, 4096 - 64}
     answer(
         monkeypatch,
         DeviceGetCurrentClocksEventReasons=lambda handle: 0x8 | 0x40,
         DeviceGetTotalEccErrors=refuse,
+        DeviceGetCpuAffinity=refuse,
     )
+    assert nvml.processors(torch.device("cuda")) == set()
     assert Gpu("1").health() == {"slowed": True, "uncorrected": None}
 
 

@@ -204,10 +204,10 @@ class Tuner:
         """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run that of the nearest
         m that is, or stock.
         """
-        if entry.plan is None or call.captured or not self._tries(call.group):
+        if entry.plan is None or call.captured:
             return self._planned(call, entry)
         decisions, alike = self.decisions(call.group), call.alike
-        if (alike, entry.plan) in decisions.at_once:
+        if not self._tries(call.group) or (alike, entry.plan) in decisions.at_once:
             kind, plan = self._kind(call, captured=False), self._planned(call, entry)
             if isinstance(plan, FusedPlan) and plan.any_rows and len(like := kind.known_like(call.m)) == 1:
                 key = alike, _bucket(call.m)

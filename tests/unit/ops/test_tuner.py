@@ -257,6 +257,24 @@ def test_a_further_m_follows_from_what_is_known_unless_another_plan_may_suit_it(
     assert 40 not in kind.entries
 
 
+@pytest.mark.parametrize("tries", [False, True])
+def test_further_m_are_found_at_once_where_kernels_are_compiled_or_nothing_is_tried(
+    tuner: Tuned, tries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(plan=(config := KernelConfig(reducers=7)))
+    plan = SimpleNamespace(config=config, any_rows=True, degraded=())
+    monkeypatch.setattr(module, "FusedPlan", SimpleNamespace)
+    monkeypatch.setattr(Backends, "plan", lambda self, call, entry: plan)
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "on" if tries else "off")
+    first = tuner.plan(call_of())
+    assert (first is plan) is not tries, "its kernels are not compiled"
+    assert tuner.tuner.further(call_of(10)) is (None if tries else plan)
+    if tries:
+        tuner.tuner._note_at_once(call_of(), Entry(backend="fused", plan=config))
+        assert tuner.plan(call_of()) is plan
+        assert tuner.tuner.further(call_of(10)) is plan
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_what_follows_is_not_looked_for_among_backends_unless_a_newer_one_is_registered(
     newer: bool, monkeypatch: pytest.MonkeyPatch

@@ -427,9 +427,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "step time of rank 0",
-        "megatron_flux/train/measurements.py",
-        "seconds=max(columns[0])",
-        "seconds=columns[0][0]",
+        "megatron_flux/train/record.py",
+        "local.lr, max(seconds),",
+        "local.lr, seconds[0],",
         (RECORD,),
     ),
     Fault(

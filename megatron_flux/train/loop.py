@@ -30,7 +30,7 @@ from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint
 from megatron_flux.train.checkpoint_access import folders, is_saved, loads_base, sources
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepResult
+from megatron_flux.train.record import StepResult
 from megatron_flux.train.trainer import Trainer
 from megatron_flux.train.variant import Variant
 

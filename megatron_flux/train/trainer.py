@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,18 @@ from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
-from megatron_flux.train.measurements import LocalStep
 from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
+
+
+class LocalStep(NamedTuple):
+    """Results of one step on this rank."""
+
+    loss_sum: float  # over the tokens that this rank has the loss of: the last stage's first tensor-parallel rank alone
+    loss_tokens: float
+    grad_norm: float  # before clipping; the same on every rank
+    lr: float
+    seconds: float  # from reading the first batch to the end of the optimizer's step on an idle device
 
 
 class Trainer:

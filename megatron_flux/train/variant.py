@@ -24,8 +24,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepResult
-from megatron_flux.train.record import Records
+from megatron_flux.train.record import Records, StepResult
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")

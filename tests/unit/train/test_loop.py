@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_flux.train import loop
 from megatron_flux.train.loop import schedule
-from megatron_flux.train.measurements import StepResult
+from megatron_flux.train.record import StepResult
 
 
 def test_blocks_go_a_b_b_a() -> None:

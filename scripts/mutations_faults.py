@@ -59,8 +59,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adapters begin beside random weights instead of the loaded ones",
         "megatron_flux/train/checkpoint.py",
-        "        _load_base(trainer, checkpoint)",
-        "        pass",
+        "            _load_base(trainer, checkpoint)",
+        "            pass",
         ("tests/train/test_lora.py::test_adapters_on_loaded_weights",),
     ),
     # The link through host memory.

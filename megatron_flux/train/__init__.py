@@ -7,6 +7,6 @@ In the order in which to read it:
 * ``trainer``, ``memory``: model, optimizer and random state, advanced a step at a time, and the memory they take
 * ``variant``, ``record``: baseline or flux: a trainer, stock or patched, and the record of its steps
 * ``loop``, ``description``: ``train`` and ``compare``, and what ``config.json`` says
-* ``checkpoint``, ``unpickling``: saving and resuming; ``checkpoint_folder``: the files; ``checkpoint_access``: checks
+* ``checkpoint``, ``unpickling``: saving and resuming; ``checkpoint_folder``: its files, and checks of them
 * ``worker``, ``shims``: what every rank runs and its process groups, and megatron-core without CUDA
 """

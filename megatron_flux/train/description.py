@@ -15,7 +15,7 @@ from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
-from megatron_flux.train.checkpoint_access import resumes
+from megatron_flux.train.checkpoint_folder import resumes
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")

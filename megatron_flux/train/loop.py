@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +27,12 @@ from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint
-from megatron_flux.train.checkpoint_access import folders, is_saved, loads_base, sources
+from megatron_flux.train.checkpoint_folder import folders, is_saved, loads_base, sources
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.record import StepResult
-from megatron_flux.train.trainer import Trainer
 from megatron_flux.train.variant import Variant
 
 logger = logging.getLogger("megatron_flux")
-
-Save = Callable[[Trainer, Path], None]
 
 
 def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
@@ -58,12 +54,12 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
             else:
                 logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
-        with checkpoint.saves(config) as save, ExitStack() as recording:
+        with checkpoint.holding(config), ExitStack() as recording:
             if dist.get_rank() == 0:
                 folder.begun(config.out)
             for variant in variants.values():
                 recording.enter_context(variant)
-            stopped = _train(config, variants, iterations, save, stop)
+            stopped = _train(config, variants, iterations, stop)
             if comparing and not stopped and dist.get_rank() == 0:
                 records = [read_records(config.out / name / "metrics.jsonl") for name in variants]
                 baseline, flux, *fsdp = records
@@ -85,9 +81,7 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
             logger.info("%s", _how_it_ended(config, iterations, stopped))
 
 
-def _train(
-    config: RunConfig, variants: Mapping[str, Variant], iterations: dict[str, int], save: Save, stop: StopRequest
-) -> bool:
+def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[str, int], stop: StopRequest) -> bool:
     """Train what is left, counting up ``iterations``. Returns True if a signal stopped it.
 
     A single variant is saved at every ``save_interval`` and its last step, with 0 at neither. Two are saved at the
@@ -109,7 +103,7 @@ def _train(
                 stopped = min(iterations.values()) < config.steps and stop.agreed()
                 due = iteration % every == 0 or iteration == at_end or stopped
                 if config.save is not None and due and not both:
-                    save(variants[name].trainer, config.save)
+                    checkpoint.save(variants[name].trainer, config.save)
                     stopped = stopped or (iteration < config.steps and stop.agreed())
                 if stopped:
                     break
@@ -118,7 +112,7 @@ def _train(
             saved = slower
             for variant, to in zip(variants.values(), folders(config.save, config), strict=True):
                 with variant.trainer.active():
-                    save(variant.trainer, to)
+                    checkpoint.save(variant.trainer, to)
             stopped = stopped or (slower < config.steps and stop.agreed())
         if stopped:
             return True

@@ -9,37 +9,22 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from megatron_flux.config import Backends, FluxConfig, number_of_bytes
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.patch.patcher import is_patched, patch, report
-from megatron_flux.settings import LINKS, WIRES, link, switched_on
+from megatron_flux.settings import link, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
 """Megatron's FP8 recipes that flux runs."""
-
-_BACKENDS = ("backend", *Backends._fields)
-_CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
-_HELP = {
-    "backend": "Operator backend; auto picks the best one for the tensors at hand.",
-    "forward": "Operator backend of forward, if another.",
-    "dgrad": "Operator backend of dgrad, if another.",
-    "wgrad": "Backend of the gather for wgrad, if another.",
-    "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "keep_gathered": "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow.",
-    "keep_gathered_bytes": "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves.",
-    "fp8": "Run TransformerEngine's layers under FP8 autocast, too, instead of stock.",
-    "link": "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
-    "wire": "Wire format that the tuner may use over a host link; int8 changes results.",
-    "grad_wire": "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
-    "strict": "Raise an error where a layer would run stock Megatron, instead of logging it once.",
-}
 
 
 class MegatronArgumentsError(UserError, AssertionError):
@@ -60,28 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title="flux")
     switch = "Run tensor-parallel linears with megatron-flux; MEGATRON_FLUX=1 in the environment does the same."
     group.add_argument("--flux", action=argparse.BooleanOptionalAction, default=on, help=switch)
-    types = get_type_hints(FluxConfig)
-    for field in fields(FluxConfig):
-        kind: dict[str, Any] = {"type": _bytes}
-        if types[field.name] in (bool, bool | None):
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif field.name in _BACKENDS:
-            kind = {"choices": backend_names()}
-        elif field.name in _CHOICES:
-            kind = {"choices": _CHOICES[field.name]}
-        default = None if field.default is MISSING else field.default
-        option = f"--flux-{field.name.replace('_', '-')}"
-        group.add_argument(option, default=default, help=_HELP[field.name], **kind)
+    for name, hint in get_type_hints(FluxConfig, include_extras=True).items():
+        kind, text = get_args(hint)
+        option = f"--flux-{name.replace('_', '-')}"
+        group.add_argument(option, default=getattr(FluxConfig, name), help=text, **_takes(kind))
     steps = "Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never."
     group.add_argument("--flux-sample-interval", type=int, default=SAMPLE_INTERVAL, help=steps)
     return parser
 
 
+def _takes(kind: Any) -> dict[str, Any]:
+    """Return add_argument's options for a field of this type: a boolean, a size, a literal, or else a backend."""
+    kind = next(iter(get_args(kind)), kind)  # of an optional one
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": _bytes} if kind is int else {"choices": get_args(kind) or backend_names()}
+
+
 def _bytes(text: str) -> int:
     try:
-        return number_of_bytes(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        wrong = f"{text!r} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB"
+        raise argparse.ArgumentTypeError(wrong) from None
 
 
 def config_from(args: Any) -> FluxConfig:

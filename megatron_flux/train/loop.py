@@ -47,12 +47,11 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
             for variant, saved in zip(variants.values(), sources(config), strict=True):
                 checkpoint.load(variant.trainer, saved)
         iterations = {name: variant.trainer.iteration for name, variant in variants.items()}
-        if config.load is not None and dist.get_rank() == 0:
+        if loads_base(config):
+            logger.info("base weights: %s", config.load)
+        elif config.load is not None:
             at = ", ".join(f"{name} from step {n}" for name, n in iterations.items())
-            if loads_base(config):
-                logger.info("base weights: %s", config.load)
-            else:
-                logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
+            logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
         with checkpoint.holding(config), ExitStack() as recording:
             if dist.get_rank() == 0:
@@ -61,8 +60,7 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
                 recording.enter_context(variant)
             stopped = _train(config, variants, iterations, stop)
             if comparing and not stopped and dist.get_rank() == 0:
-                records = [read_records(config.out / name / "metrics.jsonl") for name in variants]
-                baseline, flux, *fsdp = records
+                baseline, flux, *fsdp = (read_records(config.out / name / "metrics.jsonl") for name in variants)
                 summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()), *fsdp)
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
@@ -121,11 +119,10 @@ def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[
 
 def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
     """Log a step on rank 0, every ``config.log_interval`` steps and at the end."""
-    if iteration % config.log_interval and iteration != config.steps:
-        return
-    text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
-    text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
-    logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
+    if iteration % config.log_interval == 0 or iteration == config.steps:
+        text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
+        text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
+        logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
 
 
 def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
@@ -148,8 +145,8 @@ def _how_it_ended(config: RunConfig, iterations: Mapping[str, int], stopped: boo
     if stopped:
         left = "not saved: --save was not given"
         if config.save is not None:
-            unsaved = "no step of this run was done, and nothing is saved"
-            left = f"saved in {config.save}" if is_saved(config) else unsaved
+            nothing = "no step of this run was done, and nothing is saved"
+            left = f"saved in {config.save}" if is_saved(config) else nothing
         at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
         return f"stopped on request: {at} of {config.steps}; {left}"
     if config.command == "compare":

@@ -91,21 +91,18 @@ def install(args: Any) -> None:
     Rank 0 prints one summary on its standard output; where flux is off, a line if ``--flux-*`` were given for nothing.
     Errors are those of :func:`validate` and :func:`megatron_flux.patch`.
     """
+    config = config_from(args)
     if not args.flux:
-        defaults = {field.name: field.default for field in fields(FluxConfig)}
-        idle = [name for name, default in defaults.items() if getattr(args, f"flux_{name}", default) != default]
+        idle = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
         if idle and args.rank == 0:
             _say_off(", ".join(f"--flux-{name.replace('_', '-')}" for name in idle))
         return
     validate(args)
     already = is_patched()
-    config = config_from(args)
     patch(config)
     if not already and args.rank == 0:
-        replaced, core = report()["replaced"], f"megatron-core {installed_megatron_core()}"
-        head = (
-            f"> megatron-flux {__version__} is on: backend {config.backend}, {core}, {len(replaced)} methods replaced"
-        )
+        replaced, on = report()["replaced"], f"> megatron-flux {__version__} is on: backend {config.backend}"
+        head = f"{on}, megatron-core {installed_megatron_core()}, {len(replaced)} methods replaced"
         # The ends of lines included: the ranks share a terminal, and print() writes them apart.
         print("".join([f"{head}\n", *(f"    {path}\n" for path in replaced)]), end="", flush=True)
 
@@ -126,28 +123,22 @@ def _problems(args: Any) -> Iterator[str]:
         yield "tensor parallelism is off, so there is nothing to fuse: give --tensor-model-parallel-size 2 or more"
     elif getattr(args, "tp_comm_overlap", False):
         yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
+    layers, recipe = getattr(args, "transformer_impl", None), getattr(args, "fp8_recipe", None) or "delayed"
+    stock = "every linear would run stock with"
     if getattr(args, "fp4", None):
-        yield "every linear would run stock with --fp4-format: train in bf16 or fp16"
-    yield from _fp8_problems(args)
+        yield f"{stock} --fp4-format: train in bf16 or fp16"
+    if getattr(args, "fp8", None):
+        if not config_from(args).fp8:
+            yield f"{stock} --fp8-format and --no-flux-fp8: leave one of them out"
+        elif recipe not in FP8_RECIPES:
+            yield f"{stock} --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
+        elif layers == "local":
+            yield "--fp8-format is of TransformerEngine's layers: give --transformer-impl transformer_engine"
     if getattr(args, "use_megatron_fsdp", False):
-        yield "every linear would run stock with --use-megatron-fsdp: leave it out"
+        yield f"{stock} --use-megatron-fsdp: leave it out"
     # With --spec the model may be built of anything.
-    over_te = getattr(args, "transformer_impl", None) == "transformer_engine" and not getattr(args, "spec", None)
-    if over_te and (why := te_seam.why_unusable()):
+    if layers == "transformer_engine" and not getattr(args, "spec", None) and (why := te_seam.why_unusable()):
         yield f"no layer of --transformer-impl transformer_engine can run it: {why}"
-
-
-def _fp8_problems(args: Any) -> Iterator[str]:
-    """Yield why no linear of an FP8 training would run flux."""
-    if not getattr(args, "fp8", None):
-        return
-    recipe = getattr(args, "fp8_recipe", None) or "delayed"
-    if not config_from(args).fp8:
-        yield "every linear would run stock with --fp8-format and --no-flux-fp8: leave one of them out"
-    elif recipe not in FP8_RECIPES:
-        yield f"every linear would run stock with --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
-    elif getattr(args, "transformer_impl", None) == "local":
-        yield "--fp8-format is of TransformerEngine's layers: give --transformer-impl transformer_engine"
 
 
 def _graph_problems(args: Any) -> Iterator[str]:
@@ -162,7 +153,5 @@ def _graph_problems(args: Any) -> Iterator[str]:
     scopes = getattr(args, "cuda_graph_scope", None) or []
     scopes = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
     if "full_iteration" in (graphs, *scopes) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:
-        yield (
-            "the first iteration would be captured, and workspaces cannot be made during capture: give "
-            "--cuda-graph-warmup-steps 1 or more"
-        )
+        captured = "the first iteration would be captured, and workspaces cannot be made during capture"
+        yield f"{captured}: give --cuda-graph-warmup-steps 1 or more"

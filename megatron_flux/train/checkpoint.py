@@ -172,10 +172,9 @@ def _write(trainer: Trainer, folder: Path) -> None:
 class _InProcess(TorchDistSaveShardedStrategy):
     """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
-    megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, and the
-    next save with them; they outlive a killed rank; and a rank waits for ever for a killed writer. The files are the
-    same, and megatron-core reads them. One file a rank: torch's writer loses the exceptions of all threads but the
-    first.
+    megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, outlive a
+    killed rank, and a rank waits for ever for a killed one. The files are the same. One file a rank: torch's writer
+    loses the exceptions of all threads but the first.
     """
 
     def __init__(self) -> None:
@@ -234,9 +233,9 @@ def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
 def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
     """Do ``distributed.load_state_dict`` without its two failures on torch's Adam.
 
-    megatron-core wants each entry of Adam's state from the checkpoint's tensors, torch's step count too, which the
-    checkpoint keeps with the parameter groups. So: groups and step first, then the tensors while the step is away. And
-    it gives all parameters one step tensor, which each would then count up: every parameter gets its own again.
+    megatron-core wants torch's step count among the checkpoint's tensors, which keeps it with the parameter groups. So:
+    groups and step first, then the tensors while the step is away. And it gives all parameters one step tensor, which
+    each would then count up: every parameter gets its own again.
     """
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
     steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}

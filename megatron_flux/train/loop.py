@@ -1,9 +1,8 @@
 """Training from the start, or from a checkpoint, to the last step or to a signal: ``train`` and ``compare``.
 
 A comparison trains baseline and flux from the same seed and data, in alternating blocks on the same processes. The
-blocks go A B B A A B B A ...: a machine that slows down or warms up meets both alike. Each has its own weights,
-optimizer and random state, so both are complete trainings whose loss curves can be laid over each other. A run that is
-stopped saves each where it is, and resumes in the middle of its blocks.
+blocks go A B B A A B B A ...: a machine that slows down or warms up meets both alike. Both are complete trainings. A
+run that is stopped saves each where it is, and resumes in the middle of its blocks.
 """
 
 from __future__ import annotations

@@ -97,8 +97,10 @@ class Trainer:
         start = time.perf_counter()
         losses, grad_norm, lr = self.advance()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        return LocalStep(*_sums(losses), grad_norm, lr, seconds)
+        seconds, total, tokens = time.perf_counter() - start, 0.0, 0.0
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
+        return LocalStep(total, tokens, grad_norm, lr, seconds)
 
     def _zero_gradients(self) -> None:
         self.model.zero_grad_buffer()
@@ -196,14 +198,6 @@ def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
-
-
-def _sums(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Return loss and tokens of the micro-batches; zeros but on the last stage's first tensor-parallel rank."""
-    if not (parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0):
-        return 0.0, 0.0
-    total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
-    return total, tokens
 
 
 def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

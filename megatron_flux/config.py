@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from megatron_flux import settings
-from megatron_flux.errors import UserError
+from megatron_flux.settings import LinkKind, Wire
 
 STOCK = "stock"
 """Value for :func:`megatron_flux.set_backend`: the layer runs stock Megatron."""
@@ -45,66 +45,39 @@ class Wires(NamedTuple):
 ALL_EXACT = Wires()
 
 
-def number_of_bytes(given: str) -> int:
-    """Parse a size such as 8GB, 512MiB or a plain number. Raises UserError: it is none."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(given))
-    except ValidationError:
-        raise UserError(f"{given!r} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB") from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """Options of patched layers; checked by :func:`megatron_flux.patch`."""
+    """Options of patched layers (docs/configuration.md), with the help texts of Megatron-LM's ``--flux-*`` arguments.
 
-    backend: str = "auto"
-    """Operator backend: ``auto`` picks the best registered one for the tensors at hand, or a backend's name."""
+    :func:`megatron_flux.patch` checks them.
+    """
 
-    forward: str | None = None
-    """Backend of forward operators; None is ``backend``."""
-
-    dgrad: str | None = None
-    """Backend of dgrad operators; None is ``backend``."""
-
-    wgrad: str | None = None
-    """Backend of the gather that a column-parallel layer's wgrad needs; None is ``backend``."""
-
-    strict: bool = False
-    """Raise :class:`~megatron_flux.errors.FallbackError` where a layer would run stock, instead of saying so once. Not
-    where that was chosen (:func:`megatron_flux.set_backend`), or stock is as fast (docs/limits.md)."""
-
-    gather_ahead: bool = True
-    """Gather a column-parallel layer's input for backward beside the wgrad of the row-parallel layer behind it, not in
-    its own dgrad (:mod:`megatron_flux.layers.prefetch`). The results are the same; ``reference``, which gathers into
-    memory of its own, keeps it a little longer."""
-
-    keep_gathered: bool | None = None
-    """Keep what a column-parallel layer has gathered in forward for its wgrad, where memory allows, instead of
-    gathering it again (:mod:`megatron_flux.layers.keep`); results are the same. None: where links are slow, that is
-    where ``chunked`` runs, or the tuner that may take it, without NVLink. Fused kernels' gathered inputs are never
-    kept."""
-
-    keep_gathered_bytes: int | None = None
-    """Bytes that a process may keep so; further layers gather again. None: nothing before the optimizer's first
-    step, from then on a quarter of the GPU memory that was never needed; on CPUs no limit."""
-
-    fp8: bool = True
-    """Run layers over TransformerEngine under its FP8 autocast, too (:mod:`megatron_flux.patch.te_fp8`); without it
-    such calls run stock."""
-
-    link: str | None = None
-    """The strongest link to use between a group's ranks: ``none``, ``host``, ``p2p`` or ``nvlink``
-    (:mod:`megatron_flux.comm.links`). None: ``MEGATRON_FLUX_LINK``, else whatever there is."""
-
-    wire: str | None = None
-    """Wire formats over a ``host`` link: ``exact`` only, or also ``int8``, whose results differ
-    (:mod:`megatron_flux.kernels.wire`). Off the links between the ranks of a group nothing changes. None:
-    ``MEGATRON_FLUX_WIRE``, else ``exact``."""
-
-    grad_wire: str | None = None
-    """Wire format of gradients (dgrad's calls); None: ``MEGATRON_FLUX_GRAD_WIRE``, else that of activations."""
+    backend: Annotated[str, "Operator backend; auto picks the best one for the tensors at hand."] = "auto"
+    forward: Annotated[str | None, "Operator backend of forward, if another."] = None
+    dgrad: Annotated[str | None, "Operator backend of dgrad, if another."] = None
+    wgrad: Annotated[str | None, "Backend of the gather for wgrad, if another."] = None
+    strict: Annotated[bool, "Raise an error where a layer would run stock, instead of logging it once."] = False
+    gather_ahead: Annotated[
+        bool, "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one."
+    ] = True
+    keep_gathered: Annotated[
+        bool | None, "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow."
+    ] = None
+    keep_gathered_bytes: Annotated[
+        int | None, "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves; CPUs: all."
+    ] = None
+    fp8: Annotated[bool, "Run TransformerEngine's layers under FP8 autocast, too, instead of stock."] = True
+    link: Annotated[
+        LinkKind | None,
+        "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
+    ] = None
+    wire: Annotated[
+        Wire | None,
+        "Wire format that the tuner may use over a host link; int8 changes results. Default: MEGATRON_FLUX_WIRE.",
+    ] = None
+    grad_wire: Annotated[
+        Wire | None, "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as of activations."
+    ] = None
 
     @cached_property
     def backends(self) -> Backends:

@@ -1,21 +1,9 @@
-"""Environment variables: how kernels run, as of CUDA's start in this process, and where caches are.
+"""Environment variables (docs/configuration.md). :func:`check` finds a bad value before anything starts: a UserError.
 
-===============================  =====================================================================================
-``MEGATRON_FLUX``                whether trainings run with flux; read when Megatron-LM's arguments are parsed, or when
-                                 the first tensor-parallel linear is built
-``CUDA_DEVICE_MAX_CONNECTIONS``  1: all kernels go through one hardware queue. CUDA reads it when it starts
-``MEGATRON_FLUX_TIMEOUT_S``      seconds a device-side wait may last (:mod:`megatron_flux.comm.timeouts`)
-``MEGATRON_FLUX_LINK``           strongest link to use: none, host, p2p or nvlink; read when a group's link is probed
-``MEGATRON_FLUX_WIRE``           what may be sent over a host link: exact or int8; read when layers are patched
-``MEGATRON_FLUX_GRAD_WIRE``      the same of gradients, where it is something else
-``MEGATRON_FLUX_TUNE``           off: the tuner tries nothing; read at a group's first call
-``MEGATRON_FLUX_CACHE``          folder of tokenized text, shuffled indices and tuning choices; read at each use
-===============================  =====================================================================================
-
-Of ``CUDA_DEVICE_MAX_CONNECTIONS`` and ``MEGATRON_FLUX_TIMEOUT_S`` a value set after CUDA's start does not
-count: CUDA would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA,
-or here if it has done so already; until then, and where there is no CUDA, the environment is read as it is. None of
-this is read in later calls. A bad value is a UserError: :func:`check` finds it before anything starts.
+Of ``CUDA_DEVICE_MAX_CONNECTIONS`` and ``MEGATRON_FLUX_TIMEOUT_S`` a value set after CUDA's start does not count: CUDA
+would not know of it, and ranks or kernels would not agree. torch calls :func:`_hold` when it starts CUDA, or here if it
+has done so already; until then, and where there is no CUDA, the environment is read as it is. No operator call reads
+any of this after its first time.
 """
 
 from __future__ import annotations

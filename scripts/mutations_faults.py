@@ -59,8 +59,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adapters begin beside random weights instead of the loaded ones",
         "megatron_flux/train/checkpoint.py",
-        "        _load_base(trainer, checkpoint)",
-        "        pass",
+        "            _load_base(trainer, checkpoint)",
+        "            pass",
         ("tests/train/test_lora.py::test_adapters_on_loaded_weights",),
     ),
     # The link through host memory.
@@ -417,9 +417,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "step time of rank 0",
-        "megatron_flux/train/measurements.py",
-        "seconds=max(columns[0])",
-        "seconds=columns[0][0]",
+        "megatron_flux/train/record.py",
+        "local.lr, max(seconds),",
+        "local.lr, seconds[0],",
         (RECORD,),
     ),
     Fault(

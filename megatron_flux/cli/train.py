@@ -15,7 +15,7 @@ from megatron_flux.metrics.table import counted
 from megatron_flux.patch.megatron_core import checked_versions
 from megatron_flux.run import folder, launcher, rank
 from megatron_flux.telemetry import environment
-from megatron_flux.train import checkpoint_access, config, data, description, fp8, worker
+from megatron_flux.train import checkpoint_folder, config, data, description, fp8, worker
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.options import CompareOptions, TrainOptions
 
@@ -51,16 +51,16 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
 
 def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) -> None:
     run = resolved(command, options)
-    saved = checkpoint_access.check_resume(run)
-    inherited = {name: saved[name] for name in checkpoint_access.INHERITED if name in saved}
+    saved = checkpoint_folder.check_resume(run)
+    inherited = {name: saved[name] for name in checkpoint_folder.INHERITED if name in saved}
     left_open = inherited.keys() & type(options).model_fields.keys() - options.model_fields_set
     if left_open:
         run = resolved(command, options.model_copy(update={name: inherited[name] for name in left_open}))
     changed = [f"{name} {now}, not {then}" for name, then in inherited.items() if (now := getattr(run, name)) != then]
     first = rank.is_first()
     if first:
-        checkpoint_access.check_save(run)
-    how = {"overwrite": run.overwrite, "resuming": checkpoint_access.resumes(run)}
+        checkpoint_folder.check_save(run)
+    how = {"overwrite": run.overwrite, "resuming": checkpoint_folder.resumes(run)}
     if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
     if launcher.started() and not first:
@@ -86,7 +86,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
         )
         if asked is not None and read_json_object(run.out / folder.ENDED)["state"] == "stopped":
             go_on = "and nothing is saved; the same command begins again"
-            if checkpoint_access.is_saved(run):
+            if checkpoint_folder.is_saved(run):
                 go_on = f"saved in {run.save}; the same command with --load {run.save} goes on"
             raise InterruptedRunError(f"stopped by {asked.name}, {go_on}", asked)
     if run.loss_tolerance is not None:

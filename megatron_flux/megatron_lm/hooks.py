@@ -3,8 +3,7 @@
 Contract
     * nothing of Megatron is imported here: the hooks wait for the script to do it;
     * each name is wrapped before anything can import it by name (``initialize`` does so with ``validate_args``);
-    * a script that never calls these functions is switched on by its first linear
-      (:mod:`megatron_flux.patch.first_linear`);
+    * a script that never calls them is switched on by its first linear (:mod:`megatron_flux.patch.first_linear`);
     * a function that is missing, or lacks a parameter the wrapper reads, is an error that names it: a Megatron-LM that
       this does not fit must not train stock unnoticed.
 

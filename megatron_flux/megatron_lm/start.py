@@ -9,37 +9,22 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from megatron_flux.config import Backends, FluxConfig, number_of_bytes
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names, cuda_graphs
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.megatron_core import installed_megatron_core
 from megatron_flux.patch.patcher import is_patched, patch, report
-from megatron_flux.settings import LINKS, WIRES, link, switched_on
+from megatron_flux.settings import link, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
 """Megatron's FP8 recipes that flux runs."""
-
-_BACKENDS = ("backend", *Backends._fields)
-_CHOICES = {"link": LINKS, "wire": WIRES, "grad_wire": WIRES}
-_HELP = {
-    "backend": "Operator backend; auto picks the best one for the tensors at hand.",
-    "forward": "Operator backend of forward, if another.",
-    "dgrad": "Operator backend of dgrad, if another.",
-    "wgrad": "Backend of the gather for wgrad, if another.",
-    "gather_ahead": "In backward, gather a column-parallel layer's input beside the wgrad of the row-parallel one.",
-    "keep_gathered": "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow.",
-    "keep_gathered_bytes": "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves.",
-    "fp8": "Run TransformerEngine's layers under FP8 autocast, too, instead of stock.",
-    "link": "Strongest link to use between a group's ranks. Default: MEGATRON_FLUX_LINK, else the strongest.",
-    "wire": "Wire format that the tuner may use over a host link; int8 changes results.",
-    "grad_wire": "Wire format of gradients. Default: MEGATRON_FLUX_GRAD_WIRE, else as --flux-wire.",
-    "strict": "Raise an error where a layer would run stock Megatron, instead of logging it once.",
-}
 
 
 class MegatronArgumentsError(UserError, AssertionError):
@@ -60,28 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title="flux")
     switch = "Run tensor-parallel linears with megatron-flux; MEGATRON_FLUX=1 in the environment does the same."
     group.add_argument("--flux", action=argparse.BooleanOptionalAction, default=on, help=switch)
-    types = get_type_hints(FluxConfig)
-    for field in fields(FluxConfig):
-        kind: dict[str, Any] = {"type": _bytes}
-        if types[field.name] in (bool, bool | None):
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif field.name in _BACKENDS:
-            kind = {"choices": backend_names()}
-        elif field.name in _CHOICES:
-            kind = {"choices": _CHOICES[field.name]}
-        default = None if field.default is MISSING else field.default
-        option = f"--flux-{field.name.replace('_', '-')}"
-        group.add_argument(option, default=default, help=_HELP[field.name], **kind)
+    for name, hint in get_type_hints(FluxConfig, include_extras=True).items():
+        kind, text = get_args(hint)
+        option = f"--flux-{name.replace('_', '-')}"
+        group.add_argument(option, default=getattr(FluxConfig, name), help=text, **_takes(kind))
     steps = "Steps between samples of operator times and GPU clocks for TensorBoard and wandb; 0 is never."
     group.add_argument("--flux-sample-interval", type=int, default=SAMPLE_INTERVAL, help=steps)
     return parser
 
 
+def _takes(kind: Any) -> dict[str, Any]:
+    """Return add_argument's options for a field of this type: a boolean, a size, a literal, or else a backend."""
+    kind = next(iter(get_args(kind)), kind)  # of an optional one
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": _bytes} if kind is int else {"choices": get_args(kind) or backend_names()}
+
+
 def _bytes(text: str) -> int:
     try:
-        return number_of_bytes(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        wrong = f"{text!r} is no number of bytes, 0 or more; give a size such as 8GB or 512MiB"
+        raise argparse.ArgumentTypeError(wrong) from None
 
 
 def config_from(args: Any) -> FluxConfig:
@@ -105,21 +91,18 @@ def install(args: Any) -> None:
     Rank 0 prints one summary on its standard output; where flux is off, a line if ``--flux-*`` were given for nothing.
     Errors are those of :func:`validate` and :func:`megatron_flux.patch`.
     """
+    config = config_from(args)
     if not args.flux:
-        defaults = {field.name: field.default for field in fields(FluxConfig)}
-        idle = [name for name, default in defaults.items() if getattr(args, f"flux_{name}", default) != default]
+        idle = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
         if idle and args.rank == 0:
             _say_off(", ".join(f"--flux-{name.replace('_', '-')}" for name in idle))
         return
     validate(args)
     already = is_patched()
-    config = config_from(args)
     patch(config)
     if not already and args.rank == 0:
-        replaced, core = report()["replaced"], f"megatron-core {installed_megatron_core()}"
-        head = (
-            f"> megatron-flux {__version__} is on: backend {config.backend}, {core}, {len(replaced)} methods replaced"
-        )
+        replaced, on = report()["replaced"], f"> megatron-flux {__version__} is on: backend {config.backend}"
+        head = f"{on}, megatron-core {installed_megatron_core()}, {len(replaced)} methods replaced"
         # The ends of lines included: the ranks share a terminal, and print() writes them apart.
         print("".join([f"{head}\n", *(f"    {path}\n" for path in replaced)]), end="", flush=True)
 
@@ -140,28 +123,22 @@ def _problems(args: Any) -> Iterator[str]:
         yield "tensor parallelism is off, so there is nothing to fuse: give --tensor-model-parallel-size 2 or more"
     elif getattr(args, "tp_comm_overlap", False):
         yield "--tp-comm-overlap has TransformerEngine overlap the same communication: leave it out"
+    layers, recipe = getattr(args, "transformer_impl", None), getattr(args, "fp8_recipe", None) or "delayed"
+    stock = "every linear would run stock with"
     if getattr(args, "fp4", None):
-        yield "every linear would run stock with --fp4-format: train in bf16 or fp16"
-    yield from _fp8_problems(args)
+        yield f"{stock} --fp4-format: train in bf16 or fp16"
+    if getattr(args, "fp8", None):
+        if not config_from(args).fp8:
+            yield f"{stock} --fp8-format and --no-flux-fp8: leave one of them out"
+        elif recipe not in FP8_RECIPES:
+            yield f"{stock} --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
+        elif layers == "local":
+            yield "--fp8-format is of TransformerEngine's layers: give --transformer-impl transformer_engine"
     if getattr(args, "use_megatron_fsdp", False):
-        yield "every linear would run stock with --use-megatron-fsdp: leave it out"
+        yield f"{stock} --use-megatron-fsdp: leave it out"
     # With --spec the model may be built of anything.
-    over_te = getattr(args, "transformer_impl", None) == "transformer_engine" and not getattr(args, "spec", None)
-    if over_te and (why := te_seam.why_unusable()):
+    if layers == "transformer_engine" and not getattr(args, "spec", None) and (why := te_seam.why_unusable()):
         yield f"no layer of --transformer-impl transformer_engine can run it: {why}"
-
-
-def _fp8_problems(args: Any) -> Iterator[str]:
-    """Yield why no linear of an FP8 training would run flux."""
-    if not getattr(args, "fp8", None):
-        return
-    recipe = getattr(args, "fp8_recipe", None) or "delayed"
-    if not config_from(args).fp8:
-        yield "every linear would run stock with --fp8-format and --no-flux-fp8: leave one of them out"
-    elif recipe not in FP8_RECIPES:
-        yield f"every linear would run stock with --fp8-recipe {recipe}: use one of {', '.join(FP8_RECIPES)}"
-    elif getattr(args, "transformer_impl", None) == "local":
-        yield "--fp8-format is of TransformerEngine's layers: give --transformer-impl transformer_engine"
 
 
 def _graph_problems(args: Any) -> Iterator[str]:
@@ -176,7 +153,5 @@ def _graph_problems(args: Any) -> Iterator[str]:
     scopes = getattr(args, "cuda_graph_scope", None) or []
     scopes = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
     if "full_iteration" in (graphs, *scopes) and getattr(args, "cuda_graph_warmup_steps", 1) == 0:
-        yield (
-            "the first iteration would be captured, and workspaces cannot be made during capture: give "
-            "--cuda-graph-warmup-steps 1 or more"
-        )
+        captured = "the first iteration would be captured, and workspaces cannot be made during capture"
+        yield f"{captured}: give --cuda-graph-warmup-steps 1 or more"

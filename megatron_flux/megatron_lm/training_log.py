@@ -1,13 +1,11 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs
-after every training step, so a row counts what happened since the previous step was logged; an evaluation in between
-counts towards the next row.
+Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs after every training
+step, so a row counts what happened since the previous step was logged, an evaluation in between included.
 
 Every ``--flux-sample-interval`` steps one is sampled: times of operator calls, and this rank's GPU. Megatron-LM calls
-nothing before a step, so a sample lasts from the end of the step before, an evaluation in between included; the next
-row that is written has it. Ranks of a tensor-parallel group measure GEMMs of new shapes together, so every rank
-samples, whichever writes.
+nothing before a step, so a sample lasts from the end of the step before; the next row that is written has it. Ranks of
+a tensor-parallel group measure GEMMs of new shapes together, so every rank samples, whichever writes.
 """
 
 from __future__ import annotations
@@ -32,42 +30,14 @@ logger = logging.getLogger("megatron_flux")
 _SAMPLED = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 
 
-class Samples:
-    """Samples one step out of ``interval`` (0: none)."""
-
-    def __init__(self, interval: int, *, operators: bool = True) -> None:
-        """Start nothing before the first step that is due. Without ``operators`` their calls are not timed."""
-        asks = interval and nvml.why_not() is None and torch.cuda.is_available()
-        gpu = nvml.found_behind(torch.device("cuda", torch.cuda.current_device())) if asks else None
-        self.sampler = Sampler(interval, operators=operators, gpu=gpu)
-        self._running = ExitStack()
-
-    def after(self, iteration: int) -> dict[str, float]:
-        """Return ``flux/*`` of ``iteration`` if it was sampled, and begin the next one's sample if it is due.
-
-        Collective over tensor-parallel groups at the first samples of an operator's shape.
-        """
-        self._running.close()
-        sampled, reading = self.sampler.result(), self.sampler.reading
-        row: dict[str, float | None] = {}
-        if sampled is not None:
-            for name in _SAMPLED:  # null where they are not timed
-                row |= {f"{name}/{operator}": value for operator, value in (sampled[name] or {}).items()}
-            row["flux/wait_timeouts"] = timeouts.timeouts()
-            if reading is not None:
-                row |= {f"flux/gpu/{name}": getattr(reading, name) for name in nvml.FIELDS}
-                row |= {f"flux/throttle_reasons/{name}": 1 for name in nvml.throttle_reasons(reading.throttle)}
-        self._running.enter_context(self.sampler.step(iteration + 1))
-        return {name: value for name, value in row.items() if value is not None}
-
-
 class _Log:
     """State from one logged step to the next."""
 
     def __init__(self) -> None:
         self.iteration: int | None = None
         self.totals: dict[str, int] = {}
-        self.samples: Samples | None = None
+        self.sampler: Sampler | None = None
+        self.running = ExitStack()  # the sampler's current step
         self.unwritten: dict[str, float] = {}
 
     def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int]:
@@ -82,6 +52,24 @@ class _Log:
             row |= since(self.totals, totals) | {"flux/kept_bytes": seen["kept_gathered"]["peak_bytes"]}
         self.iteration, self.totals = iteration, totals
         return row
+
+    def sample(self, sampler: Sampler, iteration: int) -> None:
+        """Note ``flux/*`` of ``iteration`` if it was sampled, and begin the next one's sample if it is due.
+
+        Collective over tensor-parallel groups at the first samples of an operator's shape.
+        """
+        self.running.close()
+        sampled, reading = sampler.result(), sampler.reading
+        row: dict[str, float | None] = {}
+        if sampled is not None:
+            for name in _SAMPLED:  # null where they are not timed
+                row |= {f"{name}/{operator}": value for operator, value in (sampled[name] or {}).items()}
+            row["flux/wait_timeouts"] = timeouts.timeouts()
+            if reading is not None:
+                row |= {f"flux/gpu/{name}": getattr(reading, name) for name in nvml.FIELDS}
+                row |= {f"flux/throttle_reasons/{name}": 1 for name in nvml.throttle_reasons(reading.throttle)}
+        self.unwritten |= {name: value for name, value in row.items() if value is not None}
+        self.running.enter_context(sampler.step(iteration + 1))
 
 
 _log = _Log()
@@ -100,12 +88,14 @@ def log(iteration: int) -> None:
     seen = report()
     row: dict[str, float] = {**_log.row(iteration, seen)}
     keep.reset_peak()
-    if _log.samples is None:
+    if _log.sampler is None:
         _announce(args.rank, row, seen["fallbacks"])
         # --yaml-cfg in a patched tree drops what the file does not name.
         interval = getattr(args, "flux_sample_interval", SAMPLE_INTERVAL)
-        _log.samples = Samples(interval, operators=not seen["cuda_graphs"])
-    _log.unwritten |= _log.samples.after(iteration)
+        asks = interval and nvml.why_not() is None and torch.cuda.is_available()
+        gpu = nvml.found_behind(torch.device("cuda", torch.cuda.current_device())) if asks else None
+        _log.sampler = Sampler(interval, operators=not seen["cuda_graphs"], gpu=gpu)
+    _log.sample(_log.sampler, iteration)
     if iteration % args.tensorboard_log_interval:
         return
     row |= _log.unwritten
@@ -122,10 +112,8 @@ def _announce(rank: int, row: dict[str, float], reasons: Collection[str]) -> Non
     if layers == 0:
         logger.warning("megatron_flux: flux is on, but no layer of rank %d ran it in the first iteration%s", rank, why)
     elif rank == 0:
-        rest = (
-            "run flux, in CUDA graphs: calls, fallbacks and operator times of replayed graphs are not seen, flux/* "
-            "has none of them"
-        )
+        unseen = "calls, fallbacks and operator times of replayed graphs are not seen, flux/* has none of them"
+        rest = f"run flux, in CUDA graphs: {unseen}"
         if "flux/fallback_calls" in row:
             calls = [f"{row[f'flux/{name}_calls']} {name}" for name in COUNTED if row[f"flux/{name}_calls"]]
             rest = f"run flux; calls so far: {', '.join([*calls, str(row['flux/fallback_calls'])])} stock{why}"

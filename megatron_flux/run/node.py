@@ -6,18 +6,15 @@ It does what ``torch.distributed.run`` does, and five things that a job of many 
 * Each line of a rank begins with its number (:data:`PREFIX`), unless ``--tee`` or ``--redirects`` is given.
 * SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
   process of a step, and the launcher must outlive the checkpoint that the signal asks for.
-* SIGTERM is passed on to the ranks, once, and they are watched as before. torch's launcher no longer looks then if
-  one of them fails, kills them after half a minute, and leaves at a second SIGTERM, which Slurm may send. Here Slurm's
-  own SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
-* ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line that
-  sorts before the lines of whatever failed in its wake, on this node or another: by the kind of cause, then by the
-  number of notes that existed before, since nodes' clocks may differ::
-
-      0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)
-
-  Ranks that were stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others
-  waited for: their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's
-  processes before it ends them, so the launcher looks every :data:`LOOK_S`.
+* SIGTERM is passed on to the ranks, once, and they are watched as before: torch's launcher would no longer look if one
+  of them fails, kill them after half a minute, and leave at a second SIGTERM, which Slurm may send. Here Slurm's own
+  SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
+* ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line,
+  ``0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)``. It sorts before the lines of what failed in its wake: by
+  the kind of cause, then by the number of notes that existed before, since nodes' clocks may differ. Ranks that were
+  stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others waited for:
+  their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's processes before
+  it ends them, so the launcher looks every :data:`LOOK_S`.
 
 Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors of torch 2.11.
 """
@@ -74,9 +71,9 @@ def main(words: list[str]) -> int:
             if given.log_dir is None:  # torch copies the ranks' lines from files there
                 given.log_dir = tempfile.mkdtemp(prefix="megatron-flux-")
                 atexit.register(shutil.rmtree, given.log_dir, ignore_errors=True)
-        others = [name for name in given.signals_to_handle.split(",") if name.strip() != "SIGTERM"]
-        if others != given.signals_to_handle.split(","):
-            given.signals_to_handle = ",".join(others)
+        handled = [name.strip() for name in given.signals_to_handle.split(",")]
+        if "SIGTERM" in handled:
+            given.signals_to_handle = ",".join(name for name in handled if name != "SIGTERM")
             stop.SignalListener([signal.SIGTERM], lambda number: _pass_on(number, asked, silence)).start()
         run.run(given)
         return 0
@@ -91,10 +88,11 @@ def main(words: list[str]) -> int:
     except Exception as error:  # a port that is taken, a node that does not answer, a disk that is full
         traceback.print_exc()
         message = " ".join(f"the launcher on {node_name()} failed: {type(error).__name__}: {error}".split())
-        message += _no_meeting(str(error), words) if isinstance(error, (dist.DistError, RendezvousError)) else ""
-        # A launcher that waited for the others in vain is a witness too; one whose port is taken is not.
-        waited = isinstance(error, (dist.DistError, RendezvousError)) and "EADDRINUSE" not in str(error)
-        code, order = 1, launcher.WITNESS if waited else 1
+        code, order = 1, 1
+        if isinstance(error, (dist.DistError, RendezvousError)):
+            message += _no_meeting(str(error), words)
+            # A launcher that waited for the others in vain is a witness too; one whose port is taken is not.
+            order = 1 if "EADDRINUSE" in str(error) else launcher.WITNESS
     if folder := os.environ.get(stop.FAILURES):
         before = _take_place(Path(folder)) if silence.notes_before is None else silence.notes_before
         (Path(folder) / node_name()).write_text(f"{order} {before} {message}\n")
@@ -105,19 +103,17 @@ def main(words: list[str]) -> int:
 def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
     """Pass the first signal on to the ranks; before there are any, end this process."""
     ranks = psutil.Process().children()
-    if not ranks:
-        # Where ranks have been asked, or have failed, this process is about to say how they ended.
-        if not asked and silence.notes_before is None:  # it may wait for the other nodes where no Python runs
-            _stopped(number)
-            stop.die()
-        return
-    if not asked:
+    # Where ranks have been asked, or have failed, this process is about to say how they ended.
+    if not ranks and not asked and silence.notes_before is None:
+        _stopped(number)
+        stop.die()  # it may wait for the other nodes where no Python runs
+    elif ranks and not asked:
+        asked.append(number)
         silence.note(silence.stopped, failed=False)
         for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
         silence.timer(failed=False).start()
-    asked.append(number)
 
 
 class _Silence:

@@ -96,17 +96,12 @@ class WholeErrorFile(ErrorHandler):
             os.environ["TORCHELASTIC_ERROR_FILE"] = file
 
 
-def once_per_message() -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that drops repetitions: interleaved variants patch and unpatch many times."""
-    first: dict[str, logging.LogRecord] = {}
-    return lambda record: first.setdefault(record.getMessage(), record) is record
-
-
 def configure_logging() -> None:
     """Make rank 0 log, and the other ranks only errors, since they would repeat every line."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(once_per_message())
+    first: dict[str, logging.LogRecord] = {}  # no repetitions: interleaved variants patch and unpatch many times
+    handler.addFilter(lambda record: first.setdefault(record.getMessage(), record) is record)
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_first() else logging.ERROR)
     logger.propagate = False

@@ -19,8 +19,7 @@ from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.run.folder import check_writable
 from megatron_flux.slurm import queue, status
 from megatron_flux.slurm.job import Resolved, check_time
-from megatron_flux.train.checkpoint_access import least_bytes
-from megatron_flux.train.checkpoint_folder import TRACKER
+from megatron_flux.train.checkpoint_folder import TRACKER, least_bytes
 
 FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is told to go on in a folder that is there
 

@@ -3,9 +3,7 @@
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
 renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
 force. tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
-
-:mod:`~megatron_flux.train.checkpoint_folder` has the files, :mod:`~megatron_flux.train.checkpoint_access` the checks
-of what a run may load or replace.
+:mod:`~megatron_flux.train.checkpoint_folder` has the files, and the checks of what a run may load or replace.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -38,8 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_flux.errors import FluxError, StorageError, one_line
 from megatron_flux.files import write_atomically
 from megatron_flux.train import checkpoint_folder
-from megatron_flux.train.checkpoint_access import INHERITED, MUST_MATCH, check_fits, held
-from megatron_flux.train.checkpoint_folder import DESCRIPTION, TRACKER, chosen
+from megatron_flux.train.checkpoint_folder import DESCRIPTION, INHERITED, MUST_MATCH, TRACKER, check_fits, chosen, held
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.lora import is_adapter
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
@@ -52,19 +48,20 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def saves(config: RunConfig) -> Iterator[Callable[[Trainer, Path], None]]:
-    """Hold ``config.save`` while the run goes on; yields the collective function that saves a trainer to a folder.
+def holding(config: RunConfig) -> Iterator[None]:
+    """Hold ``config.save``, if any, while the run goes on. A collective call."""
+    with ExitStack() as stack:
+        if (folder := config.save) is not None:
+            _on_first_rank(lambda: stack.enter_context(held(config, folder)))
+        yield
 
-    A save that fails raises StorageError: what was written of it is removed, and the tracker is as it was.
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Save a trainer to ``folder``. A collective call.
+
+    Raises StorageError: nothing is left of what was written, and the tracker is as it was.
     """
-    with ExitStack() as holding:
-        if (save := config.save) is not None:
-            _on_first_rank(lambda: holding.enter_context(held(config, save)))
-        yield partial(_save, config)
-
-
-def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
-    iteration = trainer.iteration
+    config, iteration = trainer.config, trainer.iteration
     final = checkpoint_folder.checkpoint_of(folder, iteration)
     unfinished = folder / f"{final.name}.partial"
 
@@ -107,16 +104,17 @@ def _save(config: RunConfig, trainer: Trainer, folder: Path) -> None:
 def load(trainer: Trainer, folder: Path) -> None:
     """Bring a freshly built trainer to the chosen checkpoint in ``folder``. A collective call."""
     config = trainer.config
-    _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
+    description = _on_first_rank(lambda: check_fits(folder, config))  # once: it looks at every file
+    checkpoint = chosen(folder, config.ckpt_step)
     with trainer.active(), restricted():
-        _load(trainer, chosen(folder, config.ckpt_step), config)
+        if config.lora is not None and description.get("adapters") is None:
+            _load_base(trainer, checkpoint)
+        else:
+            _resume(trainer, checkpoint, description)
 
 
-def _load(trainer: Trainer, checkpoint: Path, config: RunConfig) -> None:
-    description = checkpoint_folder.description(checkpoint)
-    if config.lora is not None and description.get("adapters") is None:
-        _load_base(trainer, checkpoint)
-        return
+def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> None:
+    config = trainer.config
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
     adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
     if adam is not None:  # megatron-core describes its state before loading, step count included
@@ -174,10 +172,9 @@ def _write(trainer: Trainer, folder: Path) -> None:
 class _InProcess(TorchDistSaveShardedStrategy):
     """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
-    megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, and the
-    next save with them; they outlive a killed rank; and a rank waits for ever for a killed writer. The files are the
-    same, and megatron-core reads them. One file a rank: torch's writer loses the exceptions of all threads but the
-    first.
+    megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, outlive a
+    killed rank, and a rank waits for ever for a killed one. The files are the same. One file a rank: torch's writer
+    loses the exceptions of all threads but the first.
     """
 
     def __init__(self) -> None:
@@ -236,9 +233,9 @@ def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
 def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
     """Do ``distributed.load_state_dict`` without its two failures on torch's Adam.
 
-    megatron-core wants each entry of Adam's state from the checkpoint's tensors, torch's step count too, which the
-    checkpoint keeps with the parameter groups. So: groups and step first, then the tensors while the step is away. And
-    it gives all parameters one step tensor, which each would then count up: every parameter gets its own again.
+    megatron-core wants torch's step count among the checkpoint's tensors, which keeps it with the parameter groups. So:
+    groups and step first, then the tensors while the step is away. And it gives all parameters one step tensor, which
+    each would then count up: every parameter gets its own again.
     """
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
     steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}

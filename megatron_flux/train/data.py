@@ -1,13 +1,11 @@
 """The text of a run: tokenized into Megatron's indexed dataset, and read from it in micro-batches.
 
 Text files are read as bytes: tokens 0-255, 256 ends a document, 257 pads. Other tokens come in a .bin/.idx pair, as
-Megatron-LM's preprocessing makes it. Without ``--data`` the text is the source code of Python's standard library, which
-every user has.
+Megatron-LM's preprocessing makes it. Without ``--data`` the text is the source code of Python's standard library.
 
 Tokenized text and megatron-core's indices lie in a cache folder, under names made from the files' paths, sizes and
-times. One process builds under a lock, the others wait, and a build that dies leaves nothing that looks finished.
-Finished entries are read without a lock. Users may share the folder: each reads only what that user or root alone can
-have written, and builds the rest again under a name with the user's number.
+times. One process builds under a lock, and a build that dies leaves nothing that looks finished. Users may share the
+folder: each reads only what that user or root alone can have written, and builds the rest again under another name.
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ def prepare(config: RunConfig) -> Corpus:
         needs = f"byte-level text needs a vocabulary of {_BYTE_VOCAB_SIZE}, not {vocab_size}"
         raise UserError(f"{needs}; set vocab_size higher, or give a .bin/.idx pair")
     else:
-        prefix = _tokenized(sources, cache_folder(config.data_cache))
-        corpus = _check_pair(prefix, vocab_size)._replace(is_bytes=True)
+        corpus = _check_pair(_tokenized(sources, cache_folder(config.data_cache)), vocab_size)._replace(is_bytes=True)
     _indices(config, corpus)
     return corpus
 
@@ -208,10 +205,8 @@ def _check_pair(prefix: Path, vocab_size: int) -> Corpus:
 
 
 def _check_index(index: Any, itemsize: int) -> int:
-    """Return the number of tokens.
-
-    Raises ValueError: sequences do not follow each other from byte 0 on, or documents do not cover them in order.
-    megatron-core's reader checks neither and would train on other text.
+    """Return the number of tokens. Raises ValueError where megatron-core's reader would train on other text: sequences
+    do not follow each other from byte 0 on, or documents do not cover them in order.
     """
     lengths, pointers, ends = index.sequence_lengths, index.sequence_pointers, index.document_indices
     end = 0
@@ -246,8 +241,7 @@ def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
 def _indices(config: RunConfig, corpus: Corpus) -> Path:
     """Return the folder of megatron-core's index files for this run, made now if it is not in the cache.
 
-    megatron-core writes them where it reads them and takes any that exist for whole: a run that died would spoil them
-    for all that follow, and one that begins would cut those that another has mapped.
+    megatron-core writes them where it reads them and takes any that exist for whole, also those of a run that died.
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
     order = config.seed, config.shape.seq_length, config.shape.vocab_size, installed_megatron_core()
@@ -289,17 +283,15 @@ def _dataset(config: RunConfig, corpus: Corpus, indices: Path) -> Any:
 
 
 class MicroBatches:
-    """An endless iterator over this rank's micro-batches of a dataset, after ``consumed`` sequences.
+    """An endless iterator over this rank's micro-batches of a dataset, after ``consumed`` sequences of all ranks.
 
     Each is ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``. The
-    sequence at position ``p`` of training is sample ``p`` modulo the epoch's length: it depends neither on the number
-    of ranks nor on the number of steps asked for.
+    sequence at position ``p`` of training is sample ``p`` modulo the epoch's length, whatever the number of ranks.
     """
 
     def __init__(self, config: RunConfig, dataset: Any, dp_rank: int, device: torch.device) -> None:
         self._config, self._dataset, self._dp_rank, self._device = config, dataset, dp_rank, device
         self.consumed = 0
-        """Sequences used so far, over all ranks."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self

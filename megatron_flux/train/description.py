@@ -15,7 +15,7 @@ from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
-from megatron_flux.train.checkpoint_access import resumes
+from megatron_flux.train.checkpoint_folder import resumes
 from megatron_flux.train.config import RunConfig
 
 logger = logging.getLogger("megatron_flux")
@@ -30,8 +30,7 @@ class WandbNames(NamedTuple):
 
 def made(config: RunConfig) -> AbstractContextManager[None]:
     """Make the run folder (:func:`megatron_flux.run.folder.made`)."""
-    how = {"overwrite": config.overwrite, "resuming": resumes(config)}
-    return folder.made(config.out, description(config), **how)
+    return folder.made(config.out, description(config), overwrite=config.overwrite, resuming=resumes(config))
 
 
 def load_config(out: Path) -> RunConfig:
@@ -46,8 +45,8 @@ def load_wandb_names(config: RunConfig) -> WandbNames:
 
 def description(config: RunConfig) -> dict[str, Any]:
     """Return what ``config.json`` holds."""
-    whole = without_secrets(config.model_dump(mode="json"))
-    return folder.described(whole, config.options, {**run_info(config), "wandb": _wandb_names(config)._asdict()})
+    more = {**run_info(config), "wandb": _wandb_names(config)._asdict()}
+    return folder.described(without_secrets(config.model_dump(mode="json")), config.options, more)
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:

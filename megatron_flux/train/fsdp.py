@@ -1,13 +1,10 @@
 """ZeRO-3 by torch's FSDP2 (``fully_shard``): what a training without tensor parallelism does on the same GPUs.
 
-Every rank has whole layers. Their weights are sharded over all ranks, gathered for forward and again for backward, and
-their gradients are reduced and scattered. A rank takes its share of the sequences of each micro-batch.
-
-As torch's documentation does it: fp32 shards are gathered in bf16, each transformer layer is a unit of its own, freed
-behind its forward, and the next layer is gathered beside a layer in both directions. Forward asks for that explicitly:
-where all kernels share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS`` is 1, as Megatron asks), a gather that is
-enqueued behind a layer's kernels would not begin before they have. Gradients are reduced in fp32, as in Megatron's bf16
-trainings, and added to the fp32 shards, as Megatron adds to ``main_grad``.
+A rank takes its share of the sequences of each micro-batch. As in torch's documentation, fp32 shards are gathered in
+bf16, each transformer layer is a unit of its own, freed behind its forward, and the next layer is gathered beside a
+layer in both directions. Forward asks for that explicitly: where all kernels share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS`` is 1, as Megatron asks), a gather that is enqueued behind a layer's kernels would not
+begin before they have. Gradients are reduced in fp32 and added to the fp32 shards, as Megatron adds to ``main_grad``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Training from the start, or from a checkpoint, to the last step or to a signal: ``train`` and ``compare``.
 
 A comparison trains baseline and flux from the same seed and data, in alternating blocks on the same processes. The
-blocks go A B B A A B B A ...: a machine that slows down or warms up meets both alike. Each has its own weights,
-optimizer and random state, so both are complete trainings whose loss curves can be laid over each other. A run that is
-stopped saves each where it is, and resumes in the middle of its blocks.
+blocks go A B B A A B B A ...: a machine that slows down or warms up meets both alike. Both are complete trainings. A
+run that is stopped saves each where it is, and resumes in the middle of its blocks.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +26,12 @@ from megatron_flux.metrics.table import print_summary
 from megatron_flux.run import folder
 from megatron_flux.run.stop import Peers, StopRequest
 from megatron_flux.train import checkpoint
-from megatron_flux.train.checkpoint_access import folders, is_saved, loads_base, sources
+from megatron_flux.train.checkpoint_folder import folders, is_saved, loads_base, sources
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepResult
-from megatron_flux.train.trainer import Trainer
+from megatron_flux.train.record import StepResult
 from megatron_flux.train.variant import Variant
 
 logger = logging.getLogger("megatron_flux")
-
-Save = Callable[[Trainer, Path], None]
 
 
 def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
@@ -51,22 +46,20 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
             for variant, saved in zip(variants.values(), sources(config), strict=True):
                 checkpoint.load(variant.trainer, saved)
         iterations = {name: variant.trainer.iteration for name, variant in variants.items()}
-        if config.load is not None and dist.get_rank() == 0:
+        if loads_base(config):
+            logger.info("base weights: %s", config.load)
+        elif config.load is not None:
             at = ", ".join(f"{name} from step {n}" for name, n in iterations.items())
-            if loads_base(config):
-                logger.info("base weights: %s", config.load)
-            else:
-                logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
+            logger.info("resumed: %s of %d, out of %s", at, config.steps, config.load)
         summary = None
-        with checkpoint.saves(config) as save, ExitStack() as recording:
+        with checkpoint.holding(config), ExitStack() as recording:
             if dist.get_rank() == 0:
                 folder.begun(config.out)
             for variant in variants.values():
                 recording.enter_context(variant)
-            stopped = _train(config, variants, iterations, save, stop)
+            stopped = _train(config, variants, iterations, stop)
             if comparing and not stopped and dist.get_rank() == 0:
-                records = [read_records(config.out / name / "metrics.jsonl") for name in variants]
-                baseline, flux, *fsdp = records
+                baseline, flux, *fsdp = (read_records(config.out / name / "metrics.jsonl") for name in variants)
                 summary = summarize(baseline, flux, json.loads((config.out / folder.CONFIG).read_text()), *fsdp)
                 final = wandb_mirror.comparison_summary(config.out, summary)
                 for variant in variants.values():
@@ -85,9 +78,7 @@ def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
             logger.info("%s", _how_it_ended(config, iterations, stopped))
 
 
-def _train(
-    config: RunConfig, variants: Mapping[str, Variant], iterations: dict[str, int], save: Save, stop: StopRequest
-) -> bool:
+def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[str, int], stop: StopRequest) -> bool:
     """Train what is left, counting up ``iterations``. Returns True if a signal stopped it.
 
     A single variant is saved at every ``save_interval`` and its last step, with 0 at neither. Two are saved at the
@@ -109,7 +100,7 @@ def _train(
                 stopped = min(iterations.values()) < config.steps and stop.agreed()
                 due = iteration % every == 0 or iteration == at_end or stopped
                 if config.save is not None and due and not both:
-                    save(variants[name].trainer, config.save)
+                    checkpoint.save(variants[name].trainer, config.save)
                     stopped = stopped or (iteration < config.steps and stop.agreed())
                 if stopped:
                     break
@@ -118,7 +109,7 @@ def _train(
             saved = slower
             for variant, to in zip(variants.values(), folders(config.save, config), strict=True):
                 with variant.trainer.active():
-                    save(variant.trainer, to)
+                    checkpoint.save(variant.trainer, to)
             stopped = stopped or (slower < config.steps and stop.agreed())
         if stopped:
             return True
@@ -127,11 +118,10 @@ def _train(
 
 def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
     """Log a step on rank 0, every ``config.log_interval`` steps and at the end."""
-    if iteration % config.log_interval and iteration != config.steps:
-        return
-    text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
-    text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
-    logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
+    if iteration % config.log_interval == 0 or iteration == config.steps:
+        text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
+        text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
+        logger.info("%-8s step %d/%d  %s", name, iteration, config.steps, text)
 
 
 def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
@@ -154,8 +144,8 @@ def _how_it_ended(config: RunConfig, iterations: Mapping[str, int], stopped: boo
     if stopped:
         left = "not saved: --save was not given"
         if config.save is not None:
-            unsaved = "no step of this run was done, and nothing is saved"
-            left = f"saved in {config.save}" if is_saved(config) else unsaved
+            nothing = "no step of this run was done, and nothing is saved"
+            left = f"saved in {config.save}" if is_saved(config) else nothing
         at = ", ".join(f"{name} at step {n}" for name, n in iterations.items())
         return f"stopped on request: {at} of {config.steps}; {left}"
     if config.command == "compare":

@@ -22,12 +22,9 @@ class OwnMemory:
     """Device memory of one trainer of several in a process, measured as if it were the only one.
 
     Only the active trainer allocates. So the others hold what is allocated when it becomes active, less what it held
-    when it last was; that is taken away from the allocator's peak. What a trainer would leave to the next one (unread
-    weight gradients, cuBLAS's workspaces) is freed when it ceases to be active, but where CUDA graphs hold the
-    addresses (``captured``). Tens of MB that other libraries keep count for the first trainer.
-
-    Flux's symmetric memory is in no figure of the allocator, and added by its size. What NCCL, CUDA
-    and its contexts take is in no figure.
+    when it last was; that is taken away from the allocator's peak. What it would leave to the next one (unread weight
+    gradients, cuBLAS's workspaces) is freed when it ceases to be active, but where CUDA graphs hold the addresses
+    (``captured``). Flux's symmetric memory is added. What NCCL, CUDA and other libraries take is in no figure.
     """
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:
@@ -56,10 +53,8 @@ class OwnMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> dict[str, int | None]:
-        """Return the bytes that this trainer has held at most since :meth:`reset_peak`; only while it is active.
-
-        ``allocated_peak_bytes`` in torch's allocator (None on CPUs), ``workspace_bytes`` of symmetric memory, held at
-        the end, and ``peak_memory_bytes``, their sum.
+        """Return the bytes that this trainer, which is active, has held at most since :meth:`reset_peak`: in torch's
+        allocator (None on CPUs), in symmetric memory at the end, and their sum.
         """
         allocated = torch.cuda.max_memory_allocated(self._device) - self._others if self._on_gpu else None
         workspace = group_state.slab_bytes() - self._others_workspace

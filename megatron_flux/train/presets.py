@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import ChainMap
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import PositiveInt
+
+from megatron_flux.options import Checked
 
 
-class ModelShape(BaseModel):
+class ModelShape(Checked):
     """The shape of a GPT. Sizes are of the whole model, before any parallel split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_layers: PositiveInt
     hidden_size: PositiveInt
@@ -116,7 +116,7 @@ class Preset(NamedTuple):
     lr: float
 
 
-_GPT = {"normalization": "LayerNorm", "activation": "gelu", "bias": True}
+_GPT = {"normalization": "LayerNorm", "activation": "gelu", "bias": True, "position_embedding": "learned_absolute"}
 _LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "position_embedding": "rope"}
 
 
@@ -138,14 +138,10 @@ def _experts(*sizes: int, experts: int, topk: int, shared: int | None = None) ->
 
 PRESETS = {
     # Made for CPUs: byte-level vocabulary; divides by every tp up to 8.
-    "tiny": Preset(_shape(2, 128, 8, 8, 512, 128, 258, **_GPT, position_embedding="rope"), 4, 2, 1e-3),
+    "tiny": Preset(_shape(2, 128, 8, 8, 512, 128, 258, **_GPT | {"position_embedding": "rope"}), 4, 2, 1e-3),
     # Brown et al., arXiv 2005.14165, table 2.1.
-    "gpt3-175b": Preset(
-        _shape(96, 12288, 96, 96, 49152, 2048, 50257, **_GPT, position_embedding="learned_absolute"), 4, 1, 6e-5
-    ),
-    "gpt3-6.7b": Preset(
-        _shape(32, 4096, 32, 32, 16384, 2048, 50257, **_GPT, position_embedding="learned_absolute"), 4, 1, 1.2e-4
-    ),
+    "gpt3-175b": Preset(_shape(96, 12288, 96, 96, 49152, 2048, 50257, **_GPT), 4, 1, 6e-5),
+    "gpt3-6.7b": Preset(_shape(32, 4096, 32, 32, 16384, 2048, 50257, **_GPT), 4, 1, 1.2e-4),
     # Touvron et al., arXiv 2307.09288, table 1 (MLP of the 7B: its released configuration).
     "llama2-7b": Preset(_shape(32, 4096, 32, 32, 11008, 4096, 32000, **_LLAMA), 2, 1, 3e-4),
     "llama2-70b": Preset(_shape(80, 8192, 64, 8, 28672, 4096, 32000, **_LLAMA), 2, 1, 1.5e-4),
@@ -204,16 +200,14 @@ def gathered_share(
     Counted for the same ``tokens`` (m), in bf16, as a rank receives them, over the same ranks: both times
     (tp - 1) / tp, which cancels out. With hidden size h and a layer of W weights:
 
-    * Tensor parallelism: each all-gather or reduce-scatter of m x h activations is 2 m h bytes. With sequence
-      parallelism there are four in forward, four in backward, and two more that gather x again for wgrad, unless it is
-      ``kept`` or the weights are ``frozen``: 20 m h. Without, there are two all-reduces in each direction, each of
-      which is a reduce-scatter and an all-gather: 16 m h. ``recomputed`` layers run forward twice: 8 m h more.
+    * Tensor parallelism: all-gathers and reduce-scatters of m x h activations, 2 m h bytes each: four in each
+      direction, and two that gather x again for wgrad, unless it is ``kept`` or the weights are ``frozen``. Without
+      sequence parallelism two all-reduces in each direction, of two each. ``recomputed`` layers run forward twice.
     * ZeRO-3: W is gathered for forward and for backward, 2 bytes a weight each time, and the gradient is scattered in
-      ``gradient`` bytes (Megatron and ``fsdp``: fp32; of frozen weights none): (4 + gradient) W, whatever m is.
+      ``gradient`` bytes (Megatron and ``fsdp``: fp32; of frozen weights none).
 
-    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h). A layer of ordinary attention and an MLP of 4 h has
-    W = 12 h^2: m > 3.6 h with gradients in bf16, and m > 4.8 h in fp32. GQA makes W smaller, and a gated MLP of the
-    same width larger. Biases and norms are left out.
+    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h): with W = 12 h^2 (ordinary attention and an MLP of 4 h)
+    m > 3.6 h with gradients in bf16, and m > 4.8 h in fp32. Biases and norms are left out.
     """
     collectives = 8 + (2 if sequence_parallel and not kept and not frozen else 0) + (4 if recomputed else 0)
     return (4 + (0 if frozen else gradient)) * shape.layer_weights / (2 * collectives * tokens * shape.hidden_size)

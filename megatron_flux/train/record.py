@@ -1,38 +1,41 @@
-"""Measure the steps of a variant and make their records (docs/metrics.md).
+"""Measure the steps of a variant, gather them from all ranks and make their records (docs/metrics.md).
 
     with records.step(iteration, profiled):
         local = trainer.step()
     result = records.gather(local)
     record = records.of(result, block)
 
-Every step: loss of the last stage, the slowest time, the largest memory, layers of other stages. Every
-``sample_interval`` steps also operators, GPUs and how the ranks differ: every operator call is timed on the device
-(:mod:`megatron_flux.telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the step. A step
-that is not sampled costs a comparison or two.
+Every ``sample_interval`` steps operators, GPUs and how the ranks differ are measured, too: every operator call is timed
+on the device (:mod:`megatron_flux.telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the
+step. A step that is not sampled costs a comparison or two.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 import megatron_flux
 from megatron_flux import gpus, nvml
 from megatron_flux.comm import timeouts
+from megatron_flux.comm.collectives import all_gather
 from megatron_flux.metrics.schema import SCHEMA_VERSION, counters, since
 from megatron_flux.telemetry import call_sampler, environment
 from megatron_flux.train.description import run_info
-from megatron_flux.train.measurements import LocalStep, StepResult, by_rank, gathered, known, over_gpus
 from megatron_flux.train.presets import step_flops
-from megatron_flux.train.trainer import Trainer
+from megatron_flux.train.trainer import LocalStep, Trainer
 
+Ranks = dict[str, list[float | None]]
+"""One value per rank, None where it is not known."""
 _OF_SAMPLES = ("operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 _MEMORY = {
     "peak-memory-bytes": "peak_memory_bytes",
@@ -40,6 +43,16 @@ _MEMORY = {
     "flux/workspace_bytes": "workspace_bytes",
     "flux/kept_bytes": "kept_bytes",
 }
+
+
+class StepResult(NamedTuple):
+    """Results of one step; the same on every rank."""
+
+    loss: float  # mean over the tokens of the global batch
+    grad_norm: float
+    lr: float
+    seconds: float  # of the slowest rank
+    ranks: Ranks  # of ``seconds``, and of what else the ranks gave
 
 
 class Records:
@@ -90,7 +103,21 @@ class Records:
             values |= {"operators_ms": sum(taken.values()), "reduction_ms": self._sampler.reduction_ms}
         if reading is not None:
             values |= {name: getattr(reading, name) for name in nvml.FIELDS} | {"throttle": float(reading.throttle)}
-        return gathered(local, values, self._trainer.device)
+        mine = [
+            local.loss_sum,
+            local.loss_tokens,
+            local.seconds,
+            *(math.nan if v is None else v for v in values.values()),
+        ]
+        row = torch.tensor([mine], dtype=torch.float64, device=self._trainer.device)
+        rows = all_gather(row, dist.distributed_c10d._get_default_group()).wait().tolist()
+        sums, tokens, seconds, *columns = zip(*rows, strict=True)
+        ranks = {
+            name: [None if math.isnan(v) else v for v in column] for name, column in zip(values, columns, strict=True)
+        }
+        # The loss is NaN where training has diverged: a rank without a loss has 0 here.
+        loss = sum(sums) / sum(tokens)
+        return StepResult(loss, local.grad_norm, local.lr, max(seconds), {"seconds": list(seconds), **ranks})
 
     def of(self, result: StepResult, block: int) -> dict[str, Any]:
         """Return the record of the trainer's last step."""
@@ -154,8 +181,39 @@ class Records:
         }
 
 
-def _memory(ranks: dict[str, list[float | None]]) -> dict[str, int | None]:
+def _memory(ranks: Ranks) -> dict[str, int | None]:
     """Return the memory of the rank that has most, and its parts."""
     by = ranks["peak_memory_bytes"] if known(ranks["peak_memory_bytes"]) else ranks["workspace_bytes"]
     most = max(range(len(by)), key=lambda rank: by[rank] or 0)
     return {field: None if (v := ranks[name][most]) is None else int(v) for field, name in _MEMORY.items()}
+
+
+def known(values: list[float | None]) -> list[float]:
+    """Return the values that are not None."""
+    return [value for value in values if value is not None]
+
+
+def by_rank(ranks: Ranks) -> Ranks:
+    """Return what is known of the ranks in a sampled step, a list of one value per rank each."""
+    step_ms: list[float | None] = [1e3 * (seconds or 0.0) for seconds in ranks["seconds"]]
+    names = ("operators_ms", "reduction_ms", "peak_memory_bytes", *nvml.FIELDS)
+    return {"step_ms": step_ms, **{name: ranks[name] for name in names if known(ranks[name])}}
+
+
+def over_gpus(ranks: Ranks) -> dict[str, Any]:
+    """Return clocks, power and temperature over the ranks' GPUs, and how many were throttled by what."""
+    if not known(ranks["throttle"]):
+        return {"flux/gpu": None, "flux/throttle_reasons": None}
+    clocks, memory, power, heat = (known(ranks[name]) for name in nvml.FIELDS)
+    reasons = Counter(reason for bits in known(ranks["throttle"]) for reason in nvml.throttle_reasons(int(bits)))
+    return {
+        "flux/gpu": {
+            "sm_clock_mhz_min": min(clocks, default=None),
+            "sm_clock_mhz_mean": sum(clocks) / len(clocks) if clocks else None,
+            "memory_clock_mhz_min": min(memory, default=None),
+            "power_w_mean": sum(power) / len(power) if power else None,
+            "power_w_max": max(power, default=None),
+            "temperature_c_max": max(heat, default=None),
+        },
+        "flux/throttle_reasons": dict(reasons),
+    }

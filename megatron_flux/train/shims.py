@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -57,18 +58,6 @@ class _NoStream:
         return lambda *args, **kwargs: None
 
 
-def _cuda_type_name(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type()`` that names CUDA types, for optimizer, distrib_optimizer and clip_grads."""
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        if isinstance(result, str) and result.startswith("torch.") and ".cuda." not in result:
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-    return type_
-
-
 @contextlib.contextmanager
 def cpu_shims() -> Iterator[None]:
     """Let megatron-core run on the CPU inside the context; does nothing where CUDA is available."""
@@ -77,10 +66,15 @@ def cpu_shims() -> Iterator[None]:
         return
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # torch switches a function mode off while a torch function runs, so backward() would recompute without it.
-    run_backward = torch.autograd._engine_run_backward
+    stock_type, run_backward = torch.Tensor.type, torch.autograd._engine_run_backward
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Name CUDA types, for optimizer, distrib_optimizer and clip_grads."""
+        result = stock_type(self, *args, **kwargs)
+        return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", result) if isinstance(result, str) else result
 
     def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        """Run backward in the mode: torch switches it off while a torch function runs, and would recompute without."""
         with _CudaMeansCpu():
             return run_backward(*args, **kwargs)
 
@@ -101,7 +95,7 @@ def cpu_shims() -> Iterator[None]:
             current_stream=_NoStream,
             default_stream=_NoStream,
         ),
-        mock.patch.object(torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        mock.patch.object(torch.Tensor, "type", cuda_type),
         mock.patch.multiple(
             megatron_random,
             _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),

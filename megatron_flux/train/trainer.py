@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,18 @@ from megatron_flux.telemetry.breakdown import OPTIMIZER
 from megatron_flux.train import fp8
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.data import MicroBatches
-from megatron_flux.train.measurements import LocalStep
 from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.model import CudaGraphs, build_model, side_stream, transformer_config
+
+
+class LocalStep(NamedTuple):
+    """Results of one step on this rank."""
+
+    loss_sum: float  # over the tokens that this rank has the loss of: the last stage's first tensor-parallel rank alone
+    loss_tokens: float
+    grad_norm: float  # before clipping; the same on every rank
+    lr: float
+    seconds: float  # from reading the first batch to the end of the optimizer's step on an idle device
 
 
 class Trainer:
@@ -88,8 +97,10 @@ class Trainer:
         start = time.perf_counter()
         losses, grad_norm, lr = self.advance()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        return LocalStep(*_sums(losses), grad_norm, lr, seconds)
+        seconds, total, tokens = time.perf_counter() - start, 0.0, 0.0
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
+        return LocalStep(total, tokens, grad_norm, lr, seconds)
 
     def _zero_gradients(self) -> None:
         self.model.zero_grad_buffer()
@@ -187,14 +198,6 @@ def _forward_step(batches: MicroBatches, model: torch.nn.Module) -> tuple[torch.
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
-
-
-def _sums(losses: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Return loss and tokens of the micro-batches; zeros but on the last stage's first tensor-parallel rank."""
-    if not (parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0):
-        return 0.0, 0.0
-    total, tokens = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0).tolist()
-    return total, tokens
 
 
 def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

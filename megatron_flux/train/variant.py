@@ -24,8 +24,7 @@ from megatron_flux.ops import call_events
 from megatron_flux.telemetry.profiler import StepProfiler
 from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
-from megatron_flux.train.measurements import StepResult
-from megatron_flux.train.record import Records
+from megatron_flux.train.record import Records, StepResult
 from megatron_flux.train.trainer import Trainer, require_finite
 
 logger = logging.getLogger("megatron_flux")
@@ -50,12 +49,10 @@ class Variant:
             names, _, backend = choice.rpartition("=")
             megatron_flux.set_backend(self.trainer.model, backend, names=names)
         self._profiler: StepProfiler | None = None
-        self._more: dict[str, Any] = {}
-        """What the next record says beside its step."""
+        self._more: dict[str, Any] = {}  # what the next record says beside its step
         self._exits = ExitStack()
         self._writers: list[JsonlRecorder | WandbMirror] = []
-        self.mirror: WandbMirror | None = None
-        """On rank 0, while it is open."""
+        self.mirror: WandbMirror | None = None  # on rank 0, while it is open
 
     def __enter__(self) -> Variant:
         begin = self.trainer.iteration  # a checkpoint may have been loaded
@@ -63,11 +60,11 @@ class Variant:
             # What the tuner tries is tried here, on all stages at once, so that steps compare with stock's from the
             # first on; what it allocates and keeps counts for flux.
             with self.patched(), self.trainer.active():
-                shape = self.config.shape
-                megatron_flux.tune_model(self.trainer.model, shape.seq_length, self.config.micro_batch_size)
+                megatron_flux.tune_model(self.trainer.model, self.config.shape.seq_length, self.config.micro_batch_size)
         self._records = Records(self.name, self.trainer)
         hosts = of_all_ranks(socket.gethostname(), dist.distributed_c10d._get_default_group())
-        self._open_profiler()
+        if self.config.profile_steps is not None:
+            self._open_profiler(*self.config.profile_steps)
         if self.config.nvtx:
             self._exits.enter_context(call_events.ranges(nvtx=True))
         if dist.get_rank() == 0:
@@ -80,8 +77,7 @@ class Variant:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        error = exc[1]
-        if isinstance(error, Exception):
+        if isinstance(error := exc[1], Exception):
             self._note_failure(error)
         if self._profiler is not None:
             self._profiler.close()
@@ -113,13 +109,10 @@ class Variant:
                 require_finite(result.loss, result.grad_norm, iteration, self.name)
                 yield iteration, result
 
-    def _open_profiler(self) -> None:
-        if self.config.profile_steps is None:
-            return
-        (first, last), begin = self.config.profile_steps, self.trainer.iteration + 1
-        if begin < first:
-            rank, nvtx = dist.get_rank(), self.config.nvtx
-            self._profiler = StepProfiler(first, last, self.folder, rank=rank, device=self.trainer.device, nvtx=nvtx)
+    def _open_profiler(self, first: int, last: int) -> None:
+        if (begin := self.trainer.iteration + 1) < first:
+            how: Any = {"rank": dist.get_rank(), "device": self.trainer.device, "nvtx": self.config.nvtx}
+            self._profiler = StepProfiler(first, last, self.folder, **how)
         else:
             resumes = f"training resumes at iteration {begin}, --profile-steps begin at {first}"
             logger.warning(f"nothing is profiled: {resumes}, and one step more is needed to start the profiler")

@@ -26,10 +26,8 @@ def process_groups(config: Any, *, ep: int = 1) -> Iterator[torch.device]:
     """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
 
     ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait. With
-    ``ep`` that many ranks have whole experts of their own.
-    On an error inside, the groups are left as they are: tearing them down would wait for peers that may have exited.
-
-    Raises RendezvousError: the ranks have not found each other.
+    ``ep`` that many ranks have whole experts of their own. After an error the groups stay as they are: tearing them
+    down would wait for peers that may have exited. Raises RendezvousError: the ranks have not found each other.
     """
     from megatron.core import parallel_state
 

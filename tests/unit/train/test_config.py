@@ -103,12 +103,8 @@ def test_bytes_of_gathering_weights_are_noted_where_they_are_fewer() -> None:
     assert run.bytes_note("host") is None
     assert resolve(**wide, micro_batch_size=4, keep_gathered=False).bytes_note("host") == run.bytes_note("nvlink")
     assert resolve(**wide, micro_batch_size=4, world_size=1).bytes_note("nvlink") is None
-    frozen = resolve(**wide, micro_batch_size=4, lora=8).bytes_note("nvlink")
-    assert frozen is not None
-    assert "would move 0.75 x the bytes" in frozen
-    recomputed = resolve(**wide, micro_batch_size=3, recompute="full").bytes_note("nvlink")
-    assert recomputed is not None
-    assert "0.86 x" in recomputed
+    assert " 0.75 x the bytes" in str(resolve(**wide, micro_batch_size=4, lora=8).bytes_note("nvlink"))
+    assert " 0.86 x the bytes" in str(resolve(**wide, micro_batch_size=3, recompute="full").bytes_note("nvlink"))
 
 
 @pytest.mark.parametrize("given", [TE, {"cuda_graph_impl": "transformer_engine"}])

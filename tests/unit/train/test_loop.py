@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_flux.train import loop
 from megatron_flux.train.loop import schedule
-from megatron_flux.train.measurements import StepResult
+from megatron_flux.train.record import StepResult
 
 
 def test_blocks_go_a_b_b_a() -> None:
@@ -65,8 +65,8 @@ def train(names: str, looks: int, **config: int) -> tuple[bool, dict[str, int], 
     def save(trainer: Any, _: Path) -> None:
         saved.append((trainer.name, iterations[trainer.name]))
 
-    with mock.patch.object(loop.dist, "get_rank", return_value=1):
-        return loop._train(given, variants, iterations, save, Asked(looks)), iterations, saved
+    with mock.patch.object(loop.checkpoint, "save", save):
+        return loop._train(given, variants, iterations, Asked(looks)), iterations, saved
 
 
 @pytest.mark.parametrize(

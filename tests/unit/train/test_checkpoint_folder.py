@@ -13,7 +13,7 @@ import pytest
 
 from megatron_flux.errors import UserError
 from megatron_flux.files import locked
-from megatron_flux.train import checkpoint_access, checkpoint_folder, config
+from megatron_flux.train import checkpoint_folder, config
 from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
 from tests.small_disk import fill, small_disk
@@ -57,47 +57,47 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, compare: bool) -
     folder = tmp_path / "saved" / "flux" if compare else tmp_path / "saved"
     checkpoint(folder, 3, tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"holds checkpoints of the run in .*elsewhere \(iteration 3\); .*--load"):
-        checkpoint_access.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
+        checkpoint_folder.check_save(run_config(tmp_path, compare=compare, save=tmp_path / "saved"))
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / checkpoint_folder.TRACKER).write_text("release")
     with pytest.raises(UserError, match="holds checkpoints of another run"):
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "megatron"))
+        checkpoint_folder.check_save(run_config(tmp_path, save=tmp_path / "megatron"))
 
 
 def test_overwrite_replaces_what_the_same_run_folder_saved_and_nothing_else(saved: Path, tmp_path: Path) -> None:
     for refused in ({}, {"overwrite": True, "out": "new"}):
         with pytest.raises(UserError, match="holds checkpoints"):
-            checkpoint_access.check_save(run_config(tmp_path, save=saved, **refused))
-    with checkpoint_access.held(run_config(tmp_path, save=saved, overwrite=True), saved):
+            checkpoint_folder.check_save(run_config(tmp_path, save=saved, **refused))
+    with checkpoint_folder.held(run_config(tmp_path, save=saved, overwrite=True), saved):
         assert checkpoint_folder.iterations(saved) == []
         assert checkpoint_folder.tracked(saved) is None
 
 
 def test_a_resumed_run_goes_on_and_clears_away_saves_that_died(saved: Path, tmp_path: Path) -> None:
     (saved / "iter_0000008.partial").mkdir()
-    with checkpoint_access.held(run_config(tmp_path, save=saved, load=saved, out="later"), saved):
+    with checkpoint_folder.held(run_config(tmp_path, save=saved, load=saved, out="later"), saved):
         assert list(saved.glob("*.partial")) == []
         assert checkpoint_folder.iterations(saved) == [2, 4, 6]
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
     one, both = (run_config(tmp_path, compare=compare, save=tmp_path / "disk" / "saved") for compare in (False, True))
-    with small_disk(tmp_path / "disk", 1.5 * checkpoint_access.least_bytes(one) / 1e6) as disk:
-        checkpoint_access.check_save(one)
+    with small_disk(tmp_path / "disk", 1.5 * checkpoint_folder.least_bytes(one) / 1e6) as disk:
+        checkpoint_folder.check_save(one)
         with pytest.raises(UserError, match=r"a checkpoint of baseline and flux needs at least 0\.\d+ GB"):
-            checkpoint_access.check_save(both)
+            checkpoint_folder.check_save(both)
         fill(disk)
         with pytest.raises(UserError, match="cannot be written: No space left on device"):
-            checkpoint_access.check_save(one)
+            checkpoint_folder.check_save(one)
 
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
     first, second = (run_config(tmp_path, save=tmp_path / "saved", out=out) for out in ("first", "second"))
-    with checkpoint_access.held(first, tmp_path / "saved"):
+    with checkpoint_folder.held(first, tmp_path / "saved"):
         for other in (first, second):
             with pytest.raises(UserError, match="being saved to by another run"):
-                checkpoint_access.check_save(other)
-    checkpoint_access.check_save(second)
+                checkpoint_folder.check_save(other)
+    checkpoint_folder.check_save(second)
 
 
 def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
         earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
         began = time.monotonic()
         threading.Timer(0.5, earlier.close).start()
-        checkpoint_access.check_save(run_config(tmp_path, save=tmp_path / "saved"))
+        checkpoint_folder.check_save(run_config(tmp_path, save=tmp_path / "saved"))
         assert time.monotonic() - began >= 0.5
 
 
@@ -127,8 +127,8 @@ def test_a_damaged_checkpoint_is_refused_and_another_may_be_chosen(tmp_path: Pat
     cut(tmp_path / "saved" / "flux" / "iter_0000004")
     said = "flux/iter_0000004 is damaged: __0_0.distcp has 50 bytes, 100 were saved; .*--set ckpt_step=N"
     with pytest.raises(UserError, match=said):
-        checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
-    checkpoint_access.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
+        checkpoint_folder.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved"))
+    checkpoint_folder.check_resume(run_config(tmp_path, compare=True, load=tmp_path / "saved", ckpt_step=2))
 
 
 @pytest.mark.parametrize(
@@ -143,25 +143,25 @@ def test_a_checkpoint_of_which_something_is_missing(saved: Path, tmp_path: Path,
     newest = checkpoint_folder.checkpoint_of(saved, 6)
     (newest / missing).unlink() if missing else shutil.rmtree(newest)
     with pytest.raises(UserError, match=said):
-        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+        checkpoint_folder.check_resume(run_config(tmp_path, load=saved))
 
 
 def test_a_step_of_choice(saved: Path, tmp_path: Path) -> None:
-    assert checkpoint_access.check_fits(saved, run_config(tmp_path, load=saved))["iteration"] == 6
-    assert checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=4))["iteration"] == 4
+    assert checkpoint_folder.check_fits(saved, run_config(tmp_path, load=saved))["iteration"] == 6
+    assert checkpoint_folder.check_resume(run_config(tmp_path, load=saved, ckpt_step=4))["iteration"] == 4
     with pytest.raises(UserError, match=r"has no iter_0000005; it has iteration\(s\) 2, 4, 6"):
-        checkpoint_access.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
+        checkpoint_folder.check_resume(run_config(tmp_path, load=saved, ckpt_step=5))
     with pytest.raises(UserError, match="ckpt_step without --load"):
-        checkpoint_access.check_resume(run_config(tmp_path, ckpt_step=5))
+        checkpoint_folder.check_resume(run_config(tmp_path, ckpt_step=5))
     (saved / checkpoint_folder.TRACKER).write_text("seven")
     with pytest.raises(UserError, match="iteration number"):
-        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+        checkpoint_folder.check_resume(run_config(tmp_path, load=saved))
     for folder, said in ((tmp_path / "absent", "no such folder"), (tmp_path, "no checkpoint in it")):
         with pytest.raises(UserError, match=f"--load {folder}: {said}; give the folder that --save wrote to"):
-            checkpoint_access.check_resume(run_config(tmp_path, load=folder))
+            checkpoint_folder.check_resume(run_config(tmp_path, load=folder))
     (saved / checkpoint_folder.TRACKER).unlink()
     with pytest.raises(UserError, match=r"iteration\(s\) 2, 4, 6: choose one with --set ckpt_step=N"):
-        checkpoint_access.check_resume(run_config(tmp_path, load=saved))
+        checkpoint_folder.check_resume(run_config(tmp_path, load=saved))
 
 
 @pytest.mark.parametrize(
@@ -188,23 +188,23 @@ def test_what_another_run_saved_is_not_resumed(
     about = json.loads((made / checkpoint_folder.DESCRIPTION).read_text())
     (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about | changed))
     with pytest.raises(UserError, match=re.escape(said)):
-        checkpoint_access.check_resume(run_config(tmp_path, load=tmp_path / "saved", **options))
+        checkpoint_folder.check_resume(run_config(tmp_path, load=tmp_path / "saved", **options))
 
 
 @pytest.mark.parametrize("compare", [False, True])
 def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path: Path, compare: bool) -> None:
     """Nothing of it is resumed: neither its step, nor its rates, nor its folder."""
     run = run_config(tmp_path, compare=compare, load=saved, lora=8, steps=1, save=tmp_path / "adapters")
-    assert checkpoint_access.check_resume(run) == {}
-    assert checkpoint_access.loads_base(run)
-    assert not checkpoint_access.resumes(run)
-    assert checkpoint_access.sources(run) == [saved] * (2 if compare else 1)
+    assert checkpoint_folder.check_resume(run) == {}
+    assert checkpoint_folder.loads_base(run)
+    assert not checkpoint_folder.resumes(run)
+    assert checkpoint_folder.sources(run) == [saved] * (2 if compare else 1)
     with pytest.raises(UserError, match="holds checkpoints of the run in"):
-        checkpoint_access.check_save(run_config(tmp_path, load=saved, lora=8, save=saved))
+        checkpoint_folder.check_save(run_config(tmp_path, load=saved, lora=8, save=saved))
     own = tmp_path / "adapters"
     for folder in [own / "baseline", own / "flux"] if compare else [own]:
         checkpoint(folder, 2, adapters=run.adapters)
     again = run_config(tmp_path, compare=compare, load=own, lora=8, save=own)
-    assert checkpoint_access.check_resume(again)["iteration"] == 2
-    assert checkpoint_access.resumes(again)
-    checkpoint_access.check_save(again)
+    assert checkpoint_folder.check_resume(again)["iteration"] == 2
+    assert checkpoint_folder.resumes(again)
+    checkpoint_folder.check_save(again)

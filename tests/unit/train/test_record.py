@@ -12,10 +12,9 @@ from megatron_flux.comm import group_state
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry import call_sampler
 from megatron_flux.train.config import resolve
-from megatron_flux.train.measurements import by_rank, over_gpus
 from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.options import TrainOptions
-from megatron_flux.train.record import Records, _memory
+from megatron_flux.train.record import Records, _memory, by_rank, over_gpus
 
 
 def test_what_is_known_of_the_ranks() -> None:

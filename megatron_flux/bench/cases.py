@@ -13,6 +13,8 @@ from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import LORA_TARGETS, LoraTarget
 from megatron_flux.train.presets import LAYERS, ExpertShape, ModelShape
 
+GATHERS, SCATTERS, REDUCES = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
+"""Operators by what they do beside the GEMM."""
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 
 
@@ -37,13 +39,13 @@ class Case:
 
     def bytes_received(self, tp: int) -> int:
         """Return the bytes that a rank receives: two for each number; in FP8 one, and the scales of blocks."""
-        if self.op != "all_gather_gemm":
+        if self.op != GATHERS:
             row = 2 * self.n
         elif self.fp8 is None:
             row = 2 * self.k
         else:
             row = self.k + (4 * -(-self.k // 128) if self.fp8 == "blockwise" else 0)
-        rows = self.m if self.op == "gemm_all_reduce" else self.m // tp
+        rows = self.m if self.op == REDUCES else self.m // tp
         return (tp - 1) * rows * row
 
 
@@ -66,17 +68,17 @@ def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -
     reduce over all ranks.
     """
     hidden = shape.hidden_size
-    widths = (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size)
+    inner = dict(zip(LINEARS, (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size), strict=True))
     cases = []
-    for linear, width in zip(LINEARS, widths, strict=True):
+    for linear, width in inner.items():
         column = linear in ("qkv", "fc1")
         if direction == "decode":
             if not column:
-                cases.append(Case("gemm_all_reduce", name, linear, direction, m, hidden, width // tp))
+                cases.append(Case(REDUCES, name, linear, direction, m, hidden, width // tp))
         elif column == (direction == "forward"):
-            cases.append(Case("all_gather_gemm", name, linear, direction, m, width // tp, hidden))
+            cases.append(Case(GATHERS, name, linear, direction, m, width // tp, hidden))
         else:
-            cases.append(Case("gemm_reduce_scatter", name, linear, direction, m, hidden, width // tp))
+            cases.append(Case(SCATTERS, name, linear, direction, m, hidden, width // tp))
     return cases
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import harness, ops, tables
+from megatron_flux.bench import harness, tables
+from megatron_flux.bench.calls import DTYPES, as_tuned, device_of, operands, plan_of
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import TuneRun
 from megatron_flux.comm import agreement, links
@@ -48,9 +49,9 @@ def run(
         UserError: the group cannot run the fused backend (with the reason).
         OperatorError: a plan could not be stored, because the file cannot be read or written.
     """
-    dtype = ops.DTYPES[wanted.dtype]
+    dtype = DTYPES[wanted.dtype]
     links.want(links.Wanted(wanted.link))
-    device = ops.device_of("tune", group, dtype)
+    device = device_of("tune", group, dtype)
     if links.by_chunks(links.probe(group, device)):
         cases = [*cases, *_gathers(cases)]
     tuned: Any = get_backend("tuned")
@@ -67,7 +68,7 @@ def run(
             known = key in tuner.decisions(group).entries or agreement.first_rank(
                 group, "cached plans", partial(_is_cached, key, call.m)
             )
-            plan = ops.plan_of(call, captured=captured, full=True)
+            plan = plan_of(call, captured=captured, full=True)
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
@@ -104,7 +105,7 @@ def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torc
         kind, wire = (dtype, wire) if case.fp8 is None else (GATHERED_AS, EXACT)
         x = torch.randn(case.m // group.size(), case.k, device=device).to(kind)
         return OperatorCall(case.op, x, None, group, wire=wire)
-    return ops.as_tuned(case, ops.operands(case, group, dtype, device), group, wire)
+    return as_tuned(operands(case, group, dtype, device), wire)
 
 
 def _how(case: Case) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import harness, ops, tables, tune
+from megatron_flux.bench import calls, harness, ops, tables, tune
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.comm import links
@@ -100,7 +100,8 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
     link = Link(kind, "asked for")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        patch.setattr(ops, "device_of", lambda *_: CPU)
+        for module in (ops, tune):
+            patch.setattr(module, "device_of", lambda *_: CPU)
         patch.setattr(links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(harness, "measure", measure)
@@ -185,8 +186,7 @@ def test_fp8_calls(case: Case, fp8: Any) -> None:
     """Operands have the scales and formats of the recipe; serial is the operator."""
     case = replace(case, fp8=fp8)
     group = dist.group.WORLD
-    torch.manual_seed(group.rank())
-    made = ops.operands(case, group, torch.bfloat16, CPU)
+    made = calls.operands(case, group, torch.bfloat16, CPU)
     pair: Any = made.pair
     blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
     assert (pair.x.scaling, pair.weight.scaling) == ("1x128", "128x128") if blocks else ("tensor", "tensor")
@@ -197,7 +197,7 @@ def test_fp8_calls(case: Case, fp8: Any) -> None:
     dist.all_gather(scales, pair.x.scale_inv)
     assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
     with machine(Path("none")):
-        runs = ops.runs_of(case, made, group, ("fused", "tuned"), "exact")
+        runs = ops.runs_of(made, ("fused", "tuned"), "exact")
         assert list(runs) == ["gemm", "nccl", "serial", "fused", "tuned"]
         assert torch.equal(runs["serial"](), runs["fused"]())
         assert runs["gemm"]().shape == (case.m, case.n)

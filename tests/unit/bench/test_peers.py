@@ -9,7 +9,6 @@ import torch
 from megatron_flux.bench import arms, peers, tables
 from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.cases import Case
-from megatron_flux.bench.harness import Ranks
 from megatron_flux.errors import FluxError
 from megatron_flux.run.rank import MEASURED
 from tests.unit.bench.conftest import Run
@@ -76,8 +75,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch, arm: str, op: str, fp8: Any, s
         raise arms.PackageNotFoundError
 
     monkeypatch.setattr(arms, "version", versions)
-    here: Any = Ranks(torch.device("cuda", 0), None, None, None, print)  # type: ignore[arg-type]
-    reason = ARMS[arm].why_not(Case(op, "toy", "fc1", "forward", 256, 128, 128, fp8), here)
+    reason = ARMS[arm].why_not(Case(op, "toy", "fc1", "forward", 256, 128, 128, fp8), torch.device("cuda", 0))
     assert reason == said if said is None else said in str(reason)
 
 

@@ -150,16 +150,7 @@ class LayerBench:
         """Build and warm up every variant that can run here."""
         device, workload = self.here.device, self.workload
         reasons = {n: variants.why_not(n, workload, device, self.here.link.kind) for n in self.config.variants}
-        wanted = [name for name, reason in reasons.items() if reason is None]
         settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
-        if self.on_gpu:
-            need = variants.memory_gb(wanted, workload, self.here.group.size())
-            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.here.ranks))
-            # No optimizer comes here, which the layers would wait for.
-            settings["keep_gathered_bytes"] = max(0, int((free - need) * 1e9 / 4))
-            if need > free:
-                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --num-layers fit"
-                reasons |= dict.fromkeys(wanted, short)
         ready = []
         # Others' weights first, which sharded layers are made from.
         for name, reason in sorted(reasons.items(), key=lambda of: variants.base_of(of[0]) in variants.FSDP):
@@ -169,6 +160,9 @@ class LayerBench:
                     self._blocks[kind] = attempt(partial(self._build, kind, stack), self.here.ranks)
                 block, reason = self._blocks[kind]
                 if block is not None:
+                    if self.on_gpu:  # what a step leaves; by default layers would wait for an optimizer
+                        free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0], self.here.ranks))
+                        settings["keep_gathered_bytes"] = free // 4
                     how = {"recipe": workload.fp8, "context": self.context, **settings}
                     x, dy = self.x, self.dy
                     if kind in variants.FSDP:

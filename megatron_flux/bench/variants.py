@@ -23,7 +23,7 @@ All variants leave out rotary embedding, the final norm and dropout.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 from unittest import mock
@@ -73,12 +73,6 @@ def block_of(name: str, workload: Workload) -> BlockKind:
 def available_layers() -> Literal["te", "local"]:
     """Return the layers of variants that are there with and without TransformerEngine."""
     return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
-
-
-def memory_gb(names: Iterable[str], workload: Workload, tp: int) -> float:
-    """Estimate the GPU memory that the variants need together, in GB (1e9 bytes)."""
-    kinds = {block_of(name, workload) for name in names}
-    return workload.memory_gb(tp, len(kinds - FSDP.keys()), sharded=len(kinds & FSDP.keys()))
 
 
 def is_training(name: str) -> bool:

@@ -22,7 +22,6 @@ from megatron_flux.bench.options import (
     TuneRun,
     layer_run,
 )
-from megatron_flux.bench.variants import memory_gb
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
@@ -98,5 +97,4 @@ def layer(options: LayerOptions, dry_run: bool) -> None:
     if not dry_run:
         _ready_for_gpus("bench layer", "--dry-run checks the options on any machine")
     run = layer_run(options, _tp(options.tp))
-    memory = {w.label: round(memory_gb(run.variants, w, run.tp), 1) for w in run.workloads}
-    start.benchmark(layers, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)
+    start.benchmark(layers, f"tp {run.tp}", run, options, {}, dry_run)

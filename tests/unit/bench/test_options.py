@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_flux.bench import ops, peers, tune
-from megatron_flux.bench.cases import Case, Workload
+from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import LayerOptions, OpsRun, PeersRun, TuneRun, layer_run
-from megatron_flux.bench.variants import memory_gb
 from megatron_flux.errors import UserError
 from megatron_flux.run.rank import MEASURED
 from megatron_flux.train.options import LORA_TARGETS
@@ -156,8 +155,6 @@ def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:
         ("gpt3-175b", 2048, 4, 4),
         ("llama3-405b", 8192, 1, 2),
     ]
-    assert list(found["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "llama3-405b-8192x1"]
-    assert 10 < found["memory_gb_per_gpu"]["gpt3-175b-2048x4"] < 30
     assert found["config"]["variants"] == ["te", "te_again"]
 
 
@@ -189,18 +186,6 @@ def test_layers_of_experts() -> None:
     assert layer_run(LayerOptions(preset=["llama2-70b"]), 2).ep == 1
     (workload,) = layer_run(LayerOptions(preset=["qwen2-57b-a14b"], num_layers=2, delay_wgrad=True), 2).workloads
     assert workload.label == "qwen2-57b-a14b-4096x2-delay-wgrad"
-    # Weights in bf16 and main gradients of half a layer's parameters, and as much again at most for what tokens take.
-    weights = workload.layers * workload.shape.layer_weights / 2 * 6 / 1e9
-    assert weights < workload.memory_gb(2, 1) < 2 * weights
-
-
-def test_memory_of_shards() -> None:
-    workload = Workload(model="llama2-70b", seq=1024, micro_batch=2, layers=2)
-    weights = workload.layers * workload.shape.layer_weights
-    names = ["te", "fsdp", "fsdp_bf16"]
-    more = memory_gb(names, workload, 2) - workload.memory_gb(2, 1)
-    # Each has half the weights and gradients in fp32; both layers are whole, with gradients, in one of them at a time.
-    assert more == pytest.approx((2 * weights / 2 * 8 + weights * (2 + 2 + 4)) / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown, environment
 from megatron_flux.telemetry.profiler import saved
-from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
@@ -82,7 +81,7 @@ class LayerBench:
         self.on_gpu = here.device.type == "cuda"
         self.captures = run.cuda_graphs and self.on_gpu
         self.skipped: list[dict[str, Any]] = []
-        self.weights: dict[str, torch.nn.Parameter] = {}
+        self.weights: dict[str, Any] = {}
         """Shared by all variants."""
         self.context: Any = None
         """megatron-core's inference context, shared by all variants."""
@@ -116,8 +115,7 @@ class LayerBench:
             samples = harness.measure(
                 ready, self.here, rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=gpu
             )
-            rows = [self._row(variant, samples[variant.name], results) for variant in ready]
-            complete(rows, samples)
+            rows = [self._row(variant, samples, results) for variant in ready]
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             ready.clear()
@@ -148,34 +146,37 @@ class LayerBench:
 
     def _variants(self, stack: ExitStack) -> list[Variant]:
         """Build and warm up every variant that can run here."""
-        device, workload = self.here.device, self.workload
-        reasons = {n: variants.why_not(n, workload, device, self.here.link.kind) for n in self.config.variants}
-        settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
         ready = []
         # Others' weights first, which sharded layers are made from.
-        for name, reason in sorted(reasons.items(), key=lambda of: variants.base_of(of[0]) in variants.FSDP):
-            if reason is None:
-                kind = variants.block_of(name, workload)
-                if kind not in self._blocks:
-                    self._blocks[kind] = attempt(partial(self._build, kind, stack), self.here.ranks)
-                block, reason = self._blocks[kind]
-                if block is not None:
-                    if self.on_gpu:  # what a step leaves; by default layers would wait for an optimizer
-                        free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0], self.here.ranks))
-                        settings["keep_gathered_bytes"] = free // 4
-                    how = {"recipe": workload.fp8, "context": self.context, **settings}
-                    x, dy = self.x, self.dy
-                    if kind in variants.FSDP:
-                        x, dy = variants.sequences_of(x, dy, workload, self.here.group)
-                    variant = variants.make(name, block, x, dy, **how)
-                    _, reason = attempt(partial(self._warm_up, variant), self.here.ranks)
-            if reason is None:
+        for name in sorted(self.config.variants, key=lambda name: variants.base_of(name) in variants.FSDP):
+            variant, reason = self._variant(name, stack)
+            if variant is not None:
                 ready.append(variant)
                 self.say(f"{name}: ready")
             else:
-                self.skipped.append({**workload.model_dump(), "arm": name, "reason": reason})
+                self.skipped.append({**self.workload.model_dump(), "arm": name, "reason": reason})
                 self.say(f"{name}: skipped: {reason}")
         return ready
+
+    def _variant(self, name: str, stack: ExitStack) -> tuple[Variant | None, str | None]:
+        """Return a variant that is warm, or the reason why it cannot run here."""
+        workload, here, kind = self.workload, self.here, variants.block_of(name, self.workload)
+        if (reason := variants.why_not(name, workload, here.device, here.link.kind)) is not None:
+            return None, reason
+        if kind not in self._blocks:
+            self._blocks[kind] = attempt(partial(self._build, kind, stack), here.ranks)
+        block, reason = self._blocks[kind]
+        if block is None:
+            return None, reason
+        settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
+        if self.on_gpu:  # what a step leaves; by default layers would wait for an optimizer
+            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0], here.ranks))
+            settings["keep_gathered_bytes"] = free // 4
+        x, dy = self.x, self.dy
+        if kind in variants.FSDP:
+            x, dy = variants.sequences_of(x, dy, workload, here.group)
+        variant = variants.make(name, block, x, dy, recipe=workload.fp8, context=self.context, **settings)
+        return attempt(partial(self._warm_up, variant), here.ranks)
 
     def _build(self, kind: variants.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.here.group.size()
@@ -206,11 +207,10 @@ class LayerBench:
         if (base := variants.base_of(variant.name)) in variants.FSDP:
             sharded: Any = self._blocks[base][0]
             return sum(weight.to_local().nbytes for weight in sharded.parameters())
-        tensors = [*self.weights.values(), *cache_of(self.context)]
-        gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
-        return sum(tensor.nbytes for tensor in tensors + gradients)
+        gradients = [weight.main_grad for weight in self.weights.values() if weight.requires_grad]
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *cache_of(self.context), *gradients))
 
-    def _warm_up(self, variant: Variant) -> None:
+    def _warm_up(self, variant: Variant) -> Variant:
         """Run the first steps, look whether flux runs, and measure the memory of a step."""
         if variant.name.startswith("te_ub"):
             variant.facts["userbuffer_bytes"] = self._userbuffer_bytes
@@ -243,6 +243,7 @@ class LayerBench:
             outside = group_state.slab_bytes() if flux else variant.facts.get("userbuffer_bytes", 0)
             peak = held + torch.cuda.max_memory_allocated() - before + outside
             variant.facts["peak_memory_gb"] = round(peak / 1e9, 3)
+        return variant
 
     def _capture(self, variant: Variant, eager: Result) -> None:
         """Replace the variant's step by a graph, where that can be done and gives the same result."""
@@ -260,7 +261,7 @@ class LayerBench:
         variant.facts |= {"cuda_graph": reason is None, "cuda_graph_reason": reason}
         self.say(f"{variant.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
-    def _row(self, variant: Variant, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
+    def _row(self, variant: Variant, samples: dict[str, Samples], results: dict[str, Result]) -> dict[str, Any]:
         agreement, wires = None, variants.wires_of(variant.name)
         if variants.is_training(variant.name):
             reference, right = self._reference
@@ -312,13 +313,11 @@ class LayerBench:
         name = baseline_of(results)
         block, _ = self._blocks.get("te", (None, None))
         if name == "te" and block is not None:
+            stock = variants.make("te", block, self.x, self.dy, recipe=self.workload.fp8)
             with own_gathers(block) as changed:
                 if changed:
-                    return OWN_GATHERS, self._observe(self._stock(block, self.workload.fp8))
+                    return OWN_GATHERS, self._observe(stock)
         return name, results[name]
-
-    def _stock(self, block: torch.nn.Module, recipe: Recipe | None) -> Variant:
-        return variants.make("te", block, self.x, self.dy, recipe=recipe)
 
     def _fp8_rounding(self, ready: list[Variant]) -> dict[str, float] | None:
         """Return the difference of the baseline's result in FP8 from that in bf16; None in other workloads."""
@@ -330,7 +329,7 @@ class LayerBench:
         name, result = self._reference
         in_bf16 = mock.patch.object(block.config, "fp8", None)  # with the same weights
         with in_bf16, own_gathers(block) if name == OWN_GATHERS else nullcontext():
-            exact = self._observe(self._stock(block, None))
+            exact = self._observe(variants.make("te", block, self.x, self.dy))
         return differences(result, exact, self.here.ranks)
 
     def _seed(self) -> None:
@@ -409,42 +408,38 @@ def baseline_of(names: dict[str, Any]) -> str:
     return next((name for name in ("te", "local") if name in names), trainings[0])
 
 
-def row(workload: Workload, variant: Variant, samples: Samples) -> dict[str, Any]:
-    """Make one variant's row, without what compares it with others (:func:`complete` adds that)."""
-    low, median, high = (round(value / workload.layers, 5) for value in quartiles(samples["step_ms"]))
-    clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
+def row(workload: Workload, variant: Variant, samples: dict[str, Samples]) -> dict[str, Any]:
+    """Make one variant's row from the samples of all; what compares it with others is null where they are missing."""
+    own, unknown = samples[variant.name], {"step_ms": [math.nan]}
+
+    def per_layer(name: str) -> list[float]:
+        return [round(value / workload.layers, 5) for value in quartiles(samples.get(name, unknown)["step_ms"])]
+
+    low, ms, high = per_layer(variant.name)
+    te, bound = per_layer("te")[1], per_layer("no_communication")[1]
+    clocks = [clock for clock in own["sm_clock_mhz"] if clock is not None]
+    interval = None
+    if "te" in samples:
+        pairs = zip(samples["te"]["step_ms"], own["step_ms"], strict=True)
+        interval = speedup_interval([([stock], [one]) for stock, one in pairs])
     return {
         **workload.model_dump(),
         "experts": workload.shape.experts,
         "arm": variant.name,
         "training": variants.is_training(variant.name),
-        "ms_per_layer": median,
+        "ms_per_layer": ms,
         "ms_per_layer_low": low,
         "ms_per_layer_high": high,
-        "rounds": len(samples["step_ms"]),
-        "speedup_vs_te": None,
-        "speedup_vs_te_ci95": None,
-        "hidden_share": None,
-        "host_ms_per_step": round(quartiles(samples["host_ms"])[1], 3),
+        "rounds": len(own["step_ms"]),
+        "speedup_vs_te": None if math.isnan(te) else round(te / ms, 4),
+        "speedup_vs_te_ci95": interval,
+        "hidden_share": round((te - ms) / (te - bound), 4) if bound < te else None,
+        "host_ms_per_step": round(quartiles(own["host_ms"])[1], 3),
         "sm_clock_mhz": quartiles(clocks)[1] if clocks else None,
-        "throttle_reasons": sorted({reason for reasons in samples["throttle_reasons"] for reason in reasons}),
+        "throttle_reasons": sorted({reason for reasons in own["throttle_reasons"] for reason in reasons}),
         "peak_memory_gb": None,
         **variant.facts,
     }
-
-
-def complete(rows: list[dict[str, Any]], samples: dict[str, Samples]) -> None:
-    """Fill in ``speedup_vs_te`` and ``hidden_share`` of one workload's rows, where their variants are there."""
-    by_name = {r["arm"]: r["ms_per_layer"] for r in rows}
-    te, bound = by_name.get("te"), by_name.get("no_communication")
-    if te is None:
-        return
-    for r in rows:
-        both = zip(samples["te"]["step_ms"], samples[r["arm"]]["step_ms"], strict=True)
-        r["speedup_vs_te"] = round(te / r["ms_per_layer"], 4)
-        r["speedup_vs_te_ci95"] = speedup_interval([([stock], [own]) for stock, own in both])
-        if bound is not None and bound < te:
-            r["hidden_share"] = round((te - r["ms_per_layer"]) / (te - bound), 4)
 
 
 def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:

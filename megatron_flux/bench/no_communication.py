@@ -61,9 +61,7 @@ class NoCommunication(ReferenceBackend):
         """Free the gather buffers; the next step makes new ones from its own rows."""
         self._buffers.clear()
 
-    def close(self) -> None:
-        """Free everything. Only when every rank has finished with it."""
-        self.clear()
+    close = clear
 
     def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
         """Return the product ``[m, n]`` of a made-up gathered x, and that x ``[m, k]``."""
@@ -98,11 +96,8 @@ class NoCommunication(ReferenceBackend):
             mappings,
             gather_from_sequence_parallel_region=lambda x: _Replaced.apply(x, gather, scatter),
             scatter_to_sequence_parallel_region=lambda y: _Replaced.apply(y, cut, gather),
-            _gather_along_last_dim=self._gathered_columns,
+            _gather_along_last_dim=lambda x, group: self._repeated(x, (*[1] * (x.dim() - 1), group.size())),
         )
-
-    def _gathered_columns(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return self._repeated(x, (*[1] * (x.dim() - 1), group.size()))
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()

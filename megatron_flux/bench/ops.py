@@ -42,7 +42,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
 from megatron_flux.ops.gemm import cublas_takes
-from megatron_flux.run import folder, rank
+from megatron_flux.run import folder
 
 logger = logging.getLogger("megatron_flux")
 
@@ -201,7 +201,5 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 def work(text: str) -> None:
     """Measure on this rank what an :class:`OpsRun` as JSON describes; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
-    rank.set_environment()
-    rank.set_nccl_link(wanted.link)
-    with harness.opened() as group:
+    with harness.opened(wanted.link) as group:
         harness.show(tables.show_ops, run(wanted, wanted.cases(), group, logger.info), wanted.out)

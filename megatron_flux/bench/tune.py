@@ -131,9 +131,7 @@ def _store(wanted: TuneRun, key: str, m: int, plan: Entry) -> None:
 def work(text: str) -> None:
     """Tune on this rank what a :class:`TuneRun` as JSON describes; the first one prints the table."""
     wanted = TuneRun.model_validate_json(text)
-    rank.set_environment()
-    rank.set_nccl_link(wanted.link)
-    with harness.opened() as group:
+    with harness.opened(wanted.link) as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         tables.show_plans([(f"{case.model} {case.layer} {_how(case)}", key, plan) for case, key, plan in done])

@@ -130,7 +130,7 @@ def why_no_te(device: torch.device) -> str | None:
 
 def make(
     name: str,
-    block: torch.nn.Module,
+    block: Any,
     x: torch.Tensor,
     dy: torch.Tensor | None,
     *,
@@ -154,8 +154,10 @@ def make(
         x.grad = None
         y = block(hidden_states=x, attention_mask=None)
         y.backward(dy)
-        if block.config.delay_wgrad_compute:  # type: ignore[union-attr]
-            backward_dw(block)
+        if block.config.delay_wgrad_compute:  # layer by layer as Megatron's combined 1F1B does
+            for layer in reversed(block.layers):
+                layer.mlp.backward_dw(shared_experts=True)
+                layer.self_attention.backward_dw()
         return y.detach(), x.grad  # type: ignore[return-value]
 
     @contextmanager
@@ -183,13 +185,6 @@ def make(
     return Variant(name, step, active)
 
 
-def backward_dw(block: Any) -> None:
-    """Compute the weight gradients that backward has left, layer by layer as Megatron's combined 1F1B does."""
-    for layer in reversed(block.layers):
-        layer.mlp.backward_dw(shared_experts=True)
-        layer.self_attention.backward_dw()
-
-
 def sequences_of(
     x: torch.Tensor, dy: torch.Tensor | None, workload: Workload, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +199,7 @@ def sequences_of(
 
 
 def as_tensor_parallel(
-    variant: Variant, block: Any, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any
+    variant: Variant, block: Any, workload: Workload, weights: Mapping[str, Any], group: Any
 ) -> Variant:
     """Return ``variant``, one of ``FSDP``, with results as of tensor parallelism: of ``make`` and in ``main_grad``."""
     from megatron_flux.train import fsdp
@@ -220,7 +215,7 @@ def as_tensor_parallel(
             if parameter.requires_grad:
                 weight = weights[shared_name(name)]
                 total = parameter.grad.full_tensor() * group.size()  # FSDP2 takes the mean
-                main_grad(weight).add_(fsdp.cut(total, weight.shape, group, fsdp.halves_of(name, block.config)))
+                weight.main_grad.add_(fsdp.cut(total, weight.shape, group, fsdp.halves_of(name, block.config)))
         return results
 
     return Variant(variant.name, run, variant.active)
@@ -342,9 +337,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     return block
 
 
-def build_sharded(
-    kind: str, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any, device: torch.device
-) -> Any:
+def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], group: Any, device: torch.device) -> Any:
     """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
 
     Raises:
@@ -415,7 +408,7 @@ def shared_name(name: str) -> str:
     )
 
 
-def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> None:
+def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Replace the block's own parameters by ``weights`` (by :func:`shared_name`).
 
     Raises:
@@ -434,33 +427,24 @@ def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> Non
         block.get_submodule(owner)._parameters[leaf] = weight
 
 
-def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, torch.nn.Parameter]:
+def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, Any]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
     Those whose names are ``trained`` get an fp32 ``main_grad``, into which a hook adds as Megatron's
     DistributedDataParallel does. Others require no gradient.
     """
-    weights = {}
-    for name, parameter in block.named_parameters():
-        weights[shared_name(name)] = parameter
-        parameter.requires_grad_(trained(name))
-        if trained(name):
-            _set_up_gradient(parameter)
-    return weights
 
-
-def main_grad(weight: Any) -> torch.Tensor:
-    """Return the fp32 gradient of a shared weight."""
-    gradient: torch.Tensor = weight.main_grad
-    return gradient
-
-
-def _set_up_gradient(parameter: Any) -> None:
     def add(parameter: Any) -> None:
         if not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
-    parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-    parameter.grad_added_to_main_grad = False
-    parameter.register_post_accumulate_grad_hook(add)
+    weights: dict[str, Any] = {}
+    for name, parameter in block.named_parameters():
+        weight = weights[shared_name(name)] = parameter
+        weight.requires_grad_(trained(name))
+        if trained(name):
+            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            weight.grad_added_to_main_grad = False
+            weight.register_post_accumulate_grad_hook(add)
+    return weights

@@ -266,7 +266,8 @@ def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | No
 def opened(link: str | None = None, *, cpu: bool = False) -> Iterator[dist.ProcessGroup]:
     """Yield the group of all ranks that a launcher started, each on its GPU; over gloo with ``cpu``.
 
-    NCCL uses no stronger ``link``. On an error the group is left as it is: tearing it down would wait for peers that may be gone.
+    NCCL uses no stronger ``link``. On an error the group is left as it is: tearing it down would wait for peers that
+    may be gone.
     """
     rank.set_environment()
     rank.set_nccl_link(link)

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
 from megatron_flux.bench import harness, tables
 from megatron_flux.bench.calls import CALLS, DTYPES, Operands, Runs, as_tuned, device_of, flux, operands, plan_of, stock
 from megatron_flux.bench.cases import Case
@@ -52,14 +51,7 @@ TOLERANCE = {"exact": 0.01, "int8": 0.03}
 REPLAYS = 4
 
 
-def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
-    """Return the backends that are measured over ``link``."""
-    if not links.by_chunks(link):
-        return ("fused", "tuned")
-    return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
-
-
-def runs_of(inputs: Operands, backends: tuple[str, ...], wire: str) -> Runs:
+def runs_of(inputs: Operands, backends: Sequence[str], wire: str) -> Runs:
     """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then ``backends``.
 
     Raises:
@@ -78,24 +70,16 @@ def runs_of(inputs: Operands, backends: tuple[str, ...], wire: str) -> Runs:
 
 def _decode_runs(inputs: Operands) -> Runs:
     """Return the runs of a decode call: on GPUs replays of graphs, on CPUs the calls one by one."""
-    x, y = inputs.x, inputs.x.new_empty(inputs.case.m, inputs.case.n)
+    weights = [inputs.weights[i % len(inputs.weights)] for i in range(CALLS)]
+    each = [inputs._replace(weights=[weight]) for weight in weights]
+    calls = [stock(one) | {"tuned": flux(one, backend="tuned")} for one in each]
 
-    def reduced(backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda weight: ops.gemm_all_reduce(x, weight, inputs.group, backend=backend)
+    def step(name: str) -> list[Any]:
+        return [runs[name]() for runs in calls]
 
-    one_call: dict[str, Callable[[torch.Tensor], Any]] = {
-        "gemm": lambda weight: torch.matmul(x, weight.t()),
-        "nccl": lambda _: dist.all_reduce(y, group=inputs.group),
-        "serial": reduced("reference"),
-        "tuned": reduced("tuned"),
-    }
-
-    def calls(call: Callable[[torch.Tensor], Any]) -> list[Any]:
-        return [call(inputs.weights[i % len(inputs.weights)]) for i in range(CALLS)]
-
-    steps: Runs = {name: partial(calls, call) for name, call in one_call.items()}
     with torch.no_grad():
-        return {name: harness.capture(step) if x.is_cuda else step for name, step in steps.items()}
+        steps: Runs = {name: partial(step, name) for name in calls[0]}
+        return {name: harness.capture(one) if inputs.x.is_cuda else one for name, one in steps.items()}
 
 
 def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
@@ -119,7 +103,8 @@ def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
     inputs = operands(case, group, DTYPES[wanted.dtype], here.device)
     wire = "exact" if case.fp8 is not None else wanted.wire
     plan = plan_of(as_tuned(inputs, wire), captured=decode)
-    runs = runs_of(inputs, backends_of(here.link, wire), wire)
+    eight_bit = [] if wire == "exact" else [f"chunked_{wire}"]
+    runs = runs_of(inputs, ["chunked", *eight_bit, "tuned"] if chunks else ["fused", "tuned"], wire)
     for run in runs.values():
         for _ in range(WARMUP_STEPS):
             run()

@@ -84,7 +84,7 @@ class _Calls(LinkOptions):
                         replace(case, fp8=recipe)
                         for case in layer_cases(name, shape, m, direction, tp)
                         if case.layer in self.linears
-                        for recipe in ([None] if decode else _recipes(self.fp8))
+                        for recipe in dict.fromkeys([None] if decode else self.fp8 or [None])
                     ]
         if not cases:
             raise UserError("--directions decode calls proj and fc2 alone; set linears to one of them")
@@ -313,7 +313,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                 delay_wgrad=options.delay_wgrad,
             )
             for batch in dict.fromkeys(batches)
-            for recipe in _recipes(options.fp8)
+            for recipe in dict.fromkeys(options.fp8 or [None])
         ]
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
@@ -339,8 +339,3 @@ def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[st
         problem = f"unknown name {unknown[0]!r}" if unknown else "no name"
         raise UserError(f"{option} {','.join(names)}: {problem}; use one or more of: {', '.join(known)}")
     return list(dict.fromkeys(names))
-
-
-def _recipes(fp8: Sequence[Recipe] | None) -> list[Recipe | None]:
-    """Return the recipes, each once; None of bf16 alone."""
-    return list(dict.fromkeys(fp8)) if fp8 else [None]

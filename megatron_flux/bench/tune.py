@@ -29,7 +29,6 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
-from megatron_flux.ops.tuner.tuner import Tuner
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")
@@ -55,30 +54,29 @@ def run(
     if links.by_chunks(links.probe(group, device)):
         cases = [*cases, *_gathers(cases)]
     tuned: Any = get_backend("tuned")
-    tuner: Tuner = tuned.tuner
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         # The tuner reads from the environment where to store plans.
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
-        for number_, case in enumerate(cases, 1):
+        for count, case in enumerate(cases, 1):
             captured = case.direction == "decode"
             call = _call(case, group, dtype, device, wanted.grad_wire if case.direction == "dgrad" else wanted.wire)
             key = key_of(call, captured=captured)
-            known = key in tuner.decisions(group).entries or agreement.first_rank(
+            known = key in tuned.tuner.decisions(group).entries or agreement.first_rank(
                 group, "cached plans", partial(_is_cached, key, call.m)
             )
             plan = plan_of(call, captured=captured, full=True)
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
-                name, ms, note = plan.label, plan.ms, " (cached)" if known else ""
-                if not ms:
+                note = " (cached)" if known else ""
+                if not plan.ms:
                     note = " (not stored: these calls take the CPU longer than the GPU)"
+                times = ", ".join(f"{name} {number(plan.ms.get(name))} ms" for name in (plan.label, "reference"))
                 log(
-                    f"[{number_}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
-                    f"reference {number(ms.get('reference'))} ms{note}"
+                    f"[{count}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
+                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {times}{note}"
                 )
             del call
             torch.cuda.empty_cache()

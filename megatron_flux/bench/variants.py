@@ -1,23 +1,20 @@
 """Variants of ``bench layer`` and their layers; docs/commands.md lists them.
 
-The bounds run local layers where TransformerEngine cannot run. In FP8 there are no local layers, and the bounds have
-TransformerEngine's to themselves: the amaxes of the others would be those of steps without communication.
-
-Experts are TransformerEngine's grouped linears, divided among the ranks of the tensor-parallel group and each of them
-whole (EP = TP, ETP 1), behind an all-to-all, which the bounds do not leave out. Every token goes to experts that the
-benchmark has chosen (:func:`fix_routing`). With ``delay_wgrad`` a step ends with ``backward_dw`` of all layers.
-
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
 That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
 its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
 one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
-hook adds other gradients, and ``grad`` is dropped at once.
+hook adds other gradients, and ``grad`` is dropped at once. All leave out rotary embedding, the final norm and dropout.
+
+The bounds run local layers where TransformerEngine cannot run. In FP8 they have TransformerEngine's to themselves: the
+amaxes of the others would be those of steps without communication.
+
+Experts are divided among the tensor-parallel ranks and each of them is whole (EP = TP, ETP 1), behind an all-to-all
+that the bounds have too. Tokens go to experts that the benchmark has chosen (:func:`fix_routing`).
 
 ``fsdp`` and ``fsdp_bf16`` (:mod:`megatron_flux.train.fsdp`) have whole layers with shards of their own, made from the
-shared weights, and take as many tokens: of the same sequences each rank has its part. :func:`as_tensor_parallel` brings
+shared weights, and as many tokens: each rank has its part of the same sequences. :func:`as_tensor_parallel` brings
 their results into the form of the others'.
-
-All variants leave out rotary embedding, the final norm and dropout.
 """
 
 from __future__ import annotations
@@ -62,11 +59,7 @@ def block_of(name: str, workload: Workload) -> BlockKind:
     if base in ("te_ub", *FSDP):
         return base  # type: ignore[return-value]
     if base in BOUNDS:
-        if workload.fp8 is not None:
-            return "te_bound"
-        if workload.shape.experts is not None:
-            return "te"
-        return available_layers()
+        return "te_bound" if workload.fp8 else "te" if workload.shape.experts else available_layers()
     return "te" if base in ("te", "flux_te") else "local"
 
 
@@ -90,8 +83,8 @@ def wires_of(name: str) -> Wires:
         own = backend.removeprefix("chunked_")
         return own if own in WIRES else tuned if backend in ("auto", "tuned") else "exact"
 
-    return Wires(wire(config.backends.forward, config.wires.activations),
-                 wire(config.backends.dgrad, config.wires.gradients))  # fmt: skip
+    backends, wires = config.backends, config.wires
+    return Wires(wire(backends.forward, wires.activations), wire(backends.dgrad, wires.gradients))
 
 
 def why_not(name: str, workload: Workload, device: torch.device, link: str) -> str | None:
@@ -328,9 +321,13 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     # No norm behind the last layer: the figures are per layer.
     block = TransformerBlock(config, layers, post_layer_norm=False)
     if workload.lora is not None:
-        # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks.
+        # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks. The
+        # adapter's output is about as large as that of its linear.
+        def random_b(weight: torch.Tensor) -> torch.Tensor:
+            return torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
+
         targets = workload.lora_targets or LORA_TARGETS
-        lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=_random_b)
+        lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=random_b)
     block = block.to(device)
     if shape.experts is not None:
         fix_routing(block, workload.tokens // tp)
@@ -393,11 +390,6 @@ def fix_routing(block: torch.nn.Module, tokens: int) -> None:
             router.router_replay.set_target_indices((first + others) % router.num_experts)
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     RouterReplay.clear_global_router_replay_instances()  # they would hold what they replay
-
-
-def _random_b(weight: torch.Tensor) -> torch.Tensor:
-    """Make an adapter's output about as large as that of its linear."""
-    return torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
 
 
 def shared_name(name: str) -> str:

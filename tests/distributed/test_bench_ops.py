@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import keys, tuner
+from megatron_flux.ops.tuner import cache, keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
@@ -283,3 +284,11 @@ def test_gathers_of_wgrad_are_tuned_over_links_by_chunks() -> None:
     assert widths(None) == [("qkv", 256, 384)]
     assert widths("current") == [("qkv", 256, 192)]
     assert widths("blockwise") == [("qkv", 256, 192), ("fc2", 256, 256)], "dy once more, by its rows"
+
+
+def test_a_measured_plan_stays_where_later_times_did_not_decide(tmp_path: Path) -> None:
+    wanted: Any = SimpleNamespace(force=True, cache=tmp_path / "tuned.json")
+    key, measured = "all_gather_gemm m=8 n=4 k=4", Entry(backend="reference", ms={"reference": 1.0})
+    for plan in (measured, Entry(backend="chunked", pieces=2)):
+        tune._store(wanted, key, 8, plan)
+    assert cache.parse(key, cache.load(wanted.cache)[key]) == measured

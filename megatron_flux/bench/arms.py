@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megatron_flux.bench import calls
@@ -41,7 +40,7 @@ class Arm:
     ways: Callable[[Operands], AbstractContextManager[Ways]]
     """Opens the calls of these operands."""
     package: str | None = "torch"
-    """Distribution that must be installed, as pip writes it; None is this one."""
+    """Distribution that it is a part of; None is this one."""
     ops: tuple[str, ...] = (GATHERS, SCATTERS, REDUCES)
     nccl: str | None = None
     """Lowest NCCL; None where the arm does not use it."""
@@ -54,32 +53,18 @@ class Arm:
         """Return the versions of what runs."""
         if self.package is None:
             return f"megatron-flux {__version__}"
-        found = [_installed(self.package) or f"no {self.package}"]
-        if self.nccl is not None and torch.cuda.is_available():
-            found.append(f"nccl {_nccl()}")
-        return ", ".join(found)
+        found = f"{self.package} {version(self.package)}"
+        return found if self.nccl is None or not torch.cuda.is_available() else f"{found}, nccl {_nccl()}"
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
-        """Return why the arm cannot run ``case`` here; None if it can. Starts nothing."""
+        """Return why the arm cannot run ``case`` here; None if it may. A missing package is seen as it is opened."""
         if device.type != "cuda":
             return None if self.cpu else "it needs GPUs"
         if case.op not in self.ops:
             return f"it has no {case.op} that could run here (docs/peers.md)"
-        if self.package is not None and _installed(self.package) is None:
-            return f"not installed: {self.package}"  # or too old
         if self.nccl is not None and _nccl() < Version(self.nccl):
             return f"NCCL {_nccl()} is too old for it: {self.nccl} or newer"
         return self.why(device)
-
-
-def _installed(requirement: str) -> str | None:
-    """Return name and version of what is installed; None if it is missing or too old."""
-    wanted = Requirement(requirement)
-    try:
-        found = version(wanted.name)
-    except PackageNotFoundError:
-        return None
-    return f"{wanted.name} {found}" if wanted.specifier.contains(found, prereleases=True) else None
 
 
 def _nccl() -> Version:
@@ -226,7 +211,7 @@ ARMS = {
         Arm("nccl", nccl, nccl="2", cpu=True),
         Arm("nccl_symm", nccl_symm, nccl="2.27"),
         Arm("torch_async_tp", torch_async_tp, ops=_TWO, why=_multicast_in_torch),
-        Arm("te_userbuffers", te_userbuffers, "transformer-engine>=2.11", ops=_TWO),
+        Arm("te_userbuffers", te_userbuffers, "transformer-engine", ops=_TWO),
         Arm("flux", flux, None, cpu=True),
     )
 }

@@ -242,24 +242,17 @@ def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> Non
             raise FluxError(f"the tuner has not decided within {MOST_TUNING_S:.0f} s")
 
 
-class NotHereError(Exception):
-    """Something cannot be measured on this machine or with these packages; the message says why."""
-
-
 def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | None, str | None]:
     """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks."""
     result, mine = None, None
     try:
         result = action()
-    except (NotHereError, UserError) as error:
-        mine = (True, str(error))
+    except UserError as error:  # says what cannot be measured here
+        mine = str(error)
     except Exception as error:  # whatever a variant raises is the reason why it is left out
-        mine = (False, f"{type(error).__name__}: {error}")
-    for number, failed in enumerate(agreement.of_all_ranks(mine, ranks)):
-        if failed is not None:
-            reason = " ".join(failed[1].split())[:500]
-            return None, reason if failed[0] else f"rank {number}: {reason}"
-    return result, None
+        mine = f"rank {ranks.rank()}: {type(error).__name__}: {error}"
+    reason = next(filter(None, agreement.of_all_ranks(mine, ranks)), None)
+    return (result, None) if reason is None else (None, " ".join(reason.split())[:500])
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from megatron_flux.bench import arms, harness, tables
 from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.calls import Operands, operands
 from megatron_flux.bench.cases import GATHERS, REDUCES, Case
-from megatron_flux.bench.harness import WARMUP_STEPS, Measured, NotHereError, Ranks, Variant
+from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Variant
 from megatron_flux.bench.options import PeersRun
 from megatron_flux.comm import agreement
 from megatron_flux.errors import FluxError, UserError
@@ -140,7 +140,7 @@ def measure(case: Case, wanted: PeersRun, here: Ranks) -> Measured:
 
     def ways_of(label: str) -> arms.Ways:
         if (reason := by_label[label].why_not(case, here.device)) is not None:
-            raise NotHereError(reason)
+            raise UserError(reason)
         return opened[label].enter_context(by_label[label].ways(inputs))
 
     for label, watch in watches.items():

@@ -29,12 +29,12 @@ import torch
 
 from megatron_flux import ops, patched, report
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.harness import NotHereError, Variant
+from megatron_flux.bench.harness import Variant
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import flux_config
 from megatron_flux.comm.collectives import all_gather
 from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
-from megatron_flux.errors import FluxError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.settings import WIRES
 from megatron_flux.train.config import undivided
 from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
@@ -164,7 +164,7 @@ def make(
                 opened.enter_context(all_data_parallel())
             elif base in BOUNDS:
                 opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
-                opened.enter_context(BOUNDS[base].without_mappings())
+                opened.enter_context(BOUNDS[base].replaced())
                 if recipe is not None:
                     opened.enter_context(without_amax_reductions(block))
             elif base.startswith("flux"):
@@ -218,7 +218,7 @@ def look_inside(variant: Variant) -> None:
     """Run one step and note what flux did in it.
 
     Raises:
-        NotHereError: no layer ran flux.
+        UserError: no layer ran flux.
     """
     if base_of(variant.name) in ("te", "local", "te_ub", *FSDP):
         return
@@ -228,7 +228,7 @@ def look_inside(variant: Variant) -> None:
         seen = report()
     if not seen["active_layers"]:
         why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
-        raise NotHereError(f"no layer ran flux: {why}")
+        raise UserError(f"no layer ran flux: {why}")
     variant.facts |= {
         "flux_layers": seen["active_layers"],
         "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(ops.stats.calls.items())},
@@ -338,14 +338,14 @@ def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], gro
     """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
 
     Raises:
-        NotHereError: there are no weights, or a micro-batch cannot be divided by sequences.
+        UserError: there are no weights, or a micro-batch cannot be divided by sequences.
     """
     from megatron_flux.train import fsdp
 
     if reason := undivided(workload.micro_batch, group.size()):
-        raise NotHereError(reason)
+        raise UserError(reason)
     if not weights:
-        raise NotHereError("it takes its weights from a variant with tensor parallelism, and none could be built")
+        raise UserError("it takes its weights from a variant with tensor parallelism, and none could be built")
     with fsdp.all_data_parallel():
         block: Any = build(kind, workload, 1, device)  # type: ignore[arg-type]
         own = {name: weights[shared_name(name)] for name, _ in block.named_parameters()}

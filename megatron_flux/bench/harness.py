@@ -162,7 +162,6 @@ def measure(
     def around(name: str) -> Iterator[None]:
         nonlocal running
         running = name
-        collecting = gc.isenabled()
         gc.collect()
         gc.disable()
         try:
@@ -171,31 +170,25 @@ def measure(
                 half[name] = (time.perf_counter() - began) / 2
                 seen[name].append(glance.result() if glance else None)
         finally:
-            if collecting:
-                gc.enable()
+            gc.enable()
 
     def go_on() -> bool:
         return not agreement.of_all_ranks(deadline is not None and time.monotonic() > deadline, here.ranks)[0]
 
     steps = {name: variant.run for name, variant in by_name.items()}
-    timed = timing.rounds(
-        steps, here.group, here.device, rounds, burst, around=around, barrier=barrier, go_on=go_on
-    )  # fmt: skip
+    how: dict[str, Any] = {"around": around, "barrier": barrier, "go_on": go_on}
+    timed = timing.rounds(steps, here.group, here.device, rounds, burst, **how)
     by_rank = agreement.of_all_ranks(seen, here.ranks)
     samples: dict[str, Samples] = {}
     for name, one in timed.items():
-        clocks: list[float | None] = []
-        reasons = []
-        for readings in zip(*(readings[name] for readings in by_rank), strict=True):
-            known = [reading for reading in readings if reading is not None]
-            clocks.append(min((r.sm_clock_mhz for r in known if r.sm_clock_mhz is not None), default=None))
-            reasons.append(sorted({reason for r in known for reason in nvml.throttle_reasons(r.throttle)}))
+        by_round = [list(filter(None, of_ranks)) for of_ranks in zip(*(seen[name] for seen in by_rank), strict=True)]
+        reasons = [{why for r in readings for why in nvml.throttle_reasons(r.throttle)} for readings in by_round]
         samples[name] = {
             "step_ms": one.ms,
             "host_ms": one.first_host_ms,
             "busy_host_ms": one.host_ms,
-            "sm_clock_mhz": clocks,
-            "throttle_reasons": reasons,
+            "sm_clock_mhz": [min(filter(None, (r.sm_clock_mhz for r in of)), default=None) for of in by_round],
+            "throttle_reasons": [sorted(of) for of in reasons],
         }
     return samples
 

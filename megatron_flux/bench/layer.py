@@ -36,7 +36,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -373,15 +373,15 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
     None without one, on ranks that only take part.
     """
     traces: list[dict[str, Any]] = []
-    profiler = None
+    recording: AbstractContextManager[profile | None] = nullcontext()
     if path is not None:
-        profiler = profile(
+        recording = profile(
             activities=[ProfilerActivity.CUDA],
             # The first step under a profiler pays for its start.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda done: traces.append(saved(done, path)),
         )
-    with profiler or nullcontext():
+    with recording as profiler:
         for _ in range(2):
             step()
             torch.cuda.synchronize()

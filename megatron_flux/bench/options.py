@@ -44,7 +44,6 @@ class _Measured(Options):
     group: ClassVar[str] = "Measuring"
 
     rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
-    burst: int = _in_file(6, "Back-to-back calls per round and variant.", ge=1)
     seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
     out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops, -peers or -layer.")
     overwrite: bool = option(False, "Replace an earlier run in --out.")
@@ -84,7 +83,7 @@ class _Calls(LinkOptions):
                         replace(case, fp8=recipe)
                         for case in layer_cases(name, shape, m, direction, tp)
                         if case.layer in self.linears
-                        for recipe in dict.fromkeys([None] if decode else self.fp8 or [None])
+                        for recipe in ([None] if decode else _recipes(self.fp8))
                     ]
         if not cases:
             raise UserError("--directions decode calls proj and fc2 alone; set linears to one of them")
@@ -93,6 +92,8 @@ class _Calls(LinkOptions):
 
 class OpsOptions(_Measured, _Calls):
     """Options of ``bench ops``. With a wire other than ``exact`` chunked is measured over it as well."""
+
+    burst: int = _in_file(6, "Back-to-back calls per round and variant.", ge=1)
 
 
 class TuneOptions(_Calls, GradWireOptions):
@@ -168,6 +169,7 @@ class PeersOptions(_Measured):
     dtype: list[Literal["bf16", "fp8"]] = option(["bf16", "fp8"], "Operands; fp8: e4m3, one scale a tensor.")
     tp: int | None = _tp("GPUs of the group. Default: all; 2 without GPUs.", ge=2)
     arms: list[str] = option(list(ARMS), "Who runs the calls.")
+    burst: int = _in_file(6, "Back-to-back calls per round and arm.", ge=1)
     timeout: float = _in_file(600.0, "Seconds after which an arm that has not come back ends the run.", gt=0)
     device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")
 
@@ -255,10 +257,9 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
         raise UserError(f"--variants {name}: only flux has settings; leave :{words[0]} out")
     try:
         config = TypeAdapter(FluxConfig).validate_python({**settings, **changes})
+        check(config)
     except ValidationError as error:
         raise UserError(f"--variants {name}: {error.errors()[0]['msg']}") from None
-    try:
-        check(config)
     except UserError as error:
         raise UserError(f"--variants {name}: {error}" if changes else str(error)) from None
     return config
@@ -313,7 +314,7 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
                 delay_wgrad=options.delay_wgrad,
             )
             for batch in dict.fromkeys(batches)
-            for recipe in dict.fromkeys(options.fp8 or [None])
+            for recipe in _recipes(options.fp8)
         ]
     for workload in workloads:
         more = {"tokens a sequence": workload.seq} if workload.sequence_parallel else {}
@@ -339,3 +340,8 @@ def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[st
         problem = f"unknown name {unknown[0]!r}" if unknown else "no name"
         raise UserError(f"{option} {','.join(names)}: {problem}; use one or more of: {', '.join(known)}")
     return list(dict.fromkeys(names))
+
+
+def _recipes(fp8: Sequence[Recipe] | None) -> list[Recipe | None]:
+    """Return the recipes, each once; None of bf16 alone."""
+    return list(dict.fromkeys(fp8)) if fp8 else [None]

@@ -433,7 +433,8 @@ def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool])
 
     weights: dict[str, Any] = {}
     for name, parameter in block.named_parameters():
-        weight = weights[shared_name(name)] = parameter
+        weight: Any = parameter
+        weights[shared_name(name)] = weight
         weight.requires_grad_(trained(name))
         if trained(name):
             weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

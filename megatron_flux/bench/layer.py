@@ -20,13 +20,9 @@ workload and variant (``arm``):
   te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 
-``fsdp`` and ``fsdp_bf16`` come last in every order, since their weights are made from the others'. Their steps have
-all of ZeRO-3's gathers and scatters: that of the first layer's weights too, which nothing runs beside.
-
-A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
-values of its tokens behind those of ``context_length`` random others, and attends to all of them. All variants share
-the context, and every step is that at the same position. So it can be a CUDA graph, although megatron-core, which keeps
-the position on the host, captures none of such steps itself.
+``fsdp`` and ``fsdp_bf16`` come last in every order, since their weights are made from the others'. A decode step is
+that of megatron-core's static inference context, which all variants share, always at the same position: so it can be a
+CUDA graph, although megatron-core, which keeps the position on the host, captures none.
 """
 
 from __future__ import annotations

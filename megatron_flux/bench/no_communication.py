@@ -19,9 +19,10 @@ Only the benchmark knows these backends: it registers them, never an import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,6 +34,19 @@ from megatron_flux.comm import shared_memory
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import reference
 from megatron_flux.ops.fp8_operand import Fp8Operand
+
+
+class _Replaced(torch.autograd.Function):
+    """A collective whose forward and backward are these functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Any, backward: Any) -> Any:
+        ctx.of_backward = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return ctx.of_backward(dy), None, None
 
 
 class NoCommunication(reference.ReferenceBackend):
@@ -56,30 +70,22 @@ class NoCommunication(reference.ReferenceBackend):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import mappings
 
-        tp = parallel_state.get_tensor_model_parallel_group()
-
-        def of_adapters(name: str, made_up: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-            stock = getattr(mappings, name)  # experts gather over another group
-            return lambda x, group, *more: made_up(x, group) if group is tp else stock(x, group, *more)
-
+        group = parallel_state.get_tensor_model_parallel_group()
+        cut = partial(NoCommunication._scattered, self, group=group)
+        gather, scatter = partial(self._gathered, group=group), partial(self._scattered, group=group)
         of_operators = SimpleNamespace(
             all_gather=lambda x, group, async_op=False: Pending(self._gathered(x, group)),
             reduce_scatter=lambda y, group, async_op=False: Pending(self._scattered(y, group)),
             all_reduce=lambda y, group, async_op=False: Pending(y),
         )
-        with (
-            mock.patch.multiple(reference, collectives=of_operators, gathered_operand=self._gathered_fp8),
-            mock.patch.multiple(
-                mappings,
-                _gather_along_first_dim=of_adapters("_gather_along_first_dim", self._gathered),
-                _reduce_scatter_along_first_dim=of_adapters("_reduce_scatter_along_first_dim", self._scattered),
-                _gather_along_last_dim=of_adapters("_gather_along_last_dim", self._gathered_columns),
-            ),
-        ):
+        of_adapters: dict[str, Any] = {  # not lower down: flux sees functions that it stands for replaced
+            "gather_from_sequence_parallel_region": lambda x: _Replaced.apply(x, gather, scatter),
+            "scatter_to_sequence_parallel_region": lambda y: _Replaced.apply(y, cut, gather),
+            "_gather_along_last_dim": lambda x, group: self._repeated(x, (*[1] * (x.dim() - 1), group.size())),
+        }
+        operators = mock.patch.multiple(reference, collectives=of_operators, gathered_operand=self._gathered_fp8)
+        with operators, mock.patch.multiple(mappings, **of_adapters):
             yield
-
-    def _gathered_columns(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return self._repeated(x, (*[1] * (x.dim() - 1), group.size()))
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()

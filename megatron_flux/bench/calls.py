@@ -130,23 +130,21 @@ def stock(inputs: Operands) -> Runs:
 
 def flux(inputs: Operands, **how: Any) -> Callable[[], torch.Tensor]:
     """Return the call of the public operator, whose host time counts; ``how``: its further options."""
-    operator: Any = getattr(ops, inputs.case.op)
-    if (pair := inputs.pair) is None:
-        return partial(
-            operator, inputs.x, inputs.weights[0], inputs.group, transposed=inputs.case.transposed, **how
-        )  # fmt: skip
-    return partial(
-        operator, pair.x, pair.weight, inputs.group, split_accumulator=pair.split, out_dtype=pair.out, **how
-    )  # fmt: skip
+    case, pair = inputs.case, inputs.pair
+    if pair is None:
+        given: tuple[Any, Any] = inputs.x, inputs.weights[0]
+        how["transposed"] = case.transposed
+    else:
+        given = pair.x, pair.weight
+        how |= {"split_accumulator": pair.split, "out_dtype": pair.out}
+    return partial(getattr(ops, case.op), *given, inputs.group, **how)
 
 
 def as_tuned(inputs: Operands, wire: str = "exact") -> OperatorCall:
     """Return the call as the tuner sees it."""
     transposed = inputs.case.transposed and inputs.pair is None  # FP8 operands are k-major, both
-    return OperatorCall(
-        inputs.case.op, inputs.x, inputs.weights[0], inputs.group, transposed,
-        return_gathered=False, wire=wire, fp8=inputs.pair,
-    )  # fmt: skip
+    how: dict[str, Any] = {"return_gathered": False, "wire": wire, "fp8": inputs.pair}
+    return OperatorCall(inputs.case.op, inputs.x, inputs.weights[0], inputs.group, transposed, **how)
 
 
 def plan_of(call: OperatorCall, *, captured: bool = False, full: bool = False) -> Entry:

@@ -4,15 +4,16 @@ Use it after a change to what fused kernels wait for. ``tests/gpu/checks.py --be
     CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 -m scripts.beside_groups --out FOLDER
 
 The second group spans the same ranks. Each weight's gradient is reduced as soon as backward has computed it, and the
-step ends when all have been. ``summary.json`` is that of ``bench layer``, with the settings in ``beside``.
+step ends when all have been. FOLDER is that of ``bench layer``; whether streams had a high priority, it does not say.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from megatron_flux.bench import layer
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Variant
 from megatron_flux.bench.options import LayerRun
-from megatron_flux.metrics.strict_json import write_atomically
 
 VARIANTS = ("te", "te_again", "flux_te", "no_communication")
 
@@ -61,16 +61,13 @@ class BesideBench(layer.LayerBench):
         ready = super()._variants(stack)
         self._wait()
         for variant in ready:
-            variant.run = self._whole(variant.run)
+            variant.run = partial(self._whole, variant.run)
         return ready
 
-    def _whole(self, step: Any) -> Any:
-        def run() -> Any:
-            result = step()
-            self._wait()
-            return result
-
-        return run
+    def _whole(self, step: Callable[[], Any]) -> Any:
+        result = step()
+        self._wait()
+        return result
 
     def _wait(self) -> None:
         for work in self.works:
@@ -96,13 +93,7 @@ def main() -> None:
     )  # fmt: skip
     BesideBench.options = given
     vars(layer)["LayerBench"] = BesideBench
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     layer.work(run.model_dump_json())
-    if int(os.environ["RANK"]) == 0:
-        path = given.out / "summary.json"
-        summary = json.loads(path.read_text())
-        summary["beside"] = {"queues": queues, "high_priority": given.high_priority, "graphs": given.cuda_graphs}
-        write_atomically(path, json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

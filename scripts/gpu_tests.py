@@ -10,7 +10,6 @@ nothing. Writes OUT/summary.json (commit, versions, what passed, failed, was ski
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -80,9 +79,8 @@ def programs(only: list[str], logs: Path) -> tuple[list[Program], list[Program]]
     for name in sorted(names, key=lambda name: (name not in PARTS, name)):
         if only and not any(part in name for part in only):
             continue
-        tree = ast.parse((ROOT / FOLDER / f"{name}.py").read_text())
-        tests = [f"{FOLDER}/{name}.py::{one.name}" for one in tree.body
-                 if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")]  # fmt: skip
+        found = re.findall(r"^def (test_\w+)", (ROOT / FOLDER / f"{name}.py").read_text(), re.MULTILINE)
+        tests = [f"{FOLDER}/{name}.py::{test}" for test in found]
         parts = PARTS.get(name, 1)
         for number in range(min(parts, len(tests))):
             label = f"{name}-{number}" if parts > 1 else name

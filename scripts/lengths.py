@@ -28,7 +28,6 @@ import torch.distributed as dist
 from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
-from megatron_flux.comm import agreement
 from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
@@ -55,8 +54,6 @@ class Lengths:
             self.block = variants.build("te", self.work, self.tp, self.device)
         variants.shareable_weights(self.block, trained=lambda name: True)
         self.seen: set[int] = set()
-        self.asking = 0.0
-        self.watch_agreements()
 
     def step(self, name: str, m: int) -> tuple[float, float]:
         """Make a step of ``m`` tokens; return its milliseconds, and the host's part."""
@@ -68,32 +65,15 @@ class Lengths:
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()
-            began, self.asking = time.perf_counter(), 0.0
+            began = time.perf_counter()
             variant.run()
             enqueued = time.perf_counter()
             torch.cuda.synchronize()
             ended = time.perf_counter()
-        times = torch.tensor([ended - began, enqueued - began, self.asking], device=self.device) * 1e3
+        times = torch.tensor([ended - began, enqueued - began], device=self.device) * 1e3
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        whole, host, self.asking = times.tolist()
+        whole, host = times.tolist()
         return round(whole, 3), round(host, 3)
-
-    def watch_agreements(self) -> None:
-        """Add up in ``asking`` what the host takes for exchanges between ranks."""
-        begin = agreement.begin
-
-        def timed(work: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return work()
-            finally:
-                self.asking += time.perf_counter() - began
-
-        def watched(*of: Any) -> Any:
-            rest = timed(lambda: begin(*of))
-            return lambda: timed(rest)
-
-        agreement.begin = watched
 
     def pair(self, number: int, m: int) -> dict[str, Any]:
         """Make a step of each variant, which take turns in being the first."""
@@ -103,8 +83,6 @@ class Lengths:
             self.step("te", m)
         for name, key in (("te", "te"), ("flux_te", "flux"))[:: 1 if number % 2 else -1]:
             row[f"{key}_ms"], row[f"{key}_host_ms"] = self.step(name, m)
-            if key == "flux":
-                row["exchanges_ms"] = round(self.asking, 3)
         free, total = torch.cuda.mem_get_info()
         row |= {"gpu_gb": round((total - free) / 1e9, 3), "host_gb": round(psutil.Process().memory_info().rss / 1e9, 3)}
         return row

@@ -12,72 +12,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_flux import ops
-from megatron_flux.bench.cases import Case
-from megatron_flux.bench.harness import Ranks, run_until_tuned
-from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair, random_pair
-from megatron_flux.ops.gemm import fp8_gemm
+from megatron_flux.bench import calls
+from megatron_flux.bench.calls import Operands, stock
+from megatron_flux.bench.cases import GATHERS, REDUCES, SCATTERS, Case
+from megatron_flux.bench.harness import run_until_tuned
+from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.version import __version__
 
 Ways = dict[str, Callable[[], torch.Tensor]]
 """Calls of an arm, by setting."""
-
-GATHERS, SCATTERS, REDUCES = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
-SUMS = (SCATTERS, REDUCES)
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
-
-@dataclass
-class Inputs:
-    """Operands of one call on this rank: bf16, or FP8 with one scale a tensor."""
-
-    case: Case
-    here: Ranks
-    x: torch.Tensor
-    """``[rows, k]``: this rank's shard where it is gathered. Of FP8 the unscaled numbers."""
-    weight: torch.Tensor
-    """``[n, k]``."""
-    pair: Fp8Pair | None = None
-
-    @property
-    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales of FP8 operands, fp32, one number each."""
-        pair: Any = self.pair
-        return pair.x.scale_inv, pair.weight.scale_inv
-
-    def with_copied_x(self) -> Inputs:
-        """Copy x, into the memory pool that is current."""
-        if self.pair is None:
-            return replace(self, x=self.x.clone())
-        pair = self.pair._replace(x=replace(self.pair.x, data=self.pair.x.data.clone()))
-        return replace(self, x=pair.x.numbers, pair=pair)
-
-
-def inputs_of(case: Case, here: Ranks) -> Inputs:
-    """Make random operands, other ones on every rank. FP8: e4m3, one scale of x alike on all ranks."""
-    rows = case.m // here.group.size() if case.op == GATHERS else case.m
-    generator = torch.Generator(device=here.device).manual_seed(1 + here.group.rank())
-    if case.fp8 is not None:
-        kind = Fp8Kind(E4M3, E4M3, "tensor", BF16, promoted=False)
-        pair = random_pair(rows, case.n, case.k, kind, here.device, generator)
-        return Inputs(case, here, pair.x.numbers, pair.weight.numbers, pair)
-    x, weight = (
-        torch.empty(height, case.k, dtype=BF16, device=here.device).normal_(generator=generator)
-        for height in (rows, case.n)
-    )
-    return Inputs(case, here, x, weight)
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -85,48 +37,34 @@ class Arm:
     """Calls of one project."""
 
     name: str
-    ways: Callable[[Inputs], AbstractContextManager[Ways]]
+    ways: Callable[[Operands], AbstractContextManager[Ways]]
     """Opens the calls of these operands."""
     package: str | None = "torch"
-    """Distribution that must be installed, as pip writes it; None is this one."""
-    ops: tuple[str, ...] = (GATHERS, *SUMS)
+    """Distribution that it is a part of; None is this one."""
+    ops: tuple[str, ...] = (GATHERS, SCATTERS, REDUCES)
     nccl: str | None = None
     """Lowest NCCL; None where the arm does not use it."""
     cpu: bool = False
     """Runs without GPUs, too."""
-    why: Callable[[Case, Ranks], str | None] = lambda case, here: None
+    why: Callable[[torch.device], str | None] = lambda device: None
     """Further reasons of :meth:`why_not`."""
 
     def version(self) -> str:
         """Return the versions of what runs."""
         if self.package is None:
             return f"megatron-flux {__version__}"
-        found = [_installed(self.package) or f"no {self.package}"]
-        if self.nccl is not None and torch.cuda.is_available():
-            found.append(f"nccl {_nccl()}")
-        return ", ".join(found)
+        found = f"{self.package} {version(self.package)}"
+        return found if self.nccl is None or not torch.cuda.is_available() else f"{found}, nccl {_nccl()}"
 
-    def why_not(self, case: Case, here: Ranks) -> str | None:
-        """Return why the arm cannot run ``case`` here; None if it can. Starts nothing."""
-        if here.device.type != "cuda":
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        """Return why the arm cannot run ``case`` here; None if it may. A missing package is seen as it is opened."""
+        if device.type != "cuda":
             return None if self.cpu else "it needs GPUs"
         if case.op not in self.ops:
             return f"it has no {case.op} that could run here (docs/peers.md)"
-        if self.package is not None and _installed(self.package) is None:
-            return f"not installed: {self.package}"  # or too old
         if self.nccl is not None and _nccl() < Version(self.nccl):
             return f"NCCL {_nccl()} is too old for it: {self.nccl} or newer"
-        return self.why(case, here)
-
-
-def _installed(requirement: str) -> str | None:
-    """Return name and version of what is installed; None if it is missing or too old."""
-    wanted = Requirement(requirement)
-    try:
-        found = version(wanted.name)
-    except PackageNotFoundError:
-        return None
-    return f"{wanted.name} {found}" if wanted.specifier.contains(found, prereleases=True) else None
+        return self.why(device)
 
 
 def _nccl() -> Version:
@@ -134,47 +72,22 @@ def _nccl() -> Version:
     return Version(".".join(map(str, torch.cuda.nccl.version())))
 
 
-def serial(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Return the call of collective and GEMM in sequence; allocates its buffers and runs nothing."""
-    case, group, pair = inputs.case, inputs.here.group, inputs.pair
-    sent = inputs.x if pair is None else pair.x.data
-    y = sent.new_empty(case.m, case.n, dtype=BF16)
-    received = sent.new_empty(case.m, case.k) if case.op == GATHERS else sent
-    shard = y.new_empty(case.m // group.size(), case.n) if case.op == SCATTERS else y
-    if pair is None:
-        multiply: Callable[[], torch.Tensor] = partial(torch.matmul, received, inputs.weight.t(), out=y)
-    else:
-        multiply = partial(fp8_gemm, pair._replace(x=replace(pair.x, data=received)), out=y)
-
-    def call() -> torch.Tensor:
-        if case.op == GATHERS:
-            dist.all_gather_into_tensor(received, sent, group=group)
-        multiply()
-        if case.op == SCATTERS:
-            dist.reduce_scatter_tensor(shard, y, group=group)
-        elif case.op == REDUCES:
-            dist.all_reduce(y, group=group)
-        return shard
-
-    return call
-
-
 @contextmanager
-def nccl(inputs: Inputs) -> Iterator[Ways]:
+def nccl(inputs: Operands) -> Iterator[Ways]:
     """Open NCCL's collective and cuBLASLt's GEMM in sequence, into buffers that are kept; gloo on CPUs."""
-    yield {"": serial(inputs)}
+    yield {"": stock(inputs)["serial"]}
 
 
 @contextmanager
-def nccl_symm(inputs: Inputs) -> Iterator[Ways]:
+def nccl_symm(inputs: Operands) -> Iterator[Ways]:
     """Open the same in memory registered as NCCL windows, for which NCCL has other kernels.
 
     The pool is registered once all buffers are in it: not all releases of torch register later ones.
     """
-    backend: Any = inputs.here.group._get_backend(inputs.here.device)
+    backend: Any = inputs.group._get_backend(inputs.x.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)  # ncclMemAlloc
     with torch.cuda.use_mem_pool(pool):
-        call = serial(inputs.with_copied_x())
+        call = stock(inputs)["serial"]
     backend.register_mem_pool(pool, symm=True)
     try:
         yield {"": call}
@@ -184,10 +97,11 @@ def nccl_symm(inputs: Inputs) -> Iterator[Ways]:
 
 
 @contextmanager
-def torch_async_tp(inputs: Inputs) -> Iterator[Ways]:
+def torch_async_tp(inputs: Operands) -> Iterator[Ways]:
     """Open torch's async-TP operators, which are not asked for the gathered x."""
     importlib.import_module("torch.distributed._symmetric_memory")  # registers the operators
-    case, x, wt, name = inputs.case, inputs.x, inputs.weight.t(), inputs.here.group.group_name
+    case, x, wt, name = inputs.case, inputs.x, inputs.by_k, inputs.group.group_name
+    pair: Any = inputs.pair
     fused, gathers = torch.ops.symm_mem, case.op == GATHERS
 
     def bf16() -> torch.Tensor:
@@ -198,7 +112,7 @@ def torch_async_tp(inputs: Inputs) -> Iterator[Ways]:
         return y
 
     def fp8() -> torch.Tensor:  # without bias and scale of the result, with fast sums
-        by_x, by_weight = inputs.scales
+        by_x, by_weight = pair.x.scale_inv, pair.weight.scale_inv
         if gathers:
             more = [None], [None], [BF16], [True]
             y: torch.Tensor = fused.fused_all_gather_scaled_matmul(x, [wt], by_x, [by_weight], 0, name, *more)[1][0]
@@ -212,17 +126,17 @@ def torch_async_tp(inputs: Inputs) -> Iterator[Ways]:
     yield {"": bf16 if inputs.pair is None else fp8}
 
 
-def _multicast_in_torch(case: Case, here: Ranks) -> str | None:
+def _multicast_in_torch(device: torch.device) -> str | None:
     """Return the reason of async-TP: up to 2048 rows torch gathers by multicast where it sees any."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    seen = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, here.device.index)
+    seen = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
     return "torch's symmetric memory would use NVLink multicast" if seen else None
 
 
 @contextmanager
-def te_userbuffers(inputs: Inputs) -> Iterator[Ways]:
+def te_userbuffers(inputs: Operands) -> Iterator[Ways]:
     """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before.
 
     By its default methods, and for a reduce-scatter by a ring of copies besides: FC2's buffer then has another method
@@ -234,8 +148,8 @@ def te_userbuffers(inputs: Inputs) -> Iterator[Ways]:
     from transformer_engine.pytorch.module.base import fill_userbuffers_buffer_for_all_gather as fill
     from transformer_engine.pytorch.module.base import get_ub
 
-    case, group, modes = inputs.case, inputs.here.group, te.UserBufferQuantizationMode
-    x, weight, quantizer = (inputs.x, inputs.weight, None) if inputs.pair is None else _te_fp8(inputs.pair)
+    case, group, modes = inputs.case, inputs.group, te.UserBufferQuantizationMode
+    x, weight, quantizer = (inputs.x, inputs.weights[0], None) if inputs.pair is None else _te_fp8(inputs.pair)
 
     def gathered(buffer: Any) -> torch.Tensor:
         whole, _ = fill(buffer, x, quantizer, group)  # copies x, as the Linear does
@@ -280,17 +194,12 @@ def _te_fp8(pair: Fp8Pair) -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def flux(inputs: Inputs) -> Iterator[Ways]:
+def flux(inputs: Operands) -> Iterator[Ways]:
     """Open this project's operators as layers call them, once the tuner has decided about the call: this very m."""
-    operands = (inputs.x, inputs.weight) if inputs.pair is None else (inputs.pair.x, inputs.pair.weight)
-    case, group = inputs.case, inputs.here.group
     if inputs.x.is_cuda:
-        tuned: Any = get_backend("tuned")
-        tuned.tuner.decide(
-            OperatorCall(case.op, inputs.x, inputs.weight, group, return_gathered=False, fp8=inputs.pair)
-        )
-    call = partial(getattr(ops, case.op), *operands, group)
-    run_until_tuned(call, inputs.here.ranks)
+        calls.plan_of(calls.as_tuned(inputs))
+    call = calls.flux(inputs)
+    run_until_tuned(call, inputs.group)
     yield {"": call}
 
 
@@ -302,7 +211,7 @@ ARMS = {
         Arm("nccl", nccl, nccl="2", cpu=True),
         Arm("nccl_symm", nccl_symm, nccl="2.27"),
         Arm("torch_async_tp", torch_async_tp, ops=_TWO, why=_multicast_in_torch),
-        Arm("te_userbuffers", te_userbuffers, "transformer-engine>=2.11", ops=_TWO),
+        Arm("te_userbuffers", te_userbuffers, "transformer-engine", ops=_TWO),
         Arm("flux", flux, None, cpu=True),
     )
 }

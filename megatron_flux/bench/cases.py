@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from megatron_flux.errors import UserError
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import LORA_TARGETS, LoraTarget
-from megatron_flux.train.presets import LAYERS, ExpertShape, ModelShape
+from megatron_flux.train.presets import LAYERS, ModelShape
 
+GATHERS, SCATTERS, REDUCES = "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"
+"""Operators by what they do beside the GEMM."""
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 
 
@@ -37,13 +38,13 @@ class Case:
 
     def bytes_received(self, tp: int) -> int:
         """Return the bytes that a rank receives: two for each number; in FP8 one, and the scales of blocks."""
-        if self.op != "all_gather_gemm":
+        if self.op != GATHERS:
             row = 2 * self.n
         elif self.fp8 is None:
             row = 2 * self.k
         else:
             row = self.k + (4 * -(-self.k // 128) if self.fp8 == "blockwise" else 0)
-        rows = self.m if self.op == "gemm_all_reduce" else self.m // tp
+        rows = self.m if self.op == REDUCES else self.m // tp
         return (tp - 1) * rows * row
 
 
@@ -66,17 +67,17 @@ def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -
     reduce over all ranks.
     """
     hidden = shape.hidden_size
-    widths = (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size)
+    inner = dict(zip(LINEARS, (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size), strict=True))
     cases = []
-    for linear, width in zip(LINEARS, widths, strict=True):
+    for linear, width in inner.items():
         column = linear in ("qkv", "fc1")
         if direction == "decode":
             if not column:
-                cases.append(Case("gemm_all_reduce", name, linear, direction, m, hidden, width // tp))
+                cases.append(Case(REDUCES, name, linear, direction, m, hidden, width // tp))
         elif column == (direction == "forward"):
-            cases.append(Case("all_gather_gemm", name, linear, direction, m, width // tp, hidden))
+            cases.append(Case(GATHERS, name, linear, direction, m, width // tp, hidden))
         else:
-            cases.append(Case("gemm_reduce_scatter", name, linear, direction, m, hidden, width // tp))
+            cases.append(Case(SCATTERS, name, linear, direction, m, hidden, width // tp))
     return cases
 
 
@@ -136,34 +137,3 @@ class Workload(BaseModel):
         """Return the shape of a rank's keys, and of its values, in one layer: tokens, sequences, heads, channels."""
         heads = self.shape.num_query_groups // tp
         return (self.context_length or 0) + self.seq, self.micro_batch, heads, self.shape.head_size
-
-    def memory_gb(self, tp: int, blocks: int, *, sharded: int = 0) -> float:
-        """Estimate the GPU memory that all variants need together, in GB (1e9 bytes), with ``blocks`` sets of layers.
-
-        Weights (bf16) and main gradients (fp32) are shared by all variants. A further block of layers holds its own
-        weights only until it is given the shared ones, and in FP8 a quantised copy and its transpose. ``sharded`` sets
-        are of ZeRO-3: fp32 shards and their gradients, and beside them whole weights before they are sharded, or, in a
-        step, two whole layers with gradients (in bf16, and as they are reduced).
-        """
-        shape = self.shape
-        trained = self.mode == "training"
-        each = (6 if trained and not self.frozen else 2) + (2 if blocks > 1 else 0) + (2 * blocks if self.fp8 else 0)
-        held: float = self.layers * shape.layer_weights // tp * each
-        if sharded:
-            whole = max(self.layers * 2, 2 * (2 + 2 + 4))
-            held += shape.layer_weights * (whole + sharded * self.layers * 8 / tp)
-        if self.context_length is not None:
-            held += self.layers * 2 * math.prod(self.cache_shape(tp)) * 2
-        if trained:
-            mlp = shape.mlp_size
-            if isinstance(shape, ExpertShape):  # inputs and outputs of experts before and behind each exchange
-                mlp = shape.moe_router_topk * (mlp + 6 * shape.hidden_size)
-                mlp += 3 * (shape.moe_shared_expert_intermediate_size or 0)
-            inner = (shape.qkv_size + 3 * shape.hidden_size + mlp) * (2 if self.delay_wgrad else 1)
-            held += self.layers * self.tokens * (4 * shape.hidden_size + 2 * inner) / tp
-            if self.lora is not None:  # inputs of A: of QKV and FC1 the whole sequence's
-                held += self.layers * 2 * 2 * self.tokens * shape.hidden_size
-            if not self.sequence_parallel:  # inputs and outputs of norms are of the whole sequence
-                held += self.layers * 8 * shape.hidden_size * self.tokens * (tp - 1) / tp
-        # Temporaries of the whole sequence: two tensors, and the gradient of one.
-        return (held + 8 * self.tokens * max(shape.hidden_size, 2 * shape.ffn_hidden_size // tp)) / 1e9

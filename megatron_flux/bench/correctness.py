@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import variants
 from megatron_flux.bench.harness import Variant
 from megatron_flux.comm import agreement
 from megatron_flux.comm.collectives import all_reduce
@@ -40,19 +39,17 @@ Result = list[torch.Tensor]
 gradient; of inference the output alone."""
 
 
-def observe(
-    variant: Variant, x: torch.Tensor, dy: torch.Tensor | None, weights: Mapping[str, torch.nn.Parameter]
-) -> Result:
+def observe(variant: Variant, x: torch.Tensor, dy: torch.Tensor | None, weights: Mapping[str, Any]) -> Result:
     """Run one step of ``variant`` on zeroed main gradients of the ``weights`` that are trained."""
     trained = [weight for _, weight in sorted(weights.items()) if weight.requires_grad]
     for weight in trained:
-        variants.main_grad(weight).zero_()
+        weight.main_grad.zero_()
     with variant.active():
         y, *gradients = variant.run()
     result = [y.float() - x.detach().float()]
     if dy is not None:
         result.append(gradients[0].float() - dy.float())
-    return result + [_product(variants.main_grad(weight)) for weight in trained]
+    return result + [_product(weight.main_grad) for weight in trained]
 
 
 def summed(result: Result, weights: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> Result:

@@ -162,7 +162,6 @@ def measure(
     def around(name: str) -> Iterator[None]:
         nonlocal running
         running = name
-        collecting = gc.isenabled()
         gc.collect()
         gc.disable()
         try:
@@ -171,31 +170,25 @@ def measure(
                 half[name] = (time.perf_counter() - began) / 2
                 seen[name].append(glance.result() if glance else None)
         finally:
-            if collecting:
-                gc.enable()
+            gc.enable()
 
     def go_on() -> bool:
         return not agreement.of_all_ranks(deadline is not None and time.monotonic() > deadline, here.ranks)[0]
 
     steps = {name: variant.run for name, variant in by_name.items()}
-    timed = timing.rounds(
-        steps, here.group, here.device, rounds, burst, around=around, barrier=barrier, go_on=go_on
-    )  # fmt: skip
+    how: dict[str, Any] = {"around": around, "barrier": barrier, "go_on": go_on}
+    timed = timing.rounds(steps, here.group, here.device, rounds, burst, **how)
     by_rank = agreement.of_all_ranks(seen, here.ranks)
     samples: dict[str, Samples] = {}
     for name, one in timed.items():
-        clocks: list[float | None] = []
-        reasons = []
-        for readings in zip(*(readings[name] for readings in by_rank), strict=True):
-            known = [reading for reading in readings if reading is not None]
-            clocks.append(min((r.sm_clock_mhz for r in known if r.sm_clock_mhz is not None), default=None))
-            reasons.append(sorted({reason for r in known for reason in nvml.throttle_reasons(r.throttle)}))
+        by_round = [list(filter(None, of_ranks)) for of_ranks in zip(*(seen[name] for seen in by_rank), strict=True)]
+        reasons = [{why for r in readings for why in nvml.throttle_reasons(r.throttle)} for readings in by_round]
         samples[name] = {
             "step_ms": one.ms,
             "host_ms": one.first_host_ms,
             "busy_host_ms": one.host_ms,
-            "sm_clock_mhz": clocks,
-            "throttle_reasons": reasons,
+            "sm_clock_mhz": [min(filter(None, (r.sm_clock_mhz for r in of)), default=None) for of in by_round],
+            "throttle_reasons": [sorted(of) for of in reasons],
         }
     return samples
 
@@ -242,32 +235,28 @@ def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> Non
             raise FluxError(f"the tuner has not decided within {MOST_TUNING_S:.0f} s")
 
 
-class NotHereError(Exception):
-    """Something cannot be measured on this machine or with these packages; the message says why."""
-
-
 def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | None, str | None]:
     """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks."""
     result, mine = None, None
     try:
         result = action()
-    except (NotHereError, UserError) as error:
-        mine = (True, str(error))
+    except UserError as error:  # says what cannot be measured here
+        mine = str(error)
     except Exception as error:  # whatever a variant raises is the reason why it is left out
-        mine = (False, f"{type(error).__name__}: {error}")
-    for number, failed in enumerate(agreement.of_all_ranks(mine, ranks)):
-        if failed is not None:
-            reason = " ".join(failed[1].split())[:500]
-            return None, reason if failed[0] else f"rank {number}: {reason}"
-    return result, None
+        mine = f"rank {ranks.rank()}: {type(error).__name__}: {error}"
+    reason = next(filter(None, agreement.of_all_ranks(mine, ranks)), None)
+    return (result, None) if reason is None else (None, " ".join(reason.split())[:500])
 
 
 @contextmanager
-def opened(*, cpu: bool = False) -> Iterator[dist.ProcessGroup]:
+def opened(link: str | None = None, *, cpu: bool = False) -> Iterator[dist.ProcessGroup]:
     """Yield the group of all ranks that a launcher started, each on its GPU; over gloo with ``cpu``.
 
-    On an error the group is left as it is: tearing it down would wait for peers that may be gone.
+    NCCL uses no stronger ``link``. On an error the group is left as it is: tearing it down would wait for peers that
+    may be gone.
     """
+    rank.set_environment()
+    rank.set_nccl_link(link)
     if cpu:
         dist.init_process_group("gloo")
     else:

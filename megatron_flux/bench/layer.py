@@ -20,13 +20,9 @@ workload and variant (``arm``):
   te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
 
-``fsdp`` and ``fsdp_bf16`` come last in every order, since their weights are made from the others'. Their steps have
-all of ZeRO-3's gathers and scatters: that of the first layer's weights too, which nothing runs beside.
-
-A decode step goes through megatron-core's static inference context in every variant alike: it writes the keys and
-values of its tokens behind those of ``context_length`` random others, and attends to all of them. All variants share
-the context, and every step is that at the same position. So it can be a CUDA graph, although megatron-core, which keeps
-the position on the host, captures none of such steps itself.
+``fsdp`` and ``fsdp_bf16`` come last in every order, since their weights are made from the others'. A decode step is
+that of megatron-core's static inference context, which all variants share, always at the same position: so it can be a
+CUDA graph, although megatron-core, which keeps the position on the host, captures none.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,13 +53,11 @@ from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
 from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
-from megatron_flux.errors import FluxError
 from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
 from megatron_flux.telemetry import breakdown, environment
 from megatron_flux.telemetry.profiler import saved
-from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
 
@@ -82,7 +76,7 @@ class LayerBench:
         self.on_gpu = here.device.type == "cuda"
         self.captures = run.cuda_graphs and self.on_gpu
         self.skipped: list[dict[str, Any]] = []
-        self.weights: dict[str, torch.nn.Parameter] = {}
+        self.weights: dict[str, Any] = {}
         """Shared by all variants."""
         self.context: Any = None
         """megatron-core's inference context, shared by all variants."""
@@ -100,8 +94,12 @@ class LayerBench:
 
     def measure(self, deadline: float | None) -> Measured:
         """Build, check, time and trace the variants."""
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
         self.say(f"{self.workload.layers} layers, tp {self.here.group.size()}")
-        self._seed()
+        torch.manual_seed(1)
+        options = {"use_cudagraphable_rng": True, "force_reset_rng": True} if self.captures else {}
+        model_parallel_cuda_manual_seed(1, **options)
         self.x, self.dy = self._input()
         gpu = nvml.found_behind(self.here.device)
         with ExitStack() as stack:
@@ -116,8 +114,7 @@ class LayerBench:
             samples = harness.measure(
                 ready, self.here, rounds=self.config.rounds, burst=self.config.burst, deadline=deadline, gpu=gpu
             )
-            rows = [self._row(variant, samples[variant.name], results) for variant in ready]
-            complete(rows, samples)
+            rows = [self._row(variant, samples, results) for variant in ready]
             # Userbuffers and graphs must be idle when they go.
             self._synchronize()
             ready.clear()
@@ -148,40 +145,37 @@ class LayerBench:
 
     def _variants(self, stack: ExitStack) -> list[Variant]:
         """Build and warm up every variant that can run here."""
-        device, workload = self.here.device, self.workload
-        reasons = {n: variants.why_not(n, workload, device, self.here.link.kind) for n in self.config.variants}
-        wanted = [name for name, reason in reasons.items() if reason is None]
-        settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
-        if self.on_gpu:
-            need = variants.memory_gb(wanted, workload, self.here.group.size())
-            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0] / 1e9, self.here.ranks))
-            # No optimizer comes here, which the layers would wait for.
-            settings["keep_gathered_bytes"] = max(0, int((free - need) * 1e9 / 4))
-            if need > free:
-                short = f"needs about {need:.0f} GB of GPU memory, {free:.0f} GB are free; fewer --num-layers fit"
-                reasons |= dict.fromkeys(wanted, short)
         ready = []
         # Others' weights first, which sharded layers are made from.
-        for name, reason in sorted(reasons.items(), key=lambda of: variants.base_of(of[0]) in variants.FSDP):
-            if reason is None:
-                kind = variants.block_of(name, workload)
-                if kind not in self._blocks:
-                    self._blocks[kind] = attempt(partial(self._build, kind, stack), self.here.ranks)
-                block, reason = self._blocks[kind]
-                if block is not None:
-                    how = {"recipe": workload.fp8, "context": self.context, **settings}
-                    x, dy = self.x, self.dy
-                    if kind in variants.FSDP:
-                        x, dy = variants.sequences_of(x, dy, workload, self.here.group)
-                    variant = variants.make(name, block, x, dy, **how)
-                    _, reason = attempt(partial(self._warm_up, variant), self.here.ranks)
-            if reason is None:
+        for name in sorted(self.config.variants, key=lambda name: variants.base_of(name) in variants.FSDP):
+            variant, reason = self._variant(name, stack)
+            if variant is not None:
                 ready.append(variant)
                 self.say(f"{name}: ready")
             else:
-                self.skipped.append({**workload.model_dump(), "arm": name, "reason": reason})
+                self.skipped.append({**self.workload.model_dump(), "arm": name, "reason": reason})
                 self.say(f"{name}: skipped: {reason}")
         return ready
+
+    def _variant(self, name: str, stack: ExitStack) -> tuple[Variant | None, str | None]:
+        """Return a variant that is warm, or the reason why it cannot run here."""
+        workload, here, kind = self.workload, self.here, variants.block_of(name, self.workload)
+        if (reason := variants.why_not(name, workload, here.device, here.link.kind)) is not None:
+            return None, reason
+        if kind not in self._blocks:
+            self._blocks[kind] = attempt(partial(self._build, kind, stack), here.ranks)
+        block, reason = self._blocks[kind]
+        if block is None:
+            return None, reason
+        settings: dict[str, Any] = {"backend": self.config.backend, "link": self.config.link}
+        if self.on_gpu:  # what a step leaves; by default layers would wait for an optimizer
+            free = min(agreement.of_all_ranks(torch.cuda.mem_get_info()[0], here.ranks))
+            settings["keep_gathered_bytes"] = free // 4
+        x, dy = self.x, self.dy
+        if kind in variants.FSDP:
+            x, dy = variants.sequences_of(x, dy, workload, here.group)
+        variant = variants.make(name, block, x, dy, recipe=workload.fp8, context=self.context, **settings)
+        return attempt(partial(self._warm_up, variant), here.ranks)
 
     def _build(self, kind: variants.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.here.group.size()
@@ -195,14 +189,11 @@ class LayerBench:
         if self.weights:
             variants.share(block, self.weights)
         else:
-            self.weights = variants.shareable_weights(block, trained=self._is_trained)
+            trained = self.trained and not self.workload.frozen
+            self.weights = variants.shareable_weights(
+                block, trained=lambda name: ".adapter." in name if self.workload.lora else trained
+            )
         return block if self.trained else block.eval()
-
-    def _is_trained(self, name: str) -> bool:
-        """Return True for a parameter that gets a gradient: all, with adapters theirs alone."""
-        if self.workload.lora is not None:
-            return ".adapter." in name
-        return self.trained and not self.workload.frozen
 
     def _held_bytes(self, variant: Variant) -> int:
         """Return the bytes of weights, main gradients and caches: those that all variants share, or shards of its own.
@@ -212,17 +203,13 @@ class LayerBench:
         if (base := variants.base_of(variant.name)) in variants.FSDP:
             sharded: Any = self._blocks[base][0]
             return sum(weight.to_local().nbytes for weight in sharded.parameters())
-        tensors = [*self.weights.values(), *cache_of(self.context)]
-        gradients = [variants.main_grad(weight) for weight in self.weights.values() if weight.requires_grad]
-        return sum(tensor.nbytes for tensor in tensors + gradients)
+        gradients = [weight.main_grad for weight in self.weights.values() if weight.requires_grad]
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *cache_of(self.context), *gradients))
 
-    def _warm_up(self, variant: Variant) -> None:
+    def _warm_up(self, variant: Variant) -> Variant:
         """Run the first steps, look whether flux runs, and measure the memory of a step."""
         if variant.name.startswith("te_ub"):
             variant.facts["userbuffer_bytes"] = self._userbuffer_bytes
-        newest = [entry[self.context.sequence_len_offset :] for entry in cache_of(self.context)]
-        for entry in newest:  # a decode step writes its keys and values there
-            entry.fill_(math.nan)
         self.x.grad = None
         forget_dummy_gradients()
         gc.collect()
@@ -236,8 +223,6 @@ class LayerBench:
             bound.clear()
         variants.look_inside(variant)
         self._synchronize()
-        if not all(entry.isfinite().all() for entry in newest):
-            raise FluxError("its layers do not write to the cache of keys and values that was filled for them")
         if self.on_gpu:
             held = self._held_bytes(variant)
             torch.cuda.reset_peak_memory_stats()
@@ -249,6 +234,7 @@ class LayerBench:
             outside = group_state.slab_bytes() if flux else variant.facts.get("userbuffer_bytes", 0)
             peak = held + torch.cuda.max_memory_allocated() - before + outside
             variant.facts["peak_memory_gb"] = round(peak / 1e9, 3)
+        return variant
 
     def _capture(self, variant: Variant, eager: Result) -> None:
         """Replace the variant's step by a graph, where that can be done and gives the same result."""
@@ -266,7 +252,7 @@ class LayerBench:
         variant.facts |= {"cuda_graph": reason is None, "cuda_graph_reason": reason}
         self.say(f"{variant.name}: {'one CUDA graph' if reason is None else f'no CUDA graph: {reason}'}")
 
-    def _row(self, variant: Variant, samples: Samples, results: dict[str, Result]) -> dict[str, Any]:
+    def _row(self, variant: Variant, samples: dict[str, Samples], results: dict[str, Result]) -> dict[str, Any]:
         agreement, wires = None, variants.wires_of(variant.name)
         if variants.is_training(variant.name):
             reference, right = self._reference
@@ -318,13 +304,11 @@ class LayerBench:
         name = baseline_of(results)
         block, _ = self._blocks.get("te", (None, None))
         if name == "te" and block is not None:
+            stock = variants.make("te", block, self.x, self.dy, recipe=self.workload.fp8)
             with own_gathers(block) as changed:
                 if changed:
-                    return OWN_GATHERS, self._observe(self._stock(block, self.workload.fp8))
+                    return OWN_GATHERS, self._observe(stock)
         return name, results[name]
-
-    def _stock(self, block: torch.nn.Module, recipe: Recipe | None) -> Variant:
-        return variants.make("te", block, self.x, self.dy, recipe=recipe)
 
     def _fp8_rounding(self, ready: list[Variant]) -> dict[str, float] | None:
         """Return the difference of the baseline's result in FP8 from that in bf16; None in other workloads."""
@@ -336,15 +320,8 @@ class LayerBench:
         name, result = self._reference
         in_bf16 = mock.patch.object(block.config, "fp8", None)  # with the same weights
         with in_bf16, own_gathers(block) if name == OWN_GATHERS else nullcontext():
-            exact = self._observe(self._stock(block, None))
+            exact = self._observe(variants.make("te", block, self.x, self.dy))
         return differences(result, exact, self.here.ranks)
-
-    def _seed(self) -> None:
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        torch.manual_seed(1)
-        options = {"use_cudagraphable_rng": True, "force_reset_rng": True} if self.captures else {}
-        model_parallel_cuda_manual_seed(1, **options)
 
     def _input(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rank's part of the input, and in training a gradient of the output, small enough for many
@@ -392,15 +369,15 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
     None without one, on ranks that only take part.
     """
     traces: list[dict[str, Any]] = []
-    profiler = None
+    recording: AbstractContextManager[profile | None] = nullcontext()
     if path is not None:
-        profiler = profile(
+        recording = profile(
             activities=[ProfilerActivity.CUDA],
             # The first step under a profiler pays for its start.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda done: traces.append(saved(done, path)),
         )
-    with profiler or nullcontext():
+    with recording as profiler:
         for _ in range(2):
             step()
             torch.cuda.synchronize()
@@ -415,42 +392,38 @@ def baseline_of(names: dict[str, Any]) -> str:
     return next((name for name in ("te", "local") if name in names), trainings[0])
 
 
-def row(workload: Workload, variant: Variant, samples: Samples) -> dict[str, Any]:
-    """Make one variant's row, without what compares it with others (:func:`complete` adds that)."""
-    low, median, high = (round(value / workload.layers, 5) for value in quartiles(samples["step_ms"]))
-    clocks = [clock for clock in samples["sm_clock_mhz"] if clock is not None]
+def row(workload: Workload, variant: Variant, samples: dict[str, Samples]) -> dict[str, Any]:
+    """Make one variant's row from the samples of all; what compares it with others is null where they are missing."""
+    own, unknown = samples[variant.name], {"step_ms": [math.nan]}
+
+    def per_layer(name: str) -> list[float]:
+        return [round(value / workload.layers, 5) for value in quartiles(samples.get(name, unknown)["step_ms"])]
+
+    low, ms, high = per_layer(variant.name)
+    te, bound = per_layer("te")[1], per_layer("no_communication")[1]
+    clocks = [clock for clock in own["sm_clock_mhz"] if clock is not None]
+    interval = None
+    if "te" in samples:
+        pairs = zip(samples["te"]["step_ms"], own["step_ms"], strict=True)
+        interval = speedup_interval([([stock], [one]) for stock, one in pairs])
     return {
         **workload.model_dump(),
         "experts": workload.shape.experts,
         "arm": variant.name,
         "training": variants.is_training(variant.name),
-        "ms_per_layer": median,
+        "ms_per_layer": ms,
         "ms_per_layer_low": low,
         "ms_per_layer_high": high,
-        "rounds": len(samples["step_ms"]),
-        "speedup_vs_te": None,
-        "speedup_vs_te_ci95": None,
-        "hidden_share": None,
-        "host_ms_per_step": round(quartiles(samples["host_ms"])[1], 3),
+        "rounds": len(own["step_ms"]),
+        "speedup_vs_te": None if math.isnan(te) else round(te / ms, 4),
+        "speedup_vs_te_ci95": interval,
+        "hidden_share": round((te - ms) / (te - bound), 4) if bound < te else None,
+        "host_ms_per_step": round(quartiles(own["host_ms"])[1], 3),
         "sm_clock_mhz": quartiles(clocks)[1] if clocks else None,
-        "throttle_reasons": sorted({reason for reasons in samples["throttle_reasons"] for reason in reasons}),
+        "throttle_reasons": sorted({reason for reasons in own["throttle_reasons"] for reason in reasons}),
         "peak_memory_gb": None,
         **variant.facts,
     }
-
-
-def complete(rows: list[dict[str, Any]], samples: dict[str, Samples]) -> None:
-    """Fill in ``speedup_vs_te`` and ``hidden_share`` of one workload's rows, where their variants are there."""
-    by_name = {r["arm"]: r["ms_per_layer"] for r in rows}
-    te, bound = by_name.get("te"), by_name.get("no_communication")
-    if te is None:
-        return
-    for r in rows:
-        both = zip(samples["te"]["step_ms"], samples[r["arm"]]["step_ms"], strict=True)
-        r["speedup_vs_te"] = round(te / r["ms_per_layer"], 4)
-        r["speedup_vs_te_ci95"] = speedup_interval([([stock], [own]) for stock, own in both])
-        if bound is not None and bound < te:
-            r["hidden_share"] = round((te - r["ms_per_layer"]) / (te - bound), 4)
 
 
 def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:

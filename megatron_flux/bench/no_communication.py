@@ -1,10 +1,11 @@
 """Backends without the cost of communication: bounds that ``bench layer`` measures. NOT ways to train.
 
-:class:`NoCommunication` shows the time of a step if all communication were free. A gather returns a buffer that was
-filled once with the local shard, as often as there are ranks: real data, because a matrix product of zeros draws less
-power and runs faster. A reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS, as
-in megatron-core's own layers) and everything around them are those of a real step; the numbers are wrong on purpose.
-FP8 bytes and scales are those of a step whose scales had settled (:meth:`NoCommunication.clear`).
+:class:`NoCommunication` shows the time of a step if all communication were free: it is the reference backend, whose
+collectives are replaced while a step runs. A gather returns a buffer that was filled once with the local shard, as
+often as there are ranks: real data, because a matrix product of zeros draws less power and runs faster. A
+reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS, as in megatron-core's own
+layers) and everything around them are those of a real step; the numbers are wrong on purpose. FP8 bytes and scales are
+those of a step whose scales had settled (:meth:`NoCommunication.clear`).
 
 :class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
 none of them: perfect overlap, with the power that link, memory and copy engines draw. The difference between the two
@@ -18,9 +19,11 @@ Only the benchmark knows these backends: it registers them, never an import.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial as partial_call
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,10 +32,8 @@ import torch.distributed as dist
 
 from megatron_flux.comm import shared_memory
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.backends import reference
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.gemm import fp8_gemm, gemm, partial
 
 
 class _Replaced(torch.autograd.Function):
@@ -48,7 +49,7 @@ class _Replaced(torch.autograd.Function):
         return ctx.of_backward(dy), None, None
 
 
-class NoCommunication(ReferenceBackend):
+class NoCommunication(reference.ReferenceBackend):
     """Backend whose collectives take no time."""
 
     name = "no_communication"
@@ -61,48 +62,30 @@ class NoCommunication(ReferenceBackend):
         """Free the gather buffers; the next step makes new ones from its own rows."""
         self._buffers.clear()
 
-    def close(self) -> None:
-        """Free everything. Only when every rank has finished with it."""
-        self.clear()
+    close = clear
 
-    def all_gather_gemm(self, call: OperatorCall) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """Return the product ``[m, n]`` of a made-up gathered x, and that x ``[m, k]``."""
-        if call.fp8 is not None:
-            operand = self._gathered_fp8(call.fp8.x, call.group)
-            return fp8_gemm(call.fp8._replace(x=operand), call.bias), operand
-        gathered = self._gathered(call.x, call.group)
-        assert call.weight is not None  # noqa: S101
-        return gemm(gathered, call.weight, transposed=call.transposed, bias=call.bias), gathered
-
-    def gemm_reduce_scatter(self, call: OperatorCall) -> Pending:
-        """Return the local rows ``[m/tp, n]`` of the local product."""
-        return Pending(self._scattered(partial(call), call.group))
-
-    def gemm_all_reduce(self, call: OperatorCall) -> Pending:
-        """Return the local product ``[m, n]``."""
-        return Pending(partial(call))
-
-    def all_gather(self, call: OperatorCall) -> Pending:
-        """Return a made-up gathered x ``[m, k]``."""
-        return Pending(self._gathered(call.x, call.group))
-
-    def without_mappings(self) -> AbstractContextManager[object]:
-        """Leave out the collectives of adapters (:mod:`megatron_flux.train.lora`), which no linear holds."""
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Replace the collectives of operators, and those of adapters (:mod:`megatron_flux.train.lora`)."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import mappings
 
         group = parallel_state.get_tensor_model_parallel_group()
-        cut = partial_call(NoCommunication._scattered, self, group=group)
-        gather, scatter = partial_call(self._gathered, group=group), partial_call(self._scattered, group=group)
-        return mock.patch.multiple(
-            mappings,
-            gather_from_sequence_parallel_region=lambda x: _Replaced.apply(x, gather, scatter),
-            scatter_to_sequence_parallel_region=lambda y: _Replaced.apply(y, cut, gather),
-            _gather_along_last_dim=self._gathered_columns,
+        cut = partial(NoCommunication._scattered, self, group=group)
+        gather, scatter = partial(self._gathered, group=group), partial(self._scattered, group=group)
+        of_operators = SimpleNamespace(
+            all_gather=lambda x, group, async_op=False: Pending(self._gathered(x, group)),
+            reduce_scatter=lambda y, group, async_op=False: Pending(self._scattered(y, group)),
+            all_reduce=lambda y, group, async_op=False: Pending(y),
         )
-
-    def _gathered_columns(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return self._repeated(x, (*[1] * (x.dim() - 1), group.size()))
+        of_adapters: dict[str, Any] = {  # not lower down: flux sees functions that it stands for replaced
+            "gather_from_sequence_parallel_region": lambda x: _Replaced.apply(x, gather, scatter),
+            "scatter_to_sequence_parallel_region": lambda y: _Replaced.apply(y, cut, gather),
+            "_gather_along_last_dim": lambda x, group: self._repeated(x, (*[1] * (x.dim() - 1), group.size())),
+        }
+        operators = mock.patch.multiple(reference, collectives=of_operators, gathered_operand=self._gathered_fp8)
+        with operators, mock.patch.multiple(mappings, **of_adapters):
+            yield
 
     def _scattered(self, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = y.shape[0] // group.size()

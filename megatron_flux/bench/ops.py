@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
 from megatron_flux.bench import harness, tables
+from megatron_flux.bench.calls import CALLS, DTYPES, Operands, Runs, as_tuned, device_of, flux, operands, plan_of, stock
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Variant
 from megatron_flux.bench.options import OpsRun
@@ -41,187 +40,46 @@ from megatron_flux.comm import agreement, links, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import timing
-from megatron_flux.ops.backends.registry import get_backend
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair, random_pair
-from megatron_flux.ops.gemm import cublas_takes, fp8_gemm
-from megatron_flux.ops.tuner.cache import Entry
-from megatron_flux.ops.tuner.tuner import Tuner
-from megatron_flux.run import folder, rank
+from megatron_flux.ops.gemm import cublas_takes
+from megatron_flux.run import folder
 
 logger = logging.getLogger("megatron_flux")
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LINK_BYTES = 64 << 20
 TOLERANCE = {"exact": 0.01, "int8": 0.03}
 """Largest ``differences`` that pass, by wire format."""
-FP8_BACKENDS = ("fused", "chunked", "tuned")
-CALLS, REPLAYS = 12, 4
-COLD_BYTES = 160 << 20
-"""Bytes of the weights that the calls of a graph read: three times the L2 cache of an H200."""
-
-Runs = dict[str, Callable[[], Any]]
+REPLAYS = 4
 
 
-class Operands(NamedTuple):
-    """Operands of one call on this rank."""
-
-    x: torch.Tensor
-    weights: list[torch.Tensor]
-    """One; for a decode call as many as its graph reads."""
-    pair: Fp8Pair | None = None
-    """FP8 operands, of which ``x`` and the weight are the numbers."""
-
-
-def device_of(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.device:
-    """Return this rank's device, where ``group`` can run fused kernels or its link goes by chunks. Collective.
-
-    Raises:
-        UserError: the reason why the fused backend cannot run.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    if not links.by_chunks(links.probe(group, device)):
-        probe = torch.empty(8, 8, dtype=dtype, device=device)
-        reason = get_backend("fused").why_not(probe, probe, group)
-        if reason is not None:
-            raise UserError(f"{command}: the fused backend cannot run here: {reason}")
-    return device
-
-
-def operands(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> Operands:
-    """Make operands as the operator takes them, fresh and random; results are in ``dtype``."""
-    rows = case.m // group.size() if case.op == "all_gather_gemm" else case.m
-    if case.fp8 is not None:
-        blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
-        of_x = torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn
-        kind = Fp8Kind(of_x, torch.float8_e4m3fn, "1x128" if blocks else "tensor", dtype, promoted=blocks or dgrad)
-        pair = random_pair(rows, case.n, case.k, kind, device)
-        return Operands(pair.x.numbers, [pair.weight.numbers], pair)
-    shape = (case.k, case.n) if case.transposed else (case.n, case.k)
-    count = 1
-    if case.op == "gemm_all_reduce":
-        cold = -(-COLD_BYTES // (case.n * case.k * dtype.itemsize)) if device.type == "cuda" else 0
-        count = min(max(2, cold), CALLS)
-    weights = [torch.randn(*shape, dtype=dtype, device=device) for _ in range(count)]
-    return Operands(torch.randn(rows, case.k, dtype=dtype, device=device), weights)
-
-
-def as_tuned(case: Case, inputs: Operands, group: dist.ProcessGroup, wire: str) -> OperatorCall:
-    """Return the call as the tuner sees it."""
-    fp8 = inputs.pair is not None
-    transposed = case.transposed and not fp8  # FP8 operands are k-major, both
-    how: dict[str, Any] = {"return_gathered": False, "wire": "exact" if fp8 else wire, "fp8": inputs.pair}
-    return OperatorCall(case.op, inputs.x, inputs.weights[0], group, transposed, **how)
-
-
-def plan_of(call: OperatorCall, *, captured: bool = False, full: bool = False) -> Entry:
-    """Have the tuner decide about this very call, and return its entry; ``full``: of all candidates. Collective."""
-    tuned: Any = get_backend("tuned")
-    tuner: Tuner = tuned.tuner
-    with captured_calls() if captured else nullcontext():
-        return tuner.decide(call, full=full)
-
-
-def backends_of(link: links.Link, wire: str) -> tuple[str, ...]:
-    """Return the backends that are measured over ``link``, through the public operators: their host time counts."""
-    if not links.by_chunks(link):
-        return ("fused", "tuned")
-    return ("chunked", *([f"chunked_{wire}"] if wire != "exact" else []), "tuned")
-
-
-def runs_of(case: Case, inputs: Operands, group: dist.ProcessGroup, backends: tuple[str, ...], wire: str) -> Runs:
+def runs_of(inputs: Operands, backends: Sequence[str], wire: str) -> Runs:
     """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then ``backends``.
 
     Raises:
         UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
     """
-    if case.op == "gemm_all_reduce":
-        return _decode_runs(case, inputs, group)
-    x, pair, operator = inputs.x, inputs.pair, getattr(ops, case.op)
-    if pair is not None and x.is_cuda and not cublas_takes(pair.x, pair.weight):
+    case, pair = inputs.case, inputs.pair
+    if case.direction == "decode":
+        return _decode_runs(inputs)
+    if pair is not None and inputs.x.is_cuda and not cublas_takes(pair.x, pair.weight):
         raise UserError(
             f"--fp8 {case.fp8}: with CUDA {torch.version.cuda} cuBLASLt multiplies no {pair.kind.words()} of "
             f"{case.m} x {case.n} x {case.k} on this GPU; leave that recipe out"
         )
-    runs = (_gathering if case.op == "all_gather_gemm" else _scattering)(case, inputs, group)
-    if pair is not None:
-        call = partial(operator, pair.x, pair.weight, group, split_accumulator=pair.split, out_dtype=pair.out)
-        return runs | {name: partial(call, backend=name) for name in backends if name in FP8_BACKENDS}
-    call = partial(operator, x, inputs.weights[0], group, transposed=case.transposed, wire=wire)
-    return runs | {name: partial(call, backend=name) for name in backends}
+    return stock(inputs) | {name: flux(inputs, backend=name, wire=wire) for name in backends}
 
 
-def _transposed(case: Case, inputs: Operands) -> torch.Tensor:
-    """Return the weight as ``torch.matmul`` takes it, ``[k, n]``."""
-    return inputs.weights[0] if case.transposed else inputs.weights[0].t()
-
-
-def _gathering(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
-    """Return the runs of GEMM, gather, and one behind the other."""
-    if inputs.pair is None:
-        # Random, not empty: a GEMM of zeros draws less power and clocks higher.
-        full = torch.randn(case.m, case.k, dtype=inputs.x.dtype, device=inputs.x.device)
-        alone = multiply = partial(torch.matmul, full, _transposed(case, inputs), out=full.new_empty(case.m, case.n))
-        transfers = [(full, inputs.x)]
-    else:
-        x = inputs.pair.x
-        whole = x.repeated(group.size())
-        # Apart from the GEMM's own, so that its operand stays what it is.
-        received = replace(whole, data=whole.data.clone(), scale_inv=whole.scale_inv.clone())
-        alone = partial(fp8_gemm, inputs.pair._replace(x=whole.one_shard()))
-        multiply = partial(fp8_gemm, inputs.pair._replace(x=received))
-        transfers = [(received.data, x.data)]
-        if x.scaling != "tensor":
-            transfers.append((received.scale_inv.view(-1, received.scale_inv.shape[-1]), x.scale_inv))
-
-    def gather() -> None:
-        for target, source in transfers:
-            dist.all_gather_into_tensor(target, source, group=group)
-
-    def gathered() -> torch.Tensor:
-        gather()
-        return multiply()
-
-    return {"gemm": alone, "nccl": gather, "serial": gathered}
-
-
-def _scattering(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
-    """Return the runs of GEMM, reduce-scatter, and one behind the other."""
-    if inputs.pair is None:
-        multiply = partial(torch.matmul, inputs.x, _transposed(case, inputs), out=inputs.x.new_empty(case.m, case.n))
-    else:
-        multiply = partial(fp8_gemm, inputs.pair)
-    y = multiply()
-    z = y.new_empty(case.m // group.size(), case.n)
-
-    def scattered() -> torch.Tensor:
-        dist.reduce_scatter_tensor(z, multiply(), group=group)
-        return z
-
-    return {"gemm": multiply, "nccl": lambda: dist.reduce_scatter_tensor(z, y, group=group), "serial": scattered}
-
-
-def _decode_runs(case: Case, inputs: Operands, group: dist.ProcessGroup) -> Runs:
+def _decode_runs(inputs: Operands) -> Runs:
     """Return the runs of a decode call: on GPUs replays of graphs, on CPUs the calls one by one."""
-    x, y = inputs.x, inputs.x.new_empty(case.m, case.n)
+    weights = [inputs.weights[i % len(inputs.weights)] for i in range(CALLS)]
+    each = [inputs._replace(weights=[weight]) for weight in weights]
+    calls = [stock(one) | {"tuned": flux(one, backend="tuned")} for one in each]
 
-    def reduced(backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda weight: ops.gemm_all_reduce(x, weight, group, backend=backend)
+    def step(name: str) -> list[Any]:
+        return [runs[name]() for runs in calls]
 
-    one_call: dict[str, Callable[[torch.Tensor], Any]] = {
-        "gemm": lambda weight: torch.matmul(x, weight.t()),
-        "nccl": lambda _: dist.all_reduce(y, group=group),
-        "serial": reduced("reference"),
-        "tuned": reduced("tuned"),
-    }
-
-    def calls(call: Callable[[torch.Tensor], Any]) -> list[Any]:
-        return [call(inputs.weights[i % len(inputs.weights)]) for i in range(CALLS)]
-
-    steps: Runs = {name: partial(calls, call) for name, call in one_call.items()}
     with torch.no_grad():
-        return {name: harness.capture(step) if x.is_cuda else step for name, step in steps.items()}
+        steps: Runs = {name: partial(step, name) for name in calls[0]}
+        return {name: harness.capture(one) if inputs.x.is_cuda else one for name, one in steps.items()}
 
 
 def differences_of(runs: Runs, here: Ranks) -> dict[str, float]:
@@ -244,8 +102,9 @@ def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
     group, decode, chunks = here.group, case.direction == "decode", links.by_chunks(here.link)
     inputs = operands(case, group, DTYPES[wanted.dtype], here.device)
     wire = "exact" if case.fp8 is not None else wanted.wire
-    plan = plan_of(as_tuned(case, inputs, group, wire), captured=decode)
-    runs = runs_of(case, inputs, group, backends_of(here.link, wire), wire)
+    plan = plan_of(as_tuned(inputs, wire), captured=decode)
+    eight_bit = [] if wire == "exact" else [f"chunked_{wire}"]
+    runs = runs_of(inputs, ["chunked", *eight_bit, "tuned"] if chunks else ["fused", "tuned"], wire)
     for run in runs.values():
         for _ in range(WARMUP_STEPS):
             run()
@@ -327,7 +186,5 @@ def _link_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 def work(text: str) -> None:
     """Measure on this rank what an :class:`OpsRun` as JSON describes; the first one prints the table."""
     wanted = OpsRun.model_validate_json(text)
-    rank.set_environment()
-    rank.set_nccl_link(wanted.link)
-    with harness.opened() as group:
+    with harness.opened(wanted.link) as group:
         harness.show(tables.show_ops, run(wanted, wanted.cases(), group, logger.info), wanted.out)

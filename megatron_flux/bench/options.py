@@ -38,6 +38,17 @@ _tp = partial(option, None, long="tensor-model-parallel-size")
 _fp8 = partial(option, None, long="fp8-recipe")
 
 
+class _Measured(Options):
+    """How a benchmark measures."""
+
+    group: ClassVar[str] = "Measuring"
+
+    rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
+    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
+    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops, -peers or -layer.")
+    overwrite: bool = option(False, "Replace an earlier run in --out.")
+
+
 class _Calls(LinkOptions):
     """Operator calls and where they run, of ``bench ops`` and ``tune``."""
 
@@ -79,16 +90,10 @@ class _Calls(LinkOptions):
         return cases
 
 
-class OpsOptions(_Calls):
+class OpsOptions(_Measured, _Calls):
     """Options of ``bench ops``. With a wire other than ``exact`` chunked is measured over it as well."""
 
-    group: ClassVar[str] = "Measuring"
-
-    rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
     burst: int = _in_file(6, "Back-to-back calls per round and variant.", ge=1)
-    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
-    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops.")
-    overwrite: bool = option(False, "Replace an earlier run in --out.")
 
 
 class TuneOptions(_Calls, GradWireOptions):
@@ -102,7 +107,7 @@ class TuneOptions(_Calls, GradWireOptions):
     )
 
 
-class LayerOptions(LoraOptions):
+class LayerOptions(_Measured, LoraOptions):
     """Options of ``bench layer``."""
 
     group: ClassVar[str] = "Layers"
@@ -148,11 +153,9 @@ class LayerOptions(LoraOptions):
     seconds: float | None = option(None, "Start no further round after this long, over all models.", gt=0)
     trace: bool = _in_file(True, "Record one more step of each variant: breakdown and trace file.")
     timeout: float = _in_file(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
-    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-layer.")
-    overwrite: bool = option(False, "Replace an earlier run in --out.")
 
 
-class PeersOptions(Options):
+class PeersOptions(_Measured):
     """Options of ``bench peers``."""
 
     group: ClassVar[str] = "Calls"
@@ -166,13 +169,9 @@ class PeersOptions(Options):
     dtype: list[Literal["bf16", "fp8"]] = option(["bf16", "fp8"], "Operands; fp8: e4m3, one scale a tensor.")
     tp: int | None = _tp("GPUs of the group. Default: all; 2 without GPUs.", ge=2)
     arms: list[str] = option(list(ARMS), "Who runs the calls.")
-    rounds: int = option(7, "Rounds per call; every round times all arms, in random order.", ge=1)
     burst: int = _in_file(6, "Back-to-back calls per round and arm.", ge=1)
-    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
     timeout: float = _in_file(600.0, "Seconds after which an arm that has not come back ends the run.", gt=0)
     device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")
-    out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-peers.")
-    overwrite: bool = option(False, "Replace an earlier run in --out.")
 
     def cases(self) -> list[Case]:
         """List the calls of a run, whose ``tp`` is known.
@@ -258,10 +257,9 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
         raise UserError(f"--variants {name}: only flux has settings; leave :{words[0]} out")
     try:
         config = TypeAdapter(FluxConfig).validate_python({**settings, **changes})
+        check(config)
     except ValidationError as error:
         raise UserError(f"--variants {name}: {error.errors()[0]['msg']}") from None
-    try:
-        check(config)
     except UserError as error:
         raise UserError(f"--variants {name}: {error}" if changes else str(error)) from None
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -21,53 +22,51 @@ NAMES = ("gemm", "nccl", "serial", "fused", "chunked", "chunked_int8", "tuned")
 SHORT = {"all_gather_gemm": "AG", "gemm_reduce_scatter": "RS", "gemm_all_reduce": "AR"}
 
 
-def measured(rows: Sequence[Row]) -> list[str]:
-    """Return the variants that ``rows`` have."""
-    return [name for name in NAMES if any(f"{name}_ms" in row for row in rows)]
-
-
 def efficiency(row: Row, variant: str) -> float | None:
     """Return FLUX's overlap efficiency: 1 is GEMM alone, 0 is serial; None where serial hides nothing."""
     return overlap_efficiency(row.get(f"{variant}_ms"), row["gemm_ms"], row["serial_ms"])
 
 
-def fp8_title(recipe: str | None) -> str:
-    """Return the part of a title that names the recipe."""
-    return "" if recipe is None else f", FP8 {recipe}"
+def _title(summary: Row, calls: int) -> str:
+    tp = summary["tp"]
+    return f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {calls} call(s)"
+
+
+def _direction(row: Row) -> str:
+    recipe = row.get("fp8")
+    return f"{row['direction']}{'' if recipe is None else f', FP8 {recipe}'}"
 
 
 def line(row: Row) -> str:
     """Return one call of ``bench ops`` as a line."""
-    times = " ".join(f"{name} {number(row[f'{name}_ms'])}" for name in measured([row]))
+    times = " ".join(f"{name} {number(row[f'{name}_ms'])}" for name in NAMES if f"{name}_ms" in row)
     return (
-        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {row['direction']:<7} m={row['m']:<5} n={row['n']:<5} "
-        f"k={row['k']:<5}{fp8_title(row.get('fp8'))} {times} E {number(row['e_overlap'], '.0%')} "
-        f"bound {row['bound_ms']:.3f} [{row['tuned_choice']}]"
+        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {_direction(row):<7} m={row['m']:<5} n={row['n']:<5} "
+        f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
+        f"[{row['tuned_choice']}]"
     )
 
 
 def show_ops(summary: Row) -> None:
     """Print a summary of ``bench ops``; the fastest of the variants that do the whole work is bold."""
-    tp, rows = summary["tp"], summary["rows"]
-    names = measured(rows)
+    rows = summary["rows"]
+    names = [name for name in NAMES if any(f"{name}_ms" in row for row in rows)]
     whole = [name for name in names if name not in ("gemm", "nccl")]
-    overlapped = [name for name in whole if name != "serial"]
 
     def cells(row: Row) -> list[str | Text]:
         times = {name: row.get(f"{name}_ms") for name in names}
         fastest = min(ms for name in whole if (ms := times[name]) is not None)
-        direction = f"{row['direction']}{fp8_title(row.get('fp8'))}"
         return [
-            *(SHORT[row["op"]], row["model"], row["layer"], direction, f"{row['m']} x {row['n']} x {row['k']}"),
+            *(SHORT[row["op"]], row["model"], row["layer"], _direction(row), f"{row['m']} x {row['n']} x {row['k']}"),
             *(Text(number(ms), "bold" if name in whole and ms == fastest else "") for name, ms in times.items()),
-            *(number(efficiency(row, name), ".0%") for name in overlapped),
+            *(number(efficiency(row, name), ".0%") for name in whole if name != "serial"),
             row["tuned_choice"],
         ]
 
     queues = connections(summary.get("environment"))
-    heads = (*names, *(f"E {name}" for name in overlapped))
+    heads = (*names, *(f"E {name}" for name in whole if name != "serial"))
     print_table(
-        f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {len(rows)} call(s)",
+        _title(summary, len(rows)),
         ("<op", "<model", "<layer", "<direction", "m x n x k", *heads, "<plan"),
         map(cells, rows),
         "milliseconds: median over rounds of the slowest rank; n and k are the rank's own",
@@ -93,7 +92,7 @@ def peers_line(call: Row, rows: Sequence[Row]) -> str:
 
 def show_peers(summary: Row) -> None:
     """Print a summary of ``bench peers``: every arm's time, the fastest bold; then who did not run, and why."""
-    rows, skipped = summary["rows"], summary["skipped"]
+    rows = summary["rows"]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     calls: dict[tuple[str, ...], dict[str, float | None]] = {}
     for row in rows:
@@ -110,11 +109,9 @@ def show_peers(summary: Row) -> None:
         return [*call, *shown, first, number(gain, ".2f", "x")]
 
     queues = connections(summary.get("environment"))
-    reasons: dict[tuple[str, str], int] = {}
-    for one in skipped:
-        reasons[one["arm"], one["reason"]] = reasons.get((one["arm"], one["reason"]), 0) + 1
+    reasons = Counter((one["arm"], one["reason"]) for one in summary["skipped"])
     print_table(
-        f"{summary['tp']} x {summary['device']}, {link(summary)}, tp = {summary['tp']}, {len(calls)} call(s)",
+        _title(summary, len(calls)),
         ("<op", "<model", "<dtype", "m", "n x k", *arms, "<first", "flux vs best other"),
         map(cells, calls),
         f"milliseconds: median over rounds of the slowest rank; {multicast(summary.get('environment'))}; {queues}",

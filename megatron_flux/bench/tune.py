@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import harness, ops, tables
+from megatron_flux.bench import harness, tables
+from megatron_flux.bench.calls import DTYPES, as_tuned, device_of, operands, plan_of
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import TuneRun
 from megatron_flux.comm import agreement, links
@@ -28,7 +29,6 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
-from megatron_flux.ops.tuner.tuner import Tuner
 from megatron_flux.run import rank
 
 logger = logging.getLogger("megatron_flux")
@@ -48,36 +48,35 @@ def run(
         UserError: the group cannot run the fused backend (with the reason).
         OperatorError: a plan could not be stored, because the file cannot be read or written.
     """
-    dtype = ops.DTYPES[wanted.dtype]
+    dtype = DTYPES[wanted.dtype]
     links.want(links.Wanted(wanted.link))
-    device = ops.device_of("tune", group, dtype)
+    device = device_of("tune", group, dtype)
     if links.by_chunks(links.probe(group, device)):
         cases = [*cases, *_gathers(cases)]
     tuned: Any = get_backend("tuned")
-    tuner: Tuner = tuned.tuner
     done = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         # The tuner reads from the environment where to store plans.
         os.environ["MEGATRON_FLUX_TUNE_CACHE"] = str(Path(scratch, "tuned.json") if wanted.force else wanted.cache)
-        for number_, case in enumerate(cases, 1):
+        for count, case in enumerate(cases, 1):
             captured = case.direction == "decode"
             call = _call(case, group, dtype, device, wanted.grad_wire if case.direction == "dgrad" else wanted.wire)
             key = key_of(call, captured=captured)
-            known = key in tuner.decisions(group).entries or agreement.first_rank(
+            known = key in tuned.tuner.decisions(group).entries or agreement.first_rank(
                 group, "cached plans", partial(_is_cached, key, call.m)
             )
-            plan = ops.plan_of(call, captured=captured, full=True)
+            plan = plan_of(call, captured=captured, full=True)
             done.append((case, key, plan))
             agreement.first_rank(group, "storing a plan", partial(_store, wanted, key, call.m, plan))
             if group.rank() == 0:
-                name, ms, note = plan.label, plan.ms, " (cached)" if known else ""
-                if not ms:
+                note = " (cached)" if known else ""
+                if not plan.ms:
                     note = " (not stored: these calls take the CPU longer than the GPU)"
+                times = ", ".join(f"{name} {number(plan.ms.get(name))} ms" for name in (plan.label, "reference"))
                 log(
-                    f"[{number_}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {name} {number(ms.get(name))} ms, "
-                    f"reference {number(ms.get('reference'))} ms{note}"
+                    f"[{count}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
+                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {times}{note}"
                 )
             del call
             torch.cuda.empty_cache()
@@ -104,7 +103,7 @@ def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torc
         kind, wire = (dtype, wire) if case.fp8 is None else (GATHERED_AS, EXACT)
         x = torch.randn(case.m // group.size(), case.k, device=device).to(kind)
         return OperatorCall(case.op, x, None, group, wire=wire)
-    return ops.as_tuned(case, ops.operands(case, group, dtype, device), group, wire)
+    return as_tuned(operands(case, group, dtype, device), wire)
 
 
 def _how(case: Case) -> str:
@@ -130,9 +129,7 @@ def _store(wanted: TuneRun, key: str, m: int, plan: Entry) -> None:
 def work(text: str) -> None:
     """Tune on this rank what a :class:`TuneRun` as JSON describes; the first one prints the table."""
     wanted = TuneRun.model_validate_json(text)
-    rank.set_environment()
-    rank.set_nccl_link(wanted.link)
-    with harness.opened() as group:
+    with harness.opened(wanted.link) as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
         tables.show_plans([(f"{case.model} {case.layer} {_how(case)}", key, plan) for case, key, plan in done])

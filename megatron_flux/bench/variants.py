@@ -1,29 +1,26 @@
 """Variants of ``bench layer`` and their layers; docs/commands.md lists them.
 
-The bounds run local layers where TransformerEngine cannot run. In FP8 there are no local layers, and the bounds have
-TransformerEngine's to themselves: the amaxes of the others would be those of steps without communication.
-
-Experts are TransformerEngine's grouped linears, divided among the ranks of the tensor-parallel group and each of them
-whole (EP = TP, ETP 1), behind an all-to-all, which the bounds do not leave out. Every token goes to experts that the
-benchmark has chosen (:func:`fix_routing`). With ``delay_wgrad`` a step ends with ``backward_dw`` of all layers.
-
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
 That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
 its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
 one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
-hook adds other gradients, and ``grad`` is dropped at once.
+hook adds other gradients, and ``grad`` is dropped at once. All leave out rotary embedding, the final norm and dropout.
+
+The bounds run local layers where TransformerEngine cannot run. In FP8 they have TransformerEngine's to themselves: the
+amaxes of the others would be those of steps without communication.
+
+Experts are divided among the tensor-parallel ranks and each of them is whole (EP = TP, ETP 1), behind an all-to-all
+that the bounds have too. Tokens go to experts that the benchmark has chosen (:func:`fix_routing`).
 
 ``fsdp`` and ``fsdp_bf16`` (:mod:`megatron_flux.train.fsdp`) have whole layers with shards of their own, made from the
-shared weights, and take as many tokens: of the same sequences each rank has its part. :func:`as_tensor_parallel` brings
+shared weights, and as many tokens: each rank has its part of the same sequences. :func:`as_tensor_parallel` brings
 their results into the form of the others'.
-
-All variants leave out rotary embedding, the final norm and dropout.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 from unittest import mock
@@ -32,12 +29,12 @@ import torch
 
 from megatron_flux import ops, patched, report
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.harness import NotHereError, Variant
+from megatron_flux.bench.harness import Variant
 from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import flux_config
 from megatron_flux.comm.collectives import all_gather
 from megatron_flux.config import ALL_EXACT, FluxConfig, Wires
-from megatron_flux.errors import FluxError
+from megatron_flux.errors import FluxError, UserError
 from megatron_flux.settings import WIRES
 from megatron_flux.train.config import undivided
 from megatron_flux.train.fp8 import Recipe, own_scales, transformer_options
@@ -62,23 +59,13 @@ def block_of(name: str, workload: Workload) -> BlockKind:
     if base in ("te_ub", *FSDP):
         return base  # type: ignore[return-value]
     if base in BOUNDS:
-        if workload.fp8 is not None:
-            return "te_bound"
-        if workload.shape.experts is not None:
-            return "te"
-        return available_layers()
+        return "te_bound" if workload.fp8 else "te" if workload.shape.experts else available_layers()
     return "te" if base in ("te", "flux_te") else "local"
 
 
 def available_layers() -> Literal["te", "local"]:
     """Return the layers of variants that are there with and without TransformerEngine."""
     return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
-
-
-def memory_gb(names: Iterable[str], workload: Workload, tp: int) -> float:
-    """Estimate the GPU memory that the variants need together, in GB (1e9 bytes)."""
-    kinds = {block_of(name, workload) for name in names}
-    return workload.memory_gb(tp, len(kinds - FSDP.keys()), sharded=len(kinds & FSDP.keys()))
 
 
 def is_training(name: str) -> bool:
@@ -96,8 +83,8 @@ def wires_of(name: str) -> Wires:
         own = backend.removeprefix("chunked_")
         return own if own in WIRES else tuned if backend in ("auto", "tuned") else "exact"
 
-    return Wires(wire(config.backends.forward, config.wires.activations),
-                 wire(config.backends.dgrad, config.wires.gradients))  # fmt: skip
+    backends, wires = config.backends, config.wires
+    return Wires(wire(backends.forward, wires.activations), wire(backends.dgrad, wires.gradients))
 
 
 def why_not(name: str, workload: Workload, device: torch.device, link: str) -> str | None:
@@ -136,7 +123,7 @@ def why_no_te(device: torch.device) -> str | None:
 
 def make(
     name: str,
-    block: torch.nn.Module,
+    block: Any,
     x: torch.Tensor,
     dy: torch.Tensor | None,
     *,
@@ -160,8 +147,10 @@ def make(
         x.grad = None
         y = block(hidden_states=x, attention_mask=None)
         y.backward(dy)
-        if block.config.delay_wgrad_compute:  # type: ignore[union-attr]
-            backward_dw(block)
+        if block.config.delay_wgrad_compute:  # layer by layer as Megatron's combined 1F1B does
+            for layer in reversed(block.layers):
+                layer.mlp.backward_dw(shared_experts=True)
+                layer.self_attention.backward_dw()
         return y.detach(), x.grad  # type: ignore[return-value]
 
     @contextmanager
@@ -175,7 +164,7 @@ def make(
                 opened.enter_context(all_data_parallel())
             elif base in BOUNDS:
                 opened.enter_context(patched(FluxConfig(backend=BOUNDS[base].name, link=settings.get("link"))))
-                opened.enter_context(BOUNDS[base].without_mappings())
+                opened.enter_context(BOUNDS[base].replaced())
                 if recipe is not None:
                     opened.enter_context(without_amax_reductions(block))
             elif base.startswith("flux"):
@@ -187,13 +176,6 @@ def make(
     if base in BOUNDS and BOUNDS[base].name not in ops.backend_names():
         ops.register_backend(BOUNDS[base])
     return Variant(name, step, active)
-
-
-def backward_dw(block: Any) -> None:
-    """Compute the weight gradients that backward has left, layer by layer as Megatron's combined 1F1B does."""
-    for layer in reversed(block.layers):
-        layer.mlp.backward_dw(shared_experts=True)
-        layer.self_attention.backward_dw()
 
 
 def sequences_of(
@@ -210,7 +192,7 @@ def sequences_of(
 
 
 def as_tensor_parallel(
-    variant: Variant, block: Any, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any
+    variant: Variant, block: Any, workload: Workload, weights: Mapping[str, Any], group: Any
 ) -> Variant:
     """Return ``variant``, one of ``FSDP``, with results as of tensor parallelism: of ``make`` and in ``main_grad``."""
     from megatron_flux.train import fsdp
@@ -226,7 +208,7 @@ def as_tensor_parallel(
             if parameter.requires_grad:
                 weight = weights[shared_name(name)]
                 total = parameter.grad.full_tensor() * group.size()  # FSDP2 takes the mean
-                main_grad(weight).add_(fsdp.cut(total, weight.shape, group, fsdp.halves_of(name, block.config)))
+                weight.main_grad.add_(fsdp.cut(total, weight.shape, group, fsdp.halves_of(name, block.config)))
         return results
 
     return Variant(variant.name, run, variant.active)
@@ -236,7 +218,7 @@ def look_inside(variant: Variant) -> None:
     """Run one step and note what flux did in it.
 
     Raises:
-        NotHereError: no layer ran flux.
+        UserError: no layer ran flux.
     """
     if base_of(variant.name) in ("te", "local", "te_ub", *FSDP):
         return
@@ -246,7 +228,7 @@ def look_inside(variant: Variant) -> None:
         seen = report()
     if not seen["active_layers"]:
         why = "; ".join(seen["fallbacks"]) or "patch() does not reach these layers"
-        raise NotHereError(f"no layer ran flux: {why}")
+        raise UserError(f"no layer ran flux: {why}")
     variant.facts |= {
         "flux_layers": seen["active_layers"],
         "flux_calls_per_step": {f"{op}/{name}": n for (op, name), n in sorted(ops.stats.calls.items())},
@@ -339,29 +321,31 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
     # No norm behind the last layer: the figures are per layer.
     block = TransformerBlock(config, layers, post_layer_norm=False)
     if workload.lora is not None:
-        # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks.
+        # B from random numbers: from zero A would have no gradient, and zeros are multiplied at higher clocks. The
+        # adapter's output is about as large as that of its linear.
+        def random_b(weight: torch.Tensor) -> torch.Tensor:
+            return torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
+
         targets = workload.lora_targets or LORA_TARGETS
-        lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=_random_b)
+        lora.add_adapters(block, config, workload.lora, alpha=workload.lora, targets=targets, init_b=random_b)
     block = block.to(device)
     if shape.experts is not None:
         fix_routing(block, workload.tokens // tp)
     return block
 
 
-def build_sharded(
-    kind: str, workload: Workload, weights: Mapping[str, torch.nn.Parameter], group: Any, device: torch.device
-) -> Any:
+def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], group: Any, device: torch.device) -> Any:
     """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
 
     Raises:
-        NotHereError: there are no weights, or a micro-batch cannot be divided by sequences.
+        UserError: there are no weights, or a micro-batch cannot be divided by sequences.
     """
     from megatron_flux.train import fsdp
 
     if reason := undivided(workload.micro_batch, group.size()):
-        raise NotHereError(reason)
+        raise UserError(reason)
     if not weights:
-        raise NotHereError("it takes its weights from a variant with tensor parallelism, and none could be built")
+        raise UserError("it takes its weights from a variant with tensor parallelism, and none could be built")
     with fsdp.all_data_parallel():
         block: Any = build(kind, workload, 1, device)  # type: ignore[arg-type]
         own = {name: weights[shared_name(name)] for name, _ in block.named_parameters()}
@@ -408,11 +392,6 @@ def fix_routing(block: torch.nn.Module, tokens: int) -> None:
     RouterReplay.clear_global_router_replay_instances()  # they would hold what they replay
 
 
-def _random_b(weight: torch.Tensor) -> torch.Tensor:
-    """Make an adapter's output about as large as that of its linear."""
-    return torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
-
-
 def shared_name(name: str) -> str:
     """Return a parameter's name in the local spec: TransformerEngine's linears own the norm in front of them."""
     name = name.replace(".to_wrap.", ".")
@@ -421,7 +400,7 @@ def shared_name(name: str) -> str:
     )
 
 
-def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> None:
+def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Replace the block's own parameters by ``weights`` (by :func:`shared_name`).
 
     Raises:
@@ -440,33 +419,25 @@ def share(block: torch.nn.Module, weights: dict[str, torch.nn.Parameter]) -> Non
         block.get_submodule(owner)._parameters[leaf] = weight
 
 
-def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, torch.nn.Parameter]:
+def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, Any]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
     Those whose names are ``trained`` get an fp32 ``main_grad``, into which a hook adds as Megatron's
     DistributedDataParallel does. Others require no gradient.
     """
-    weights = {}
-    for name, parameter in block.named_parameters():
-        weights[shared_name(name)] = parameter
-        parameter.requires_grad_(trained(name))
-        if trained(name):
-            _set_up_gradient(parameter)
-    return weights
 
-
-def main_grad(weight: Any) -> torch.Tensor:
-    """Return the fp32 gradient of a shared weight."""
-    gradient: torch.Tensor = weight.main_grad
-    return gradient
-
-
-def _set_up_gradient(parameter: Any) -> None:
     def add(parameter: Any) -> None:
         if not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
-    parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-    parameter.grad_added_to_main_grad = False
-    parameter.register_post_accumulate_grad_hook(add)
+    weights: dict[str, Any] = {}
+    for name, parameter in block.named_parameters():
+        weight: Any = parameter
+        weights[shared_name(name)] = weight
+        weight.requires_grad_(trained(name))
+        if trained(name):
+            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            weight.grad_added_to_main_grad = False
+            weight.register_post_accumulate_grad_hook(add)
+    return weights

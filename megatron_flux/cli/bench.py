@@ -22,7 +22,6 @@ from megatron_flux.bench.options import (
     TuneRun,
     layer_run,
 )
-from megatron_flux.bench.variants import memory_gb
 from megatron_flux.cli import start
 from megatron_flux.config import Wires
 from megatron_flux.errors import UserError
@@ -33,51 +32,63 @@ from megatron_flux.run import folder, launcher, rank
 
 def ops(options: OpsOptions, dry_run: bool) -> None:
     """Measure the operators: GEMM, NCCL, both in sequence, every backend."""
-    if not dry_run:
-        _ready_for_gpus("bench ops", "--dry-run checks the options and lists the calls on any machine")
+    _ready_for_gpus("bench ops", dry_run)
     wire = Wires.of(options.wire, None).activations
     run = OpsRun(**{**options.model_dump(), "tp": _tp(options.tp), "wire": wire, "out": options.out or Path()})
     start.benchmark(operators, f"{len(run.cases())} calls on {run.tp} GPUs", run, options, _calls(run), dry_run)
 
 
+def peers(options: PeersOptions, dry_run: bool) -> None:
+    """Time fused calls of every project that has them: NCCL, torch, TransformerEngine, flux."""
+    others.set_environment()
+    _ready_for_gpus("bench peers", dry_run or options.device == "cpu", "--set device=cpu tries the command, ")
+    run = PeersRun(**{**options.model_dump(), "tp": _tp(options.tp, otherwise=2), "out": options.out or Path()})
+    start.benchmark(others, f"{len(run.cases())} calls on {run.tp} ranks", run, options, _calls(run), dry_run)
+
+
+def layer(options: LayerOptions, dry_run: bool) -> None:
+    """Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."""
+    rank.quiet_megatron()
+    checked_versions()
+    _ready_for_gpus("bench layer", dry_run)
+    run = layer_run(options, _tp(options.tp))
+    start.benchmark(layers, f"tp {run.tp}", run, options, {}, dry_run)
+
+
 def tune(options: TuneOptions, dry_run: bool) -> None:
     """Measure which backend is fastest for each layer; training reads the plans."""
     cache = options.cache or cache_path()
-    if not dry_run:
-        _ready_for_gpus("tune", "--dry-run checks the options and lists the calls on any machine")
+    _ready_for_gpus("tune", dry_run)
     activations, gradients = Wires.of(options.wire, options.grad_wire)
     wires = {"wire": activations, "grad_wire": gradients}
     run = TuneRun(**{**options.model_dump(), **wires, "tp": _tp(options.tp), "cache": cache.absolute()})
-    about = f"{len(run.cases())} calls on {run.tp} GPUs, plans stored in {cache}"
     if not dry_run:
         folder.check_writable(run.cache.parent, "the folder of cache")
     load(cache)  # refuses a damaged one
     if start.described(dry_run, lambda: start.description(run, options, _calls(run)), None):
         return
-    left = f"plans made so far are in {cache}"
-    start.on_ranks("tune", about, tuning, run.model_dump_json(), run.tp, left=left)
+    about = f"{len(run.cases())} calls on {run.tp} GPUs, plans stored in {cache}"
+    start.on_ranks("tune", about, tuning, run.model_dump_json(), run.tp, left=f"plans made so far are in {cache}")
 
 
-def peers(options: PeersOptions, dry_run: bool) -> None:
-    """Time fused calls of every project that has them: NCCL, torch, TransformerEngine, flux."""
-    others.set_environment()
-    if not dry_run and options.device == "cuda":
-        _ready_for_gpus("bench peers", "--set device=cpu tries the command, --dry-run lists the calls")
-    run = PeersRun(**{**options.model_dump(), "tp": _tp(options.tp, otherwise=2), "out": options.out or Path()})
-    start.benchmark(others, f"{len(run.cases())} calls on {run.tp} ranks", run, options, _calls(run), dry_run)
+def _calls(run: OpsRun | TuneRun | PeersRun) -> dict[str, Any]:
+    return {"calls": [asdict(case) for case in run.cases()]}
 
 
-def _ready_for_gpus(command: str, otherwise: str) -> None:
+def _ready_for_gpus(command: str, without: bool, otherwise: str = "") -> None:
     """Set the environment, before asking for GPUs may start CUDA, and refuse a machine that cannot measure.
 
-    Raises UserError: no GPU, or one alone; ``otherwise`` says what works all the same.
+    Raises UserError: no GPU, or one alone, unless it works ``without``; ``otherwise`` says what works besides dry runs.
     """
+    if without:
+        return
     rank.set_environment()
     gpus = torch.cuda.device_count()
     ranks = launcher.started() or gpus
     if gpus == 0 or ranks < 2:
         found = "torch sees no GPU" if gpus == 0 else f"this is {ranks} process(es) with {gpus} GPU(s)"
-        raise UserError(f"{command} needs at least two GPUs of one host, {found}; {otherwise}")
+        hint = f"{otherwise}--dry-run checks the options on any machine"
+        raise UserError(f"{command} needs at least two GPUs of one host, {found}; {hint}")
 
 
 def _tp(given: int | None, otherwise: int = 8) -> int:
@@ -85,18 +96,3 @@ def _tp(given: int | None, otherwise: int = 8) -> int:
     gpus = torch.cuda.device_count()
     # Fewer than two GPUs are left for dry runs, which speak of some other machine.
     return launcher.world_size(given, gpus=gpus if gpus > 1 else 0, otherwise=otherwise, option="--tp")
-
-
-def _calls(run: OpsRun | TuneRun | PeersRun) -> dict[str, Any]:
-    return {"calls": [asdict(case) for case in run.cases()]}
-
-
-def layer(options: LayerOptions, dry_run: bool) -> None:
-    """Time layers in training, prefill or decode: stock, userbuffers, flux, bounds."""
-    rank.quiet_megatron()
-    checked_versions()
-    if not dry_run:
-        _ready_for_gpus("bench layer", "--dry-run checks the options on any machine")
-    run = layer_run(options, _tp(options.tp))
-    memory = {w.label: round(memory_gb(run.variants, w, run.tp), 1) for w in run.workloads}
-    start.benchmark(layers, f"tp {run.tp}", run, options, {"memory_gb_per_gpu": memory}, dry_run)

@@ -68,15 +68,7 @@ def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapp
     on_ranks(command, f"{about}, run folder {out}", module, run.model_dump_json(), run.tp, left=left)
 
 
-def on_ranks(
-    command: str,
-    about: str,
-    module: ModuleType,
-    argument: str,
-    ranks: int,
-    *,
-    left: str,
-) -> Signals | None:
+def on_ranks(command: str, about: str, module: ModuleType, argument: str, ranks: int, *, left: str) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, call it here.
 
     ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. The result is that

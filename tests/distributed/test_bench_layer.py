@@ -21,6 +21,7 @@ from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Ranks, Variant
 from megatron_flux.bench.options import VARIANTS, LayerRun
 from megatron_flux.comm import links
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.train.presets import PRESETS, Preset
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -52,13 +53,13 @@ def few_steps() -> Iterator[None]:
 
 def run(tp: int, out: Path, spoil: bool = False, **changes: Any) -> dict[str, Any]:
     from megatron_flux.bench import layer
-    from megatron_flux.bench.no_communication import NoCommunication
+    from megatron_flux.ops import gemm
     from megatron_flux.ops.backends.reference import ReferenceBackend
 
     how = {"workloads": TRAINED, "variants": VARIANTS, "rounds": 1, "burst": 1, "device": "cpu", "out": out}
     with few_steps(), pytest.MonkeyPatch.context() as patch:
         if spoil:
-            local_part = lambda _, call: NoCommunication().gemm_reduce_scatter(call)  # noqa: E731
+            local_part = lambda _, call: Pending(gemm.partial(call).chunk(tp)[dist.get_rank()])  # noqa: E731
             patch.setattr(ReferenceBackend, "gemm_reduce_scatter", local_part)
         for name, preset in SMALL.items():
             patch.setitem(PRESETS, name, preset)
@@ -188,14 +189,15 @@ def test_unsynchronised_sends_what_a_collective_would() -> None:
     size, me = group.size(), group.rank()
     busy, idle = Unsynchronised(), NoCommunication()
     x, weight = torch.full((2, 8), float(me + 1)), torch.eye(8)
-    y, _ = OperatorCall("all_gather_gemm", x, weight, group).run(busy)
-    other, _ = OperatorCall("all_gather_gemm", x, weight, group).run(idle)
-    assert torch.equal(y, other)
     whole = (1.0 + me) * torch.arange(1.0, size + 1).repeat_interleave(2)[:, None].expand(-1, 8)
-    assert torch.equal(
-        OperatorCall("gemm_reduce_scatter", whole.contiguous(), weight, group).run(busy).wait(),
-        whole[2 * me : 2 * me + 2],
-    )
+    with megatron(size):
+        with busy.replaced():
+            y, _ = OperatorCall("all_gather_gemm", x, weight, group).run(busy)
+            mine = OperatorCall("gemm_reduce_scatter", whole.contiguous(), weight, group).run(busy).wait()
+        with idle.replaced():
+            other, _ = OperatorCall("all_gather_gemm", x, weight, group).run(idle)
+    assert torch.equal(y, other)
+    assert torch.equal(mine, whole[2 * me : 2 * me + 2])
     dist.barrier()
     ((spaces, _),) = busy._targets.values()
     mine = spaces[me].view(torch.float32).view(size, 2, 8)

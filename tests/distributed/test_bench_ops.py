@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import harness, ops, tables, tune
+from megatron_flux.bench import calls, harness, ops, tables, tune
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.comm import links
@@ -25,7 +26,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import keys, tuner
+from megatron_flux.ops.tuner import cache, keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
@@ -100,7 +101,8 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
     link = Link(kind, "asked for")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
-        patch.setattr(ops, "device_of", lambda *_: CPU)
+        for module in (ops, tune):
+            patch.setattr(module, "device_of", lambda *_: CPU)
         patch.setattr(links, "probe", lambda *_: link)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(harness, "measure", measure)
@@ -185,8 +187,7 @@ def test_fp8_calls(case: Case, fp8: Any) -> None:
     """Operands have the scales and formats of the recipe; serial is the operator."""
     case = replace(case, fp8=fp8)
     group = dist.group.WORLD
-    torch.manual_seed(group.rank())
-    made = ops.operands(case, group, torch.bfloat16, CPU)
+    made = calls.operands(case, group, torch.bfloat16, CPU)
     pair: Any = made.pair
     blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
     assert (pair.x.scaling, pair.weight.scaling) == ("1x128", "128x128") if blocks else ("tensor", "tensor")
@@ -197,7 +198,7 @@ def test_fp8_calls(case: Case, fp8: Any) -> None:
     dist.all_gather(scales, pair.x.scale_inv)
     assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
     with machine(Path("none")):
-        runs = ops.runs_of(case, made, group, ("fused", "tuned"), "exact")
+        runs = ops.runs_of(made, ("fused", "tuned"), "exact")
         assert list(runs) == ["gemm", "nccl", "serial", "fused", "tuned"]
         assert torch.equal(runs["serial"](), runs["fused"]())
         assert runs["gemm"]().shape == (case.m, case.n)
@@ -283,3 +284,11 @@ def test_gathers_of_wgrad_are_tuned_over_links_by_chunks() -> None:
     assert widths(None) == [("qkv", 256, 384)]
     assert widths("current") == [("qkv", 256, 192)]
     assert widths("blockwise") == [("qkv", 256, 192), ("fc2", 256, 256)], "dy once more, by its rows"
+
+
+def test_a_measured_plan_stays_where_later_times_did_not_decide(tmp_path: Path) -> None:
+    wanted: Any = SimpleNamespace(force=True, cache=tmp_path / "tuned.json")
+    key, measured = "all_gather_gemm m=8 n=4 k=4", Entry(backend="reference", ms={"reference": 1.0})
+    for plan in (measured, Entry(backend="chunked", pieces=2)):
+        tune._store(wanted, key, 8, plan)
+    assert cache.parse(key, cache.load(wanted.cache)[key]) == measured

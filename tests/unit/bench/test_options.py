@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_flux.bench import ops, peers, tune
-from megatron_flux.bench.cases import Case, Workload
 from megatron_flux.bench.options import LayerOptions, OpsRun, PeersRun, TuneRun, layer_run
-from megatron_flux.bench.variants import memory_gb
 from megatron_flux.errors import UserError
 from megatron_flux.run.rank import MEASURED
 from megatron_flux.train.options import LORA_TARGETS
 from tests.unit.bench.conftest import Run
 
 FEW = ["--preset", "llama2-70b", "--tokens", "1024", "--directions", "forward"]
-COMMANDS = pytest.mark.parametrize("command", [["bench", "ops"], ["tune"]], ids=["ops", "tune"])
 
 
 def refused(run: Run, *words: str | Path) -> str:
@@ -32,7 +29,6 @@ def dry(run: Run, *words: str) -> dict[str, Any]:
     return found
 
 
-@COMMANDS
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -49,10 +45,9 @@ def dry(run: Run, *words: str) -> dict[str, Any]:
         (["--tp", "16"], ["llama2-70b: 8 key/value heads", "16 GPUs"]),
     ],
 )
-def test_calls_that_do_not_exist(run: Run, command: list[str], arguments: list[str], said: list[str]) -> None:
-    line = refused(run, *command, "--dry-run", *arguments)
-    for words in said:
-        assert words in line
+def test_calls_that_do_not_exist(run: Run, arguments: list[str], said: list[str]) -> None:
+    line = refused(run, "bench", "ops", "--dry-run", *arguments)
+    assert all(words in line for words in said)
 
 
 def test_calls_of_a_dry_run(run: Run) -> None:
@@ -156,8 +151,6 @@ def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:
         ("gpt3-175b", 2048, 4, 4),
         ("llama3-405b", 8192, 1, 2),
     ]
-    assert list(found["memory_gb_per_gpu"]) == ["gpt3-175b-2048x4", "llama3-405b-8192x1"]
-    assert 10 < found["memory_gb_per_gpu"]["gpt3-175b-2048x4"] < 30
     assert found["config"]["variants"] == ["te", "te_again"]
 
 
@@ -189,18 +182,6 @@ def test_layers_of_experts() -> None:
     assert layer_run(LayerOptions(preset=["llama2-70b"]), 2).ep == 1
     (workload,) = layer_run(LayerOptions(preset=["qwen2-57b-a14b"], num_layers=2, delay_wgrad=True), 2).workloads
     assert workload.label == "qwen2-57b-a14b-4096x2-delay-wgrad"
-    # Weights in bf16 and main gradients of half a layer's parameters, and as much again at most for what tokens take.
-    weights = workload.layers * workload.shape.layer_weights / 2 * 6 / 1e9
-    assert weights < workload.memory_gb(2, 1) < 2 * weights
-
-
-def test_memory_of_shards() -> None:
-    workload = Workload(model="llama2-70b", seq=1024, micro_batch=2, layers=2)
-    weights = workload.layers * workload.shape.layer_weights
-    names = ["te", "fsdp", "fsdp_bf16"]
-    more = memory_gb(names, workload, 2) - workload.memory_gb(2, 1)
-    # Each has half the weights and gradients in fp32; both layers are whole, with gradients, in one of them at a time.
-    assert more == pytest.approx((2 * weights / 2 * 8 + weights * (2 + 2 + 4)) / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -232,12 +213,8 @@ def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
         layer_run(LayerOptions(**options), 8)
 
 
-def cases_of(preset: str, tokens: str, **more: str) -> list[Case]:
-    return OpsRun(tp=8, preset=preset, tokens=tokens, **more).cases()
-
-
 def test_shapes_of_gpt3() -> None:
-    cases = cases_of("gpt3-175b", "8192")
+    cases = OpsRun(tp=8, preset="gpt3-175b", tokens="8192").cases()
     found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
     assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
     assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)

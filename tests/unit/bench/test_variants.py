@@ -8,7 +8,7 @@ import torch
 from megatron_flux.bench import layer, variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Variant
-from megatron_flux.bench.layer import complete, row
+from megatron_flux.bench.layer import row
 from megatron_flux.bench.options import flux_config
 from megatron_flux.errors import FluxError
 
@@ -67,7 +67,7 @@ def test_variants_share_parameters_and_their_gradients() -> None:
     second(torch.ones(4, 3)).sum().backward()
     for parameter, each in ((first[0].weight, 4.0), (first[0].bias, 4.0)):
         assert parameter.grad is None
-        assert variants.main_grad(parameter).eq(2 * each).all()
+        assert parameter.main_grad.eq(2 * each).all()
     with pytest.raises(FluxError, match=r"do not have the same parameters: 0\.bias"):
         variants.share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
     with pytest.raises(FluxError, match=r"0\.weight: shapes \(2, 4\) and \(2, 3\)"):
@@ -82,9 +82,7 @@ def samples(ms: float) -> dict[str, list[object]]:
 
 def rows_of(**ms: float) -> list[dict[str, object]]:
     by_name = {name: samples(value) for name, value in ms.items()}
-    rows = [row(TRAINED, Variant(name, lambda: None), by_name[name]) for name in ms]
-    complete(rows, by_name)
-    return rows
+    return [row(TRAINED, Variant(name, lambda: None), by_name) for name in ms]
 
 
 def test_rows_have_the_names_that_others_rely_on() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from megatron_flux.metrics.report import figures, ranks, write_report
+from megatron_flux.metrics.report import figures, write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all
-from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter
+from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter, ranks_part
 from megatron_flux.metrics.schema import FUSED_WAITS
 from tests.unit.metrics.metrics_records import Record, interleaved, write_run
 from tests.unit.metrics.report_runs import cluster_variants, full_run, one_variant
@@ -147,7 +147,7 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
 
 
 def test_the_slowest_among_many_ranks() -> None:
-    shown = ranks.part(cluster_variants())
+    shown = ranks_part(cluster_variants())
     assert isinstance(shown, Part)
     own = {row[0]: row[1] for row in shown.table.rows}
     assert own["flux, rank 77 on gpu-node-009.cluster.example"] == "945.0"

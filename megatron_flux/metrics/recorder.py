@@ -26,9 +26,6 @@ from megatron_flux.metrics.summary import Record
 
 logger = logging.getLogger("megatron_flux")
 
-MAX_PROBLEMS = 5
-"""Damaged lines that are listed; more are counted."""
-
 
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     """Appends records to a file, usually ``<run>/<variant>/metrics.jsonl``."""
@@ -97,10 +94,9 @@ def read_records(path: Path) -> list[Record]:
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
     """
-    tail = RecordTail(path)
     if not path.exists():
         raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
-    tail.poll()
+    tail = RecordTail(path)
     if tail.rest:
         logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, tail.lines + 1)
     for number, cause in tail.damaged:
@@ -112,9 +108,10 @@ class RecordTail:
     """The records of one file so far; :meth:`poll` adds those written since."""
 
     def __init__(self, path: Path, at_most: int | None = None) -> None:
-        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at the first poll."""
+        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at first."""
         self.path, self._at_most = path, at_most
         self._start_over()
+        self.poll()
 
     def _start_over(self) -> None:
         self.records: list[Record] = []
@@ -157,9 +154,10 @@ class RecordTail:
 
     def problems(self, *, ended: bool = True) -> list[str]:
         """Describe the skipped lines. Unless the run has ``ended`` an incomplete last line is no problem."""
-        found = [f"line {number} is damaged and skipped ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
-        if len(self.damaged) > MAX_PROBLEMS:
-            found.append(f"{len(self.damaged) - MAX_PROBLEMS} further damaged lines are skipped")
+        found = []
+        for number, cause in self.damaged[:1]:
+            more = f", and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+            found.append(f"line {number} is damaged and skipped ({cause}){more}")
         if ended and self.rest:
             found.append(f"line {self.lines + 1} is cut off and skipped (its writer was killed)")
         return found

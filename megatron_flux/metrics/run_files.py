@@ -16,7 +16,7 @@ from megatron_flux.metrics.summary import VARIANTS, Record
 
 
 class RunFiles:
-    """The files of a run folder; :meth:`poll` reads what is new."""
+    """The files of a run folder as they are now; :meth:`poll` reads what is new."""
 
     def __init__(self, path: Path, at_most: int | None = None) -> None:
         """``at_most``: bytes of each variant's newest records to read; None is all of them."""
@@ -28,15 +28,19 @@ class RunFiles:
         """Damaged files beside the records."""
         self.begun = 0.0
         """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
+        self._read_config()
 
     def poll(self) -> None:
         """Read the configuration if it is new, and new records."""
+        self._read_config()
+        for tail in self.tails.values():
+            tail.poll()
+
+    def _read_config(self) -> None:
         file = self.path / "config.json"
         if file.exists() and (begun := file.stat().st_mtime) > self.begun:
             self.problems.clear()
             self.config, self.begun = self.read("config.json"), begun
-        for tail in self.tails.values():
-            tail.poll()
 
     def read(self, name: str | Path) -> dict[str, Any]:
         """Read the object in a file; empty if the file is missing, or damaged: then the reason is a problem."""

@@ -215,10 +215,8 @@ def _earlier_id(folder: Path) -> str | None:
 
 def _superseded(folder: Path) -> int:
     """Return the last iteration that an earlier start recorded, and so mirrored, beyond the checkpoint; or 0."""
-    tails = [RecordTail(file) for file in folder.glob("metrics.jsonl.superseded-*")]
-    for tail in tails:
-        tail.poll()
-    return max((record["iteration"] for tail in tails for record in tail.records), default=0)
+    files = folder.glob("metrics.jsonl.superseded-*")
+    return max((record["iteration"] for file in files for record in RecordTail(file).records), default=0)
 
 
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +230,6 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}
     found["speedup_low"], found["speedup_high"] = summary["speedup_ci95"] or (None, None)
     files = RunFiles(folder)
-    files.poll()
     flux = timed(files.records["flux"])
     exposed = {
         "baseline": [baseline_exposed_ms(record) for record in flux],

@@ -38,7 +38,6 @@ def watch(path: Path) -> None:
     """
     watched = RunFiles(path)
     console = Console(highlight=False, emoji=False)
-    watched.poll()
     if not watched.exists:
         if path.is_file() or not console.is_terminal:
             what = "is missing" if not path.exists() else "has no run in it" if path.is_dir() else "is not a folder"

@@ -14,7 +14,6 @@ its name when it is whole. In memory is one MLP at a time.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import struct
@@ -81,8 +80,8 @@ def read(folder: Path) -> Found:
             if tensor in tensors:
                 raise UserError(f"{folder}: tensor {tensor} is in {tensors[tensor].file} and in {name}")
             tensors[tensor] = stored
-    found = Found(folder, bits, zero_offset, dict(sorted(tensors.items(), key=lambda item: _natural(item[0]))), {}, [])
-    found.mlps.update(_mlps(folder, found.tensors))
+    tensors = dict(sorted(tensors.items(), key=lambda item: _natural(item[0])))
+    found = Found(folder, bits, zero_offset, tensors, _mlps(folder, tensors), [])
     inside = {f"{at}.{linear}" for at, (first, second) in found.mlps.items() for linear in (*first, second)}
     for name in found.tensors:
         linear, _, part = name.rpartition(".")
@@ -174,14 +173,13 @@ def _refuse_links(folder: Path) -> None:
     """Refuse what is no file, and links out of the folder, which would be read and copied. Hugging Face's cache keeps a
     snapshot's files in ``blobs``, two folders above.
     """
-    allowed = folder.resolve(), folder.resolve().parents[1] / "blobs" if len(folder.resolve().parents) > 1 else folder
-    for at, subfolders, names in os.walk(folder):
-        for path in (Path(at, name) for name in (*subfolders, *names)):
-            real = path.resolve()
-            if path.is_symlink() and (real.is_dir() or not any(map(real.is_relative_to, allowed))):
-                raise UserError(f"{path} is a link to {real}; put a copy of what you trust in its place")
-            if not (real.is_file() or real.is_dir()):
-                raise UserError(f"{path} is neither a file nor a folder; remove it")
+    allowed = folder.resolve(), folder.resolve().parent.parent / "blobs"
+    for path in folder.rglob("*"):  # it does not follow links
+        real = path.resolve()
+        if path.is_symlink() and (real.is_dir() or not any(map(real.is_relative_to, allowed))):
+            raise UserError(f"{path} is a link to {real}; put a copy of what you trust in its place")
+        if not (real.is_file() or real.is_dir()):
+            raise UserError(f"{path} is neither a file nor a folder; remove it")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -92,19 +92,13 @@ def job_states(job: str) -> JobStates:
     Errors as :func:`slurm`.
     """
     try:
-        found = queued_states(slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r|%N"))
+        output = slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r|%N")
     except FluxError as error:
         if "Invalid job id" not in str(error):
             raise
-        found = {}
-    # Without: it ended some time ago (`MinJobAge`), or never was.
-    return JobStates(states=found, source="controller") if found else _accounted(job)
-
-
-def queued_states(output: str) -> dict[str, str]:
-    """Parse squeue's lines of ``id|state|reason|nodes``; tasks that wait together are one line."""
+        output = ""
     found = {}
-    for line in output.splitlines():
+    for line in output.splitlines():  # tasks that wait together are one
         number, state, reason, nodes = line.split("|")
         words = state
         if state == "PENDING" and reason != "None":
@@ -112,7 +106,8 @@ def queued_states(output: str) -> dict[str, str]:
         elif state == "RUNNING":
             words = f"{state} on {nodes}"
         found[number.partition("_")[2].strip("[]")] = words
-    return found
+    # Without: it ended some time ago (`MinJobAge`), or never was.
+    return JobStates(states=found, source="controller") if found else _accounted(job)
 
 
 def _accounted(job: str) -> JobStates:

@@ -25,7 +25,6 @@ class Run(RunFiles):
             raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
         super().__init__(path)
         self.name = name
-        self.poll()
         stored = self.read("summary.json")
         if "rows" in stored:
             raise UserError(

@@ -26,12 +26,10 @@ OVER = (
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
 
-_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
-Dependency = Annotated[
+Dependency = Annotated[  # sbatch checks it further
     str,
     matching(
-        rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
-        "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+        r"[a-z][a-z0-9_:,+?]*", "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2"
     ),
 ]
 
@@ -112,16 +110,16 @@ def job_states(job: str) -> JobStates:
 
 def _accounted(job: str) -> JobStates:
     """Ask ``sacct``: the accounting database, or where there is none, the list of completed jobs."""
-    why = []
+    why = ""
     for kind in ([], ["--completion"]):
         words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
         try:
             if found := accounted_states(slurm(*words, "--format=JobID,State,ExitCode")):
                 return JobStates(states=found, source="sacct")
-            why.append("sacct has no record of it")
+            why = why or "sacct has no record of it"
         except FluxError as error:
-            why.append(str(error))
-    return JobStates(states={}, source=f"no longer known to Slurm ({why[0]})")
+            why = why or str(error)
+    return JobStates(states={}, source=f"no longer known to Slurm ({why})")
 
 
 def accounted_states(output: str) -> dict[str, str]:

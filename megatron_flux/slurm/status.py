@@ -11,10 +11,8 @@
     runs/NAME-JOB/rep-0/logs/0/          logs of the first start: one per step and node, pre-flight reports, failures;
                                          `error` is the job's last word, `log` names the file of its output
 
-Only the state is Slurm's to say. The rest is read here, at any time, also when Slurm has forgotten the job.
-
-Repetitions are whole comparisons of their own, so the spread of their speed-ups is what another run of the job may
-show; the interval within one repetition is only about its own blocks.
+Only the state is Slurm's to say. Repetitions are comparisons of their own: the spread of their speed-ups is what
+another run of the job may show; the interval within one is about its own blocks.
 """
 
 from __future__ import annotations

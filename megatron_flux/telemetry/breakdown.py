@@ -114,8 +114,11 @@ def _ranges(events: list[dict[str, Any]], name: str, kind: str) -> _Intervals:
 
 def _on_gpu(events: list[dict[str, Any]]) -> dict[str, _Intervals]:
     """Return when each category ran."""
-    kinds = {"kernel": category, "gpu_memcpy": lambda _: "other", "gpu_memset": lambda _: "other"}
-    found = [(e, kinds[e["cat"]](e["name"]), e["args"].get("stream", 0)) for e in events if e.get("cat") in kinds]
+    found = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            what = category(event["name"]) if event["cat"] == "kernel" else "other"
+            found.append((event, what, event["args"].get("stream", 0)))
     computing: Counter[int] = Counter()
     for event, what, stream in found:
         if what in ("gemm", "fused"):

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_flux.metrics.strict_json import without_secrets
-
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
@@ -59,16 +57,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield name, ", ".join(str(part) for part in item)
         else:
             yield name, "" if item is None else str(item)
-
-
-def settings_parts(settings: Mapping[str, Any]) -> list[Part]:
-    """Return a folded part for each of these settings that is known, without secrets."""
-    parts = []
-    for name, value in settings.items():
-        pairs = list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value}))) if value else []
-        if pairs:
-            parts.append(Part(name, name.capitalize(), table=Table(pairs), folded=name != "command"))
-    return parts
 
 
 def html(chapters: Sequence[Chapter], title: str) -> str:

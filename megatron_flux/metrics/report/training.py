@@ -16,9 +16,10 @@ from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
 from megatron_flux.metrics.report import figures
 from megatron_flux.metrics.report.figures import Variants
-from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
+from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
@@ -113,7 +114,10 @@ def chapter(run: Run, id_: str) -> Chapter:
     command = summary.get("command") or run.config.get("command")
     settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
     settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
-    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *settings_parts(settings)])
+    for name, value in settings.items():
+        if value and (pairs := list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value})))):
+            parts.append(Part(name, name.capitalize(), table=Table(pairs), folded=name != "command"))
+    return Chapter(id_, run.name, run.verdict, _subtitle(run), parts)
 
 
 def _subtitle(run: Run) -> str:

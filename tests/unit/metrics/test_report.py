@@ -15,8 +15,8 @@ from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all
 from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter, ranks_part
 from megatron_flux.metrics.schema import FUSED_WAITS
-from tests.unit.metrics.metrics_records import Record, interleaved, write_run
-from tests.unit.metrics.report_runs import cluster_variants, full_run, one_variant
+from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
+from tests.unit.metrics.report_runs import full_run, one_variant
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
@@ -147,10 +147,21 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
 
 
 def test_the_slowest_among_many_ranks() -> None:
-    shown = ranks_part(cluster_variants())
+    ranks = range(128)
+    # Of stock nothing is seen but steps of the same length: ranks wait for each other.
+    flux = {"operators_ms": [55.0 if rank == 77 else 100.0 + rank % 5 for rank in ranks], "step_ms": [1000.0] * 128}
+    placed = {"nodes": [f"node-{number}" for number in range(16)], "node_of_rank": [rank // 8 for rank in ranks]}
+    variants = {
+        name: [sampled_record(n, flux=name == "flux", ranks=128) for n in (1, 2)] for name in ("baseline", "flux")
+    }
+    for name, records in variants.items():
+        for item in records:
+            item["flux/run"] |= placed
+            item["flux/ranks"] |= flux if name == "flux" else {"operators_ms": [0.0] * 128}
+    shown = ranks_part(variants)
     assert isinstance(shown, Part)
     own = {row[0]: row[1] for row in shown.table.rows}
-    assert own["flux, rank 77 on gpu-node-009.cluster.example"] == "945.0"
+    assert own["flux, rank 77 on node-9"] == "945.0"
     assert shown.caption == "Listed are the 16 slowest of 128."
     assert len(shown.table.rows) == 32
 

@@ -10,17 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-
-class Table(NamedTuple):
-    """Cells as text. With a head the first column names the row and the others are figures; without, pairs."""
-
-    rows: Sequence[Sequence[str]]
-    head: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,9 @@ class Part:
     title: str
     figure: Figure | None = None
     caption: str = ""
-    table: Table | None = None
+    rows: Sequence[Sequence[str]] = ()
+    """Of a table. With a head their first column names the row and the others are figures; without, they are pairs."""
+    head: Sequence[str] = ()
     folded: bool = False
     """Closed until the reader opens it."""
 

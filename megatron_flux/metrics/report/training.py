@@ -16,7 +16,7 @@ from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
 from megatron_flux.metrics.report import figures
 from megatron_flux.metrics.report.figures import Variants
-from megatron_flux.metrics.report.page import Chapter, Part, Table, flat
+from megatron_flux.metrics.report.page import Chapter, Part, flat
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
 from megatron_flux.metrics.strict_json import without_secrets
@@ -100,23 +100,23 @@ def chapter(run: Run, id_: str) -> Chapter:
         missing.append(("Clocks, power and throttling", source))
     found.extend(("damage", text) for text in run.problems)
     parts = [
-        Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table(found)),
+        Part("comparison", "Comparison", caption=OWN_MEMORY, rows=table.rows(summary), head=table.HEAD),
+        Part("findings", "Findings", rows=found),
         Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
         Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),
         *samples,
-        *([Part("missing", "Not recorded", table=Table(missing))] if missing else []),
-        Part("terms", "Terms", table=Table(list(TERMS.items())), folded=True),
+        *([Part("missing", "Not recorded", rows=missing)] if missing else []),
+        Part("terms", "Terms", rows=list(TERMS.items()), folded=True),
     ]
     command = summary.get("command") or run.config.get("command")
     settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
     settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
     for name, value in settings.items():
         if value and (pairs := list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value})))):
-            parts.append(Part(name, name.capitalize(), table=Table(pairs), folded=name != "command"))
+            parts.append(Part(name, name.capitalize(), rows=pairs, folded=name != "command"))
     return Chapter(id_, run.name, run.verdict, _subtitle(run), parts)
 
 
@@ -146,8 +146,8 @@ def _breakdown(run: Run) -> Part | str:
     missing = [variant for variant, records in run.records.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
     names = [*_TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
-    table = Table(list(zip(names, *columns, strict=True)), head=("ms per step", *found))
-    return Part("time", "Where the time goes", caption=f"{FUSED_WAITS} {' '.join(about)}", table=table)
+    rows, caption = list(zip(names, *columns, strict=True)), f"{FUSED_WAITS} {' '.join(about)}"
+    return Part("time", "Where the time goes", caption=caption, rows=rows, head=("ms per step", *found))
 
 
 def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:
@@ -180,7 +180,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:
     for reason, count in sorted(withheld.items()):
         caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     head = ("call", "backend", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
-    return Part("e-overlap", "Overlap efficiency per operator", caption=caption, table=Table(rows, head))
+    return Part("e-overlap", "Overlap efficiency per operator", caption=caption, rows=rows, head=head)
 
 
 def _shape(call: Mapping[str, Any]) -> str:
@@ -206,8 +206,8 @@ def ranks_part(variants: Variants) -> Part | str:
         for rank in sorted(slowest):
             cells = (shown(medians[name][rank], COLUMNS[name][1]) for name in columns)
             rows.append((f"{variant}, {names[rank]}", *cells))
-    table = Table(rows, ("", *(COLUMNS[name][0] for name in columns)))
-    return Part("ranks", "Ranks: medians of sampled steps", caption=caption, table=table)
+    head = ("", *(COLUMNS[name][0] for name in columns))
+    return Part("ranks", "Ranks: medians of sampled steps", caption=caption, rows=rows, head=head)
 
 
 def _medians_of_ranks(records: Sequence[Record]) -> tuple[list[str], dict[str, list[float | None]]] | None:

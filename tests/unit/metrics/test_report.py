@@ -55,7 +55,7 @@ def parts(run: Run) -> dict[str, Part]:
     assert len(found) == len(shown.parts)
     for part in found.values():
         assert part.figure is None or part.figure.layout.xaxis.title.text, part.id
-        assert part.figure is not None or part.table or part.caption, part.id
+        assert part.figure is not None or part.rows or part.caption, part.id
     return found
 
 
@@ -121,7 +121,7 @@ def test_long_runs_are_thinned_to_their_extremes() -> None:
 
 def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
     part = full["time"]
-    rows = {row[0]: row[1:] for row in part.table.rows}
+    rows = {row[0]: row[1:] for row in part.rows}
     for column, whole in ((0, 100.0), (1, 95.0)):
         assert sum(float(row[column]) for row in list(rows.values())[:8]) == pytest.approx(whole)
     assert rows["fused operators"] == ("0.00", "12.00")
@@ -140,8 +140,8 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     assert "flux lm loss is not finite in 1 iteration" in shown["loss"].caption
     assert math.isnan(shown["loss"].figure.data[1].y[3])
     sampled = {"Where the time goes", "Overlap efficiency", "Ranks", "Clocks, power and throttling"}
-    assert set(dict(shown["missing"].table.rows)) == sampled
-    assert dict(full["findings"].table.rows)["GPU clocks held down"] == "sw_power_cap in 10, of 10 samples"
+    assert set(dict(shown["missing"].rows)) == sampled
+    assert dict(full["findings"].rows)["GPU clocks held down"] == "sw_power_cap in 10, of 10 samples"
     empty = parts(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)))
     assert not [part.id for part in empty.values() if part.figure is not None]
 
@@ -160,10 +160,10 @@ def test_the_slowest_among_many_ranks() -> None:
             item["flux/ranks"] |= flux if name == "flux" else {"operators_ms": [0.0] * 128}
     shown = ranks_part(variants)
     assert isinstance(shown, Part)
-    own = {row[0]: row[1] for row in shown.table.rows}
+    own = {row[0]: row[1] for row in shown.rows}
     assert own["flux, rank 77 on node-9"] == "945.0"
     assert shown.caption == "Listed are the 16 slowest of 128."
-    assert len(shown.table.rows) == 32
+    assert len(shown.rows) == 32
 
 
 def test_several_runs(tmp_path: Path) -> None:

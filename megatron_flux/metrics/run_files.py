@@ -28,19 +28,16 @@ class RunFiles:
         """Damaged files beside the records."""
         self.begun = 0.0
         """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
-        self._read_config()
+        self.poll()
 
     def poll(self) -> None:
         """Read the configuration if it is new, and new records."""
-        self._read_config()
-        for tail in self.tails.values():
-            tail.poll()
-
-    def _read_config(self) -> None:
         file = self.path / "config.json"
         if file.exists() and (begun := file.stat().st_mtime) > self.begun:
             self.problems.clear()
             self.config, self.begun = self.read("config.json"), begun
+        for tail in self.tails.values():
+            tail.poll()
 
     def read(self, name: str | Path) -> dict[str, Any]:
         """Read the object in a file; empty if the file is missing, or damaged: then the reason is a problem."""

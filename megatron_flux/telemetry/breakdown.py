@@ -1,14 +1,16 @@
-"""Split the time of training steps in a trace of torch.profiler into disjoint parts.
+"""Split the time in a trace of torch.profiler: by category of work (:func:`of_layers`), or as disjoint parts of steps.
 
 Definitions, all of one rank:
 
+* busy time of a category: the time during which at least one of its kernels ran. A kernel that shares the GPU with
+  another runs slower, and its busy time shows it.
 * communication: kernels of NCCL, userbuffers and symmetric memory, copies between GPUs, and copies within the device
   that run beside the stream of the GEMMs (some drivers report a copy to memory mapped from a peer as such).
 * a step: its range ``flux::step`` on the host, which begins and ends with an idle device.
 * parts of a step, which add up to it: every moment counts once. For ``optimizer`` if something other than communication
   ran inside the range ``flux::optimizer``, else for the first of ``gemm``, ``fused``, ``attention``, ``norm``,
   ``other`` that was busy, else for ``communication_exposed`` if communication ran, else for ``idle``.
-* hidden communication: the time of communication while something else ran.
+* hidden communication: the time of communication while something else ran; exposed: the rest.
 
 Only the GPU's own timeline counts. A profiler slows the host, so ``idle`` is an upper bound.
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -49,8 +51,7 @@ _KERNELS = {
     "gemm": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk", re.IGNORECASE),
 }
 
-_CATEGORIES = ("gemm", "fused", "attention", "norm", "other", "communication")
-"""In the order in which they claim a moment."""
+_CATEGORIES = ("gemm", "fused", "communication", "attention", "norm", "other")
 _Intervals = list[tuple[float, float]]
 """Begins and ends in microseconds."""
 
@@ -61,29 +62,46 @@ def category(kernel: str) -> str:
     return next((name for name, rule in _KERNELS.items() if rule.search(kernel)), "other")
 
 
+def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
+    """Return the times of one step of ``layers`` layers, in milliseconds per layer; empty if the GPU did nothing.
+
+    ``<category>_ms`` of every category, ``communication_exposed_ms``, ``communication_hidden_ms``, ``idle_ms``,
+    ``span_ms`` from the first kernel's begin to the last one's end, and ``launches`` of kernels, copies and fills.
+    """
+    work = _on_gpu(_complete(trace))
+    if not any(work.values()):
+        return {}
+    ran, lengths = _stretches(work)
+    communication = ran["communication"]
+    compute = np.any([moments for name, moments in ran.items() if name != "communication"], axis=0)
+    shown = {
+        **ran,
+        "communication_exposed": communication & ~compute,
+        "communication_hidden": communication & compute,
+        "idle": ~(communication | compute),
+        "span": np.ones_like(compute),
+    }
+    times = {f"{name}_ms": round(float(lengths[moments].sum()) / 1e3 / layers, 4) for name, moments in shown.items()}
+    return {**times, "launches": round(sum(map(len, work.values())) / layers, 2)}
+
+
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
     """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank``.
 
     ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step, or
     nothing ran on a GPU.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    events = _complete(trace)
     windows, work = _ranges(events, STEP, "user_annotation"), _on_gpu(events)
     if not windows or not any(work.values()):
         raise ValueError("the trace holds no range of a step, or no work of a GPU")
-    every = {**work, "step": windows, "optimizer": _ranges(events, OPTIMIZER, "gpu_user_annotation")}
-    # What ran in each stretch between two begins or ends of anything.
-    edges = np.unique([moment for intervals in every.values() for interval in intervals for moment in interval])
-    ran = {}
-    for name, intervals in every.items():
-        begins, ends = np.searchsorted(edges, np.array(intervals).reshape(-1, 2).T)
-        change = np.bincount(begins, minlength=len(edges)) - np.bincount(ends, minlength=len(edges))
-        ran[name] = change.cumsum()[:-1] > 0
+    ranges = {"step": windows, "optimizer": _ranges(events, OPTIMIZER, "gpu_user_annotation")}
+    ran, lengths = _stretches(work | ranges)
     left, optimizer, communication = (ran.pop(name) for name in ("step", "optimizer", "communication"))
     compute = np.any(list(ran.values()), axis=0)
 
     def per_step(moments: np.ndarray) -> float:
-        return round(float(np.diff(edges)[moments].sum()) / 1e3 / len(windows), 4)
+        return round(float(lengths[moments].sum()) / 1e3 / len(windows), 4)
 
     span, hidden = per_step(left), per_step(left & communication & compute)
     claims = {"optimizer": optimizer & compute, **ran, "communication_exposed": communication, "idle": left}
@@ -104,6 +122,21 @@ def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str
     }
 
 
+def _stretches(work: Mapping[str, _Intervals]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return, by kind of work, if it ran in each stretch between two begins or ends of anything; and their lengths."""
+    edges = np.unique([moment for intervals in work.values() for interval in intervals for moment in interval])
+    ran = {}
+    for name, intervals in work.items():
+        begins, ends = np.searchsorted(edges, np.array(intervals).reshape(-1, 2).T)
+        change = np.bincount(begins, minlength=len(edges)) - np.bincount(ends, minlength=len(edges))
+        ran[name] = change.cumsum()[:-1] > 0
+    return ran, np.diff(edges)
+
+
+def _complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+
+
 def _interval(event: dict[str, Any]) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
@@ -118,7 +151,7 @@ def _on_gpu(events: list[dict[str, Any]]) -> dict[str, _Intervals]:
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             what = category(event["name"]) if event["cat"] == "kernel" else "other"
-            found.append((event, what, event["args"].get("stream", 0)))
+            found.append((event, what, event.get("args", {}).get("stream", 0)))
     computing: Counter[int] = Counter()
     for event, what, stream in found:
         if what in ("gemm", "fused"):

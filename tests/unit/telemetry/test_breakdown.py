@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.telemetry.breakdown import category, of_steps
+from megatron_flux.telemetry.breakdown import category, of_layers, of_steps
 from tests import documented
 
 NAMES = {
@@ -49,6 +49,45 @@ def event(name: str, start: float, end: float, stream: int = 7, cat: str = "kern
     return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": stream, "args": args}
 
 
+GEMM, NCCL, COMPUTE, SIDE = "nvjet_tst", "ncclDevKernel_AllGather_RING_LL", 7, 20
+
+
+def times(*events: dict[str, Any], layers: int = 1) -> dict[str, float]:
+    beside = [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 9e9, "args": {}},
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+    ]
+    return of_layers({"traceEvents": [*beside, *events]}, layers)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_communication_is_hidden_where_anything_computes(layers: int) -> None:
+    found = times(
+        event(NCCL, 0, 1000, SIDE),  # alone: exposed
+        event(GEMM, 1000, 3000, COMPUTE),
+        event(NCCL, 1500, 2500, SIDE),  # wholly beside the GEMM: hidden
+        event(GEMM, 3500, 4000, COMPUTE),  # a gap of 500 before it, of which 300 are idle
+        event(NCCL, 3300, 4200, SIDE),  # 200 before, 500 beside, 200 behind the GEMM
+        layers=layers,
+    )
+    expected = {"communication_exposed_ms": 1.4, "communication_hidden_ms": 1.5, "communication_ms": 2.9}
+    expected |= {"gemm_ms": 2.5, "idle_ms": 0.3, "span_ms": 4.2, "launches": 5}
+    assert {name: found[name] for name in expected} == {
+        name: pytest.approx(value / layers) for name, value in expected.items()
+    }
+
+
+def test_copies_between_gpus_are_communication() -> None:
+    within = "Memcpy DtoD (Device -> Device)"
+    gemm = event("ag_gemm_kernel", 0, 1000, COMPUTE)
+    # A peer's mapped memory looks like the device's own; beside the GEMM's stream such a copy is a push.
+    for name in ("Memcpy PtoP (Device -> Device)", within):
+        assert times(gemm, event(name, 0, 500, SIDE, "gpu_memcpy"))["communication_hidden_ms"] == 0.5
+    own = times(gemm, event(within, 1000, 1500, COMPUTE, "gpu_memcpy"), event("Memset", 1500, 1600, 7, "gpu_memset"))
+    assert (own["communication_ms"], own["fused_ms"]) == (0, 1.0)
+    assert own["other_ms"] == pytest.approx(0.6)
+
+
 def steps(*windows: tuple[float, float]) -> list[dict[str, Any]]:
     return [event(f"flux::step {i}", *window, 1, "user_annotation") for i, window in enumerate(windows, start=5)]
 
@@ -82,22 +121,6 @@ def test_parts_of_steps_are_disjoint_and_add_up() -> None:
     assert sum(parts.values()) == found["span_ms"]
     with pytest.raises(ValueError, match="no range of a step"):
         of_steps({"traceEvents": GPU[2:]}, (5, 6), 0)
-
-
-def test_copies_between_gpus_are_communication() -> None:
-    def parts(*copies: tuple[str, float, float, int, str]) -> dict[str, float]:
-        gemm, beside = event("ag_gemm_kernel", 0, 1_000), {"ph": "M", "name": "process_name", "args": {}}
-        found = of_steps(
-            {"traceEvents": [*steps((0, 2_000)), gemm, beside, *(event(*copy) for copy in copies)]}, (5,), 0
-        )
-        return {**found["parts"], "hidden": found["communication_hidden_ms"]}
-
-    within = "Memcpy DtoD (Device -> Device)"
-    # A peer's mapped memory looks like the device's own; beside the GEMM's stream such a copy is a push.
-    for name in ("Memcpy PtoP (Device -> Device)", within):
-        assert parts((name, 0, 500, 20, "gpu_memcpy"))["hidden"] == 0.5
-    own = parts((within, 1_000, 1_500, 7, "gpu_memcpy"), ("Memset", 1_500, 1_600, 7, "gpu_memset"))
-    assert {name: ms for name, ms in own.items() if ms} == {"fused": 1.0, "other": 0.6, "idle": 0.4}
 
 
 def test_a_trace_without_a_gpu_has_no_parts() -> None:

@@ -30,16 +30,12 @@ def commit(checkout: Path = Path(__file__).parents[1]) -> str | None:
     return None
 
 
-def _version() -> str:
-    try:
-        built = metadata.version("megatron-flux")
-    except metadata.PackageNotFoundError:
-        built = "0+unknown"
-    # An editable install keeps the commit of the day it was installed, and a pull does not tell it.
-    now = commit()
-    return built if now is None else f"{built.partition('+')[0]}+g{now[:9]}"
-
-
-__version__ = _version()
-COMMIT = commit() or (match[1] if (match := re.search(r"\+g([0-9a-f]+)", __version__)) else None)
+try:
+    _built = metadata.version("megatron-flux")
+except metadata.PackageNotFoundError:
+    _built = "0+unknown"
+_now = commit()
+# An editable install keeps the commit of the day it was installed, and a pull does not tell it.
+__version__ = _built if _now is None else f"{_built.partition('+')[0]}+g{_now[:9]}"
+COMMIT = _now or (match[1] if (match := re.search(r"\+g([0-9a-f]+)", __version__)) else None)
 """The commit, as far as it is known: of the checkout, else the short form in the version of what was built."""

@@ -134,7 +134,7 @@ def resume(options: ResumeOptions) -> None:
 def check(options: JobOptions) -> None:
     """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
     rank.quiet_megatron()
-    print("\n".join(layout.lines(layout.check(resolved(options)))))
+    print("\n".join(layout.check(resolved(options))))
 
 
 def _say_where(root: Path) -> None:

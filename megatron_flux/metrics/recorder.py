@@ -1,12 +1,8 @@
 """Write and read the JSONL record: a killed process loses nothing, and damage is reported.
 
-Contract of the file:
-
-* One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing.
-* :meth:`JsonlRecorder.write` hands each line to the operating system in one write before it returns: SIGKILL loses no
-  written record. (It is not fsynced: a machine that loses power may lose the last seconds.)
-* Records that a resumed run will write again are moved, verbatim, to ``<name>.superseded-<n>`` beside the file, n from
-  1; so are all records of an earlier run when nothing is resumed. Nothing is deleted.
+One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing. A line is with
+the operating system when :meth:`JsonlRecorder.write` returns: SIGKILL loses no record, a power cut may lose seconds.
+Nothing is deleted: what a resumed or another run replaces is moved to ``<name>.superseded-<n>``, n from 1.
 
 :func:`read_records` refuses a damaged file, since a summary must not be made of half of it. :class:`RecordTail` follows
 a file that may still be written, and lists the lines that it skips.
@@ -26,9 +22,6 @@ from megatron_flux.metrics.summary import Record
 
 logger = logging.getLogger("megatron_flux")
 
-MAX_PROBLEMS = 5
-"""Damaged lines that are listed; more are counted."""
-
 
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     """Appends records to a file, usually ``<run>/<variant>/metrics.jsonl``."""
@@ -46,14 +39,14 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             # Unbuffered: one write call per line, so a line is never late, and torn at its end only by a full disk.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            message = f"cannot write metrics to {self.path}: {error.strerror}"
-            raise UserError(f"{message}; choose a folder that can be written") from error
+            why = f"{error.strerror}; choose a folder that can be written"
+            raise UserError(f"cannot write metrics to {self.path}: {why}") from error
 
     def write(self, record: Record) -> None:
         """Append one record. Raises StorageError: the disk does not take it.
 
-        Raises ValueError: the record does not follow the schema, or is not later than the last: a mistake of the
-        caller, refused here because no reader could repair it.
+        Raises ValueError: the record does not follow the schema, or is not later than the last, which no reader could
+        repair.
         """
         schema.checked(record, self.last_iteration)
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
@@ -61,8 +54,8 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             while line:  # a raw file may take less than it was given
                 line = line[self._file.write(line) :]
         except OSError as error:
-            message = f"{self.path} takes no more after iteration {self.last_iteration}"
-            raise StorageError(f"{message}: {error.strerror}") from error
+            after = f"after iteration {self.last_iteration}: {error.strerror}"
+            raise StorageError(f"{self.path} takes no more {after}") from error
         self.last_iteration = record["iteration"]
 
     def __exit__(self, *error: object) -> None:
@@ -97,10 +90,9 @@ def read_records(path: Path) -> list[Record]:
 
     A last line without its newline is what a killed writer leaves: it is skipped with a warning.
     """
-    tail = RecordTail(path)
     if not path.exists():
         raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
-    tail.poll()
+    tail = RecordTail(path)
     if tail.rest:
         logger.warning("%s:%d: the last line is cut off (its writer was killed); skipped", path, tail.lines + 1)
     for number, cause in tail.damaged:
@@ -112,9 +104,10 @@ class RecordTail:
     """The records of one file so far; :meth:`poll` adds those written since."""
 
     def __init__(self, path: Path, at_most: int | None = None) -> None:
-        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at the first poll."""
+        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at first."""
         self.path, self._at_most = path, at_most
         self._start_over()
+        self.poll()
 
     def _start_over(self) -> None:
         self.records: list[Record] = []
@@ -157,9 +150,10 @@ class RecordTail:
 
     def problems(self, *, ended: bool = True) -> list[str]:
         """Describe the skipped lines. Unless the run has ``ended`` an incomplete last line is no problem."""
-        found = [f"line {number} is damaged and skipped ({cause})" for number, cause in self.damaged[:MAX_PROBLEMS]]
-        if len(self.damaged) > MAX_PROBLEMS:
-            found.append(f"{len(self.damaged) - MAX_PROBLEMS} further damaged lines are skipped")
+        found = []
+        for number, cause in self.damaged[:1]:
+            more = f", and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+            found.append(f"line {number} is damaged and skipped ({cause}){more}")
         if ended and self.rest:
             found.append(f"line {self.lines + 1} is cut off and skipped (its writer was killed)")
         return found

@@ -16,7 +16,7 @@ from megatron_flux.metrics.summary import VARIANTS, Record
 
 
 class RunFiles:
-    """The files of a run folder; :meth:`poll` reads what is new."""
+    """The files of a run folder as they are now; :meth:`poll` reads what is new."""
 
     def __init__(self, path: Path, at_most: int | None = None) -> None:
         """``at_most``: bytes of each variant's newest records to read; None is all of them."""
@@ -28,6 +28,7 @@ class RunFiles:
         """Damaged files beside the records."""
         self.begun = 0.0
         """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
+        self.poll()
 
     def poll(self) -> None:
         """Read the configuration if it is new, and new records."""

@@ -176,12 +176,12 @@ def summarize(
         "without_gpu": on_cpus,
         "baseline_is_stock": not patched,
         "environment": next((found for found in environments if isinstance(found, dict)), None),
-        "notes": _notes(baseline, flux),
+        "notes": (notes := _notes(baseline, flux)),
         **{name: info.get(name) for name in ("versions", "device", "layout", "command")},
     }
     if fsdp is not None:
-        beside = _beside(variants["baseline"], baseline, fsdp, on_cpus is None)
-        summary |= {"fsdp": beside, "notes": [*_notes(baseline, flux), fsdp_note(beside)]}
+        summary["fsdp"] = beside = _beside(variants["baseline"], baseline, fsdp, on_cpus is None)
+        notes.append(fsdp_note(beside))
     summary = strict_json.encodable(summary)
     return {**summary, "verdict": verdict(summary)}
 

@@ -1,25 +1,20 @@
 """Mirror one side's records to Weights & Biases, and summarize a comparison there.
 
-``online`` without a login writes offline files instead. A run keeps its id in ``wandb.json`` beside its records: a
-training that resumes there continues it. ``iteration`` is wandb's own step. Iterations that an earlier start recorded
-are not sent again after a requeue: wandb would drop them online, and show them twice if both starts were offline. (A
-start that was killed may not have sent its last ones.)
+A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
+wandb's own step. Iterations that an earlier start recorded are not sent again after a requeue: wandb would drop them
+online, and show them twice if both starts were offline. (A start that was killed may not have sent its last ones.)
 
 Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
 WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
 
-The JSONL is the record. Whatever wandb does (not installed, no network, a full disk, its service killed), the first
-failure is logged once and training goes on without it.
-
-The records and the configuration without secrets leave the machine. wandb's own collection of the command line, the
-git state, the console, the code and the package list is off; it still records the host's name, its version and the
-machine's utilisation.
+The JSONL is the record: the first failure of wandb is logged, and training goes on without it. The records and the
+configuration without secrets leave the machine, and of what wandb collects the host's name, its version and the
+machine's utilisation; its collection of command line, git state, console, code and packages is off.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +51,7 @@ class WandbMirror:
         self,
         mode: str,
         config: Mapping[str, Any],
-        dir: str | os.PathLike[str],
+        dir: Path,
         *,
         resuming: bool = False,
         **run: Any,
@@ -73,15 +68,13 @@ class WandbMirror:
         self._open: Any = None
         if mode != "disabled":
             with self._guarded():
-                self._start(mode, run, config, Path(dir), resuming)
+                self._start(mode, run, config, dir, resuming)
 
-    def _start(
-        self, mode: str, options: dict[str, Any], config: Mapping[str, Any], folder: Path, resuming: bool
-    ) -> None:
+    def _start(self, mode: str, options: dict[str, Any], config: Mapping[str, Any], dir: Path, resuming: bool) -> None:
         require("wandb", "--wandb")
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)
+        dir.mkdir(parents=True, exist_ok=True)
         own = wandb.setup().settings  # of the environment and wandb's files
         options["project"] = options.get("project") or own.project or PROJECT
         if mode == "auto" and own.mode in ("offline", "disabled", "dryrun"):
@@ -91,14 +84,13 @@ class WandbMirror:
         # Never asks: a job that waits for an answer never trains.
         if mode != "offline" and not wandb.login(prompt=False, verify=False, timeout=int(TIMEOUT_S)):
             if mode == "online":
-                logger.warning(
-                    "wandb is not logged in: this run is written offline; `wandb login`, then `wandb sync` its folder"
-                )
+                then = "`wandb login`, then `wandb sync` its folder"
+                logger.warning("wandb is not logged in: this run is written offline; %s", then)
             mode = "offline"
         mode = "online" if mode == "auto" else mode
-        earlier = _earlier_id(folder) if resuming else None
+        earlier = _earlier_id(dir) if resuming else None
         if earlier:
-            self._written = _superseded(folder)
+            self._written = _superseded(dir)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -117,13 +109,13 @@ class WandbMirror:
             id=earlier or uuid.uuid4().hex[:8],
             resume="allow",  # also for a new run: WANDB_RESUME=must would refuse it
             config=encodable(without_secrets(config)),
-            dir=str(folder),
+            dir=str(dir),
             settings=settings,
             # Baseline and flux are two runs of one process at the same time.
             reinit="create_new",
         )
         about = {"id": run.id, "project": run.project, "mode": mode}
-        write_atomically(folder / ID_FILE, dumps(about) + "\n")
+        write_atomically(dir / ID_FILE, dumps(about) + "\n")
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
         for name, summary in _SUMMARIES.items():
@@ -215,10 +207,8 @@ def _earlier_id(folder: Path) -> str | None:
 
 def _superseded(folder: Path) -> int:
     """Return the last iteration that an earlier start recorded, and so mirrored, beyond the checkpoint; or 0."""
-    tails = [RecordTail(file) for file in folder.glob("metrics.jsonl.superseded-*")]
-    for tail in tails:
-        tail.poll()
-    return max((record["iteration"] for tail in tails for record in tail.records), default=0)
+    files = folder.glob("metrics.jsonl.superseded-*")
+    return max((record["iteration"] for file in files for record in RecordTail(file).records), default=0)
 
 
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +222,6 @@ def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, An
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}
     found["speedup_low"], found["speedup_high"] = summary["speedup_ci95"] or (None, None)
     files = RunFiles(folder)
-    files.poll()
     flux = timed(files.records["flux"])
     exposed = {
         "baseline": [baseline_exposed_ms(record) for record in flux],

@@ -38,10 +38,9 @@ def watch(path: Path) -> None:
     """
     watched = RunFiles(path)
     console = Console(highlight=False, emoji=False)
-    watched.poll()
     if not watched.exists:
-        if path.is_file() or not console.is_terminal:
-            what = "is missing" if not path.exists() else "has no run in it" if path.is_dir() else "is not a folder"
+        if not console.is_terminal:
+            what = "has no run in it" if path.exists() else "is missing"
             raise UserError(f"{path} {what}; name the run folder of a training job")
         console.print(f"waiting for a run in {path}; Ctrl-C ends", markup=False, soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,20 +1,18 @@
 """Whole checkpoints: every MLP's activation order is folded, everything else stays as it is, byte for byte.
 
 What comes out is an ordinary GPTQ checkpoint with the same tensors, shapes and files: columns of gate and up, rows of
-down and the ``g_idx`` of down have another order, and every loader computes what it did before. One that knows nothing
-of the fold gains down projections without activation order; tensor parallelism gains what ``fold`` says.
+down and the ``g_idx`` of down have another order, and every loader computes what it did before.
 
 Files are safetensors, by Llama's names (``*.gate_proj``, ``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or
 GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``). A folder from somebody else is not trusted: the safetensors library
-checks every file's header against its size, neither names in an index nor links leave the folder, pickles are not
-opened, and everything is checked before anything is written. The result is made in a folder beside the target and takes
-its name when it is whole. In memory is one MLP at a time.
+checks headers against sizes, neither names in an index nor links leave the folder, pickles are not opened, and all is
+checked before anything is written. The result is made in a folder beside the target and takes its name when it is
+whole. In memory is one MLP at a time.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import struct
@@ -81,8 +79,8 @@ def read(folder: Path) -> Found:
             if tensor in tensors:
                 raise UserError(f"{folder}: tensor {tensor} is in {tensors[tensor].file} and in {name}")
             tensors[tensor] = stored
-    found = Found(folder, bits, zero_offset, dict(sorted(tensors.items(), key=lambda item: _natural(item[0]))), {}, [])
-    found.mlps.update(_mlps(folder, found.tensors))
+    tensors = dict(sorted(tensors.items(), key=lambda item: _natural(item[0])))
+    found = Found(folder, bits, zero_offset, tensors, _mlps(folder, tensors), [])
     inside = {f"{at}.{linear}" for at, (first, second) in found.mlps.items() for linear in (*first, second)}
     for name in found.tensors:
         linear, _, part = name.rpartition(".")
@@ -94,19 +92,17 @@ def read(folder: Path) -> Found:
 def run(
     found: Found, out: Path, *, tp: int | None = None, check: bool = False, progress: Progress = lambda done: None
 ) -> dict[str, Any]:
-    """Write ``found`` folded to ``out``, which must not exist, and return what was done.
+    """Write ``found`` folded to ``out``, which must not exist.
 
-    Returns ``{"bits", "mlps": [{"name", "state", "k", "n", "group_size", "tp", "error"}], "others"}``: ``state`` is
-    ``folded`` or ``was folded`` (nothing to do), ``tp`` lists the sizes up to 64 that divide, ``error`` the largest
-    relative difference from the unfolded MLP (None where it was not checked), ``others`` the linears with activation
-    order that stay as they are.
+    Returns ``mlps``, a dict for each: its ``name``, ``state`` (``folded`` or ``was folded``), ``tp`` (sizes up to 64
+    that divide) and ``error`` (the largest relative difference from the unfolded MLP, None where it was not checked);
+    and ``others``, the linears with activation order that stay as they are.
 
-    Raises:
-        UserError: ``out`` exists or cannot be made, an MLP cannot be folded, or (``check``) differs once it is.
-        StorageError: no room, or it could not be written. Nothing is left in any of these cases.
+    Raises UserError: ``out`` exists or cannot be made, an MLP cannot be folded, or (``check``) differs once it is.
+    Raises StorageError: no room, or it could not be written. Nothing is left in any of these cases.
     """
     examine(found, out, tp)
-    report: dict[str, Any] = {"bits": found.bits, "mlps": [], "others": found.others}
+    mlps: list[dict[str, Any]] = []
     with _made_whole(out) as part:
         for path in sorted(found.folder.iterdir()):  # links, of which a cache of downloads is made, become files
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, part / path.name)
@@ -117,11 +113,10 @@ def run(
             error = _check(before, after, at) if check else None
             if after is not before:
                 _write(found, part, at, after)
-            state, (first, *_), second = "was folded" if after is before else "folded", before.first, before.second
-            sizes = {"k": first.k, "n": second.k, "group_size": second.group_size, "tp": tensor_parallel_sizes(before)}
-            report["mlps"].append({"name": at, "state": state, **sizes, "error": error})
+            state = "was folded" if after is before else "folded"
+            mlps.append({"name": at, "state": state, "tp": tensor_parallel_sizes(before), "error": error})
             progress(f"folded {at}")
-    return report
+    return {"mlps": mlps, "others": found.others}
 
 
 def examine(found: Found, out: Path, tp: int | None) -> None:
@@ -174,14 +169,13 @@ def _refuse_links(folder: Path) -> None:
     """Refuse what is no file, and links out of the folder, which would be read and copied. Hugging Face's cache keeps a
     snapshot's files in ``blobs``, two folders above.
     """
-    allowed = folder.resolve(), folder.resolve().parents[1] / "blobs" if len(folder.resolve().parents) > 1 else folder
-    for at, subfolders, names in os.walk(folder):
-        for path in (Path(at, name) for name in (*subfolders, *names)):
-            real = path.resolve()
-            if path.is_symlink() and (real.is_dir() or not any(map(real.is_relative_to, allowed))):
-                raise UserError(f"{path} is a link to {real}; put a copy of what you trust in its place")
-            if not (real.is_file() or real.is_dir()):
-                raise UserError(f"{path} is neither a file nor a folder; remove it")
+    allowed = folder.resolve(), folder.resolve().parent.parent / "blobs"
+    for path in folder.rglob("*"):  # it does not follow links
+        real = path.resolve()
+        if path.is_symlink() and (real.is_dir() or not any(map(real.is_relative_to, allowed))):
+            raise UserError(f"{path} is a link to {real}; put a copy of what you trust in its place")
+        if not (real.is_file() or real.is_dir()):
+            raise UserError(f"{path} is neither a file nor a folder; remove it")
 
 
 def _json(path: Path) -> dict[str, Any]:

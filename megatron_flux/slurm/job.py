@@ -55,11 +55,7 @@ class Resolved:
     mode: Mode
     run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
-
-    @property
-    def link(self) -> LinkKind:
-        """Link of tensor-parallel groups."""
-        return _group_link(self.job, self.profile)
+    link: LinkKind  # of tensor-parallel groups
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
@@ -79,7 +75,12 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     if mode != "compare":
         layout["flux"] = mode == "flux"
         layout |= {"save_interval": 0} if given.get("save_interval") is None else {}
-    layout |= _link_options(job, profile, mode, given.get("grad_wire"))
+    link: LinkKind = "none" if profile.processes_per_node % job.tp else profile.link  # groups that span nodes: none
+    # On nodes of the link host, none keeps NCCL from stronger links as well; on those of p2p it would from that one.
+    layout |= {"link": link} if profile.link == "host" or link == "p2p" else {}
+    if mode != "baseline":
+        _check_wires(job, profile, link, given.get("grad_wire"))
+        layout |= {"wire": profile.wire} if profile.wire != EXACT else {}
     chosen = {name: value for name, value in {**given, **layout}.items() if value is not None}
     options = validated(kind, "training", chosen)
     world_size = job.nodes * profile.processes_per_node
@@ -103,34 +104,20 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
         # The script counts the seed up, and hands p2p on by MEGATRON_FLUX_LINK.
         if name in chosen and name != "seed" and (name, chosen[name]) != ("link", "p2p"):
             words += _words(name, getattr(options, name), kind.model_fields[name])
-    return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words))
+    return Resolved(job=job, profile=profile, mode=mode, run=run, arguments=tuple(words), link=link)
 
 
-def _group_link(job: Job, profile: Profile) -> LinkKind:
-    """Return the link of tensor-parallel groups, which is none if they span nodes."""
-    return "none" if profile.processes_per_node % job.tp else profile.link
-
-
-def _link_options(job: Job, profile: Profile, mode: Mode, grad_wire: str | None) -> dict[str, str]:
-    """Return the ranks' options ``link`` and ``wire``, if any; a :class:`UserError` refuses what cannot be used.
-
-    For groups that span nodes of the link host, none keeps NCCL in the nodes from stronger links as well; on nodes of
-    the link p2p, it would keep NCCL from that.
-    """
-    link = _group_link(job, profile)
-    options: dict[str, str] = {"link": link} if profile.link == "host" or link == "p2p" else {}
+def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | None) -> None:
+    """Refuse wire formats that tensor-parallel groups over ``link`` cannot use."""
+    if link in ("host", "p2p") and job.tp > 1:
+        return
     for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():
-        if wire in (None, EXACT) or mode == "baseline":
-            continue
-        if link not in ("host", "p2p") or job.tp == 1:
+        if wire not in (None, EXACT):
             sizes = f"tp {job.tp} on nodes of {profile.processes_per_node}"
             why = sizes if profile.link in ("host", "p2p") else f"the link {profile.link}"
             raise UserError(
                 f"{name} {wire} is for groups within a node over the links p2p and host, not {why}; leave {name} out"
             )
-        if name == "wire":
-            options["wire"] = wire
-    return options
 
 
 def least_memory(run: config.RunConfig) -> float:

@@ -1,10 +1,9 @@
 """Check a job's layout without a GPU: build one layer of each pipeline stage as one of its ranks, and run it.
 
-torch's ``fake`` process group has a rank and a size and communicates nothing. With it, megatron-core initialises its
-parallel state as the first rank of each stage. One layer is built there and run patched over meta tensors (shapes
-without data); all other ranks of the stage have the same shapes. Whatever does not divide (heads, hidden size, MLP,
-vocabulary, sequence) fails here as it would in the job, and fallbacks are errors. Attention's core is left out: it has
-no linear layer.
+Over torch's ``fake`` process group, which communicates nothing, megatron-core initialises its parallel state as the
+first rank of each stage. One layer runs there, patched, over meta tensors (shapes without data); all other ranks of the
+stage have the same shapes. Whatever does not divide (heads, hidden size, MLP, vocabulary, sequence) fails as it would
+in the job, and fallbacks are errors. Attention's core is left out: it has no linear layer.
 
 Hazard: parallel state is one per process, so nothing else in the process may use it meanwhile.
 """
@@ -27,39 +26,20 @@ from megatron_flux.train.config import RunConfig
 from megatron_flux.train.shims import cpu_shims
 
 
-def check(job: Resolved) -> dict[str, Any]:
-    """Run one layer of each stage of ``job`` and return the layout.
-
-    ``link``: of tensor-parallel groups. Each stage has the number of its ``layers``, the shape of its ``output`` and
-    the number of linears that ran flux (``flux_layers``). ``memory_gib``: weights, gradients and optimizer state of a
-    GPU. ``bytes_note``: a line where gathering weights would move fewer bytes, or None.
+def check(job: Resolved) -> list[str]:
+    """Run one layer of each stage of ``job``, and describe the layout in lines.
 
     Raises FluxError: a stage cannot be built or run; names its rank.
     """
-    run, link = job.run, job.link
-    return {
-        "sizes": {"tp": run.tp, "pp": run.pp, "dp": run.dp},
-        "nodes": job.job.nodes,
-        "link": link,
-        "stages": [_check_stage(run, stage) for stage in range(run.pp)],
-        "memory_gib": least_memory(run),
-        "bytes_note": run.bytes_note(link),
-    }
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """Format :func:`check`'s result for people."""
-    tp, pp, dp = found["sizes"].values()
-    lines = [f"{tp * pp * dp} ranks on {found['nodes']} node(s): tp {tp} x pp {pp} x dp {dp}"]
-    lines.append(f"link of tensor-parallel groups: {found['link']}")
-    for stage in found["stages"]:
-        size = " x ".join(map(str, stage["output"]))
-        lines.append(
-            f"stage {stage['stage']}: {stage['layers']} layers, output {size}, {stage['flux_layers']} linears of one "
-            "layer run flux"
-        )
-    lines.append(f"{found['memory_gib']:.1f} GiB a GPU for weights, gradients and optimizer state, without activations")
-    return [*lines, *filter(None, [found["bytes_note"]]), "every stage fits"]
+    run = job.run
+    return [
+        f"{run.world_size} ranks on {job.job.nodes} node(s): tp {run.tp} x pp {run.pp} x dp {run.dp}",
+        f"link of tensor-parallel groups: {job.link}",
+        *(_check_stage(run, stage) for stage in range(run.pp)),
+        f"{least_memory(run):.1f} GiB a GPU for weights, gradients and optimizer state, without activations",
+        *filter(None, [run.bytes_note(job.link)]),
+        "every stage fits",
+    ]
 
 
 @contextmanager
@@ -79,8 +59,8 @@ def _world(rank: int, run: RunConfig) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _check_stage(run: RunConfig, stage: int) -> dict[str, Any]:
-    """Build and run one layer of ``stage`` as its first rank; a :class:`FluxError` names both where that fails."""
+def _check_stage(run: RunConfig, stage: int) -> str:
+    """Build and run one layer of ``stage`` as its first rank, and describe it; a FluxError names both."""
     rank = stage * run.tp * run.dp  # Megatron's order: tp, then dp, then pp
     one_layer = run.model_copy(update={"shape": run.shape.model_copy(update={"num_layers": run.pp})})
     try:
@@ -91,8 +71,8 @@ def _check_stage(run: RunConfig, stage: int) -> dict[str, Any]:
             del model
     except (AssertionError, RuntimeError, ValueError, FluxError) as error:
         raise FluxError(f"rank {rank}, pipeline stage {stage}: {type(error).__name__}: {error}") from error
-    layers = run.shape.num_layers // run.pp
-    return {"stage": stage, "layers": layers, "output": tuple(output.shape), "flux_layers": flux_layers}
+    layers, shape = run.shape.num_layers // run.pp, " x ".join(map(str, output.shape))
+    return f"stage {stage}: {layers} layers, output {shape}, {flux_layers} linears of one layer run flux"
 
 
 def _run(run: RunConfig, stage: int) -> tuple[torch.nn.Module, torch.Tensor]:

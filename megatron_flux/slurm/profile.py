@@ -60,20 +60,6 @@ def _printable(value: str) -> str:
     return value
 
 
-_SET_ELSEWHERE = "looks like a secret's name: set it where you call sbatch, which hands it to the job"
-
-
-def _secrets_set_in(line: str) -> list[str]:
-    """Return the variables with a secret's name that a command sets."""
-    return [name for name in re.findall(r"\b([A-Za-z_]\w*)=", line) if not without_secrets({name: ""})]
-
-
-def _no_secret(name: str) -> str:
-    if _secrets_set_in(f"{name}="):
-        raise ValueError(_SET_ELSEWHERE)
-    return name
-
-
 def _no_variable(value: str) -> str:
     if found := re.search(r"\$\{?[A-Za-z_]\w*\}?", value):
         raise ValueError(f"{found[0]} is not expanded here, only in set-up lines; write the value in full")
@@ -101,9 +87,7 @@ Duration = Annotated[
 ]  # Slurm's forms of a time limit; D-H and M:SS too
 # A path, an image, a mount, a module: a word of a command of its own.
 Place = Annotated[Word, matching(r"[^-~].*", "paths and names in full, which begin neither with - nor with ~")]
-Variable = Annotated[
-    str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first"), AfterValidator(_no_secret)
-]
+Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, and no digit first")]
 _OPTION = "options of one word, --NAME or --NAME=VALUE"
 SrunOption = Annotated[Word, matching(r"--[a-z][a-z0-9-]*(=.+)?", _OPTION)]  # a shell word, quoted
 SbatchOption = Annotated[str, matching(rf"--[a-z][a-z0-9-]*(=[{_HARMLESS}]+)?", _OPTION)]  # a line of #SBATCH
@@ -229,9 +213,11 @@ class Profile(FromYaml):
             raise ValueError("device cuda needs a gpu, device cpu must not have one")
         if self.device == "cpu" and self.gpu_request != "none":
             raise ValueError("device cpu needs gpu_request: none")
-        for number, line in enumerate(self.setup, 1):
-            if found := _secrets_set_in(line):  # the line itself is not shown
-                raise ValueError(f"set-up line {number} sets {found[0]}, which {_SET_ELSEWHERE}")
+        for line in (*(f"{name}=" for name in self.environment), *self.setup):  # which is not shown
+            for name in re.findall(r"\b([A-Za-z_]\w*)=", line):
+                if not without_secrets({name: ""}):
+                    where = "set it where you call sbatch, which hands it to the job"
+                    raise ValueError(f"{name} looks like a secret's name: {where}")
         if self.container is not None and self.venv is not None:
             raise ValueError("container and venv exclude each other; the container's own Python is used")
         return self

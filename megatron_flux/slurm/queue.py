@@ -26,12 +26,10 @@ OVER = (
 )
 """States that a job does not leave by itself. In any other it may still run, or run again."""
 
-_AFTER = r"after(?:any|ok|notok|corr|burstbuffer)?(?::\d+(?:_\d+)?(?:\+\d+)?)+"
-Dependency = Annotated[
+Dependency = Annotated[  # sbatch checks it further
     str,
     matching(
-        rf"(?:{_AFTER}|singleton)(?:,(?:{_AFTER}|singleton))*|{_AFTER}(?:\?{_AFTER})+",
-        "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2",
+        r"[a-z][a-z0-9_:,+?]*", "Slurm's forms, such as afterok:123:124, afterany:123,singleton or afterok:1?afterok:2"
     ),
 ]
 
@@ -92,19 +90,13 @@ def job_states(job: str) -> JobStates:
     Errors as :func:`slurm`.
     """
     try:
-        found = queued_states(slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r|%N"))
+        output = slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r|%N")
     except FluxError as error:
         if "Invalid job id" not in str(error):
             raise
-        found = {}
-    # Without: it ended some time ago (`MinJobAge`), or never was.
-    return JobStates(states=found, source="controller") if found else _accounted(job)
-
-
-def queued_states(output: str) -> dict[str, str]:
-    """Parse squeue's lines of ``id|state|reason|nodes``; tasks that wait together are one line."""
+        output = ""
     found = {}
-    for line in output.splitlines():
+    for line in output.splitlines():  # tasks that wait together are one
         number, state, reason, nodes = line.split("|")
         words = state
         if state == "PENDING" and reason != "None":
@@ -112,21 +104,22 @@ def queued_states(output: str) -> dict[str, str]:
         elif state == "RUNNING":
             words = f"{state} on {nodes}"
         found[number.partition("_")[2].strip("[]")] = words
-    return found
+    # Without: it ended some time ago (`MinJobAge`), or never was.
+    return JobStates(states=found, source="controller") if found else _accounted(job)
 
 
 def _accounted(job: str) -> JobStates:
     """Ask ``sacct``: the accounting database, or where there is none, the list of completed jobs."""
-    why = []
+    why = ""
     for kind in ([], ["--completion"]):
         words = ["sacct", *kind, "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
         try:
             if found := accounted_states(slurm(*words, "--format=JobID,State,ExitCode")):
                 return JobStates(states=found, source="sacct")
-            why.append("sacct has no record of it")
+            why = why or "sacct has no record of it"
         except FluxError as error:
-            why.append(str(error))
-    return JobStates(states={}, source=f"no longer known to Slurm ({why[0]})")
+            why = why or str(error)
+    return JobStates(states={}, source=f"no longer known to Slurm ({why})")
 
 
 def accounted_states(output: str) -> dict[str, str]:

@@ -34,11 +34,8 @@ def job_script(resolved: Resolved, command: str) -> str:
     environment.filters |= {"quote": shlex.quote, "wrapped": _wrapped}
     job, mode = resolved.job, resolved.mode
     return environment.get_template("script.sbatch.j2").render(
-        profile=resolved.profile,
+        **vars(resolved),
         command=command,
-        job=job,
-        mode=mode,
-        run=resolved.run,
         name=f"{job.name}-{mode}",
         processes=resolved.profile.processes_per_node,
         repeats=mode == "compare" and job.repetitions > 1,
@@ -61,13 +58,13 @@ def _wrapped(words: Sequence[str]) -> list[str]:
 def _expected(resolved: Resolved) -> list[str]:
     """Return the pre-flight's requirements: options of :class:`megatron_flux.slurm.preflight.rules.Expected`."""
     profile = resolved.profile
-    words = [f"--device={profile.device}", f"--link={resolved.profile.link}"]
+    words = [f"--device={profile.device}", f"--link={profile.link}"]
     words.append(f"--slow-fraction={profile.preflight.slow_fraction}")
     if profile.gpu is not None:
         words += [f"--gpu-name={profile.gpu.name}", f"--gpu-memory-gib={profile.gpu.memory_gib}"]
     if resolved.link in ("host", "p2p") and resolved.mode != "baseline" and resolved.run.tp > 1:
         words.append(f"--host-tp={resolved.run.tp}")
-    return [*words, f"--floors={resolved.profile.floors.model_dump_json(exclude_defaults=True)}"]
+    return [*words, f"--floors={profile.floors.model_dump_json(exclude_defaults=True)}"]
 
 
 def _tune(resolved: Resolved) -> list[str] | None:
@@ -76,15 +73,9 @@ def _tune(resolved: Resolved) -> list[str] | None:
     Over host memory that would mislead: groups of a node share it, and one alone finds it faster than in training.
     """
     profile, run = resolved.profile, resolved.run
-    tuned = run.backend in ("auto", "tuned") if resolved.profile.link == "nvlink" else run.backend == "tuned"
-    if not (
-        profile.tune
-        and tuned
-        and resolved.profile.link != "host"
-        and resolved.mode != "baseline"
-        and run.device == "cuda"
-        and run.tp in (2, 4, 8)
-    ):
+    tuned = run.backend in ("auto", "tuned") if profile.link == "nvlink" else run.backend == "tuned"
+    possible = resolved.mode != "baseline" and profile.link != "host" and run.device == "cuda" and run.tp in (2, 4, 8)
+    if not (profile.tune and tuned and possible):
         return None
     tokens, layer = run.micro_batch_size * run.shape.seq_length, run.shape.layer
     own = [f"--tokens={tokens}", "--directions=forward,dgrad", f"--tp={run.tp}"]

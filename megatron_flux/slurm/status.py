@@ -11,10 +11,8 @@
     runs/NAME-JOB/rep-0/logs/0/          logs of the first start: one per step and node, pre-flight reports, failures;
                                          `error` is the job's last word, `log` names the file of its output
 
-Only the state is Slurm's to say. The rest is read here, at any time, also when Slurm has forgotten the job.
-
-Repetitions are whole comparisons of their own, so the spread of their speed-ups is what another run of the job may
-show; the interval within one repetition is only about its own blocks.
+Only the state is Slurm's to say. Repetitions are comparisons of their own: the spread of their speed-ups is what
+another run of the job may show; the interval within one is about its own blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +22,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.metrics.run_files import RunFiles, ended
-from megatron_flux.metrics.strict_json import read_json_object
 from megatron_flux.metrics.summary import median, median_of
 from megatron_flux.metrics.table import relative
 from megatron_flux.metrics.watch import RECENT, activity
@@ -78,8 +74,7 @@ def repetitions(root: Path) -> list[Repetition]:
         if not (index := folder.name.removeprefix("rep-")).isdigit():
             continue
         files = RunFiles(folder / "run", at_most=_NEWEST)
-        files.poll()
-        state = read_json_object(files.path / ENDED)["state"] if (files.path / ENDED).is_file() else "not ended"
+        state = str(files.read(ENDED).get("state", "not ended"))
         starts = [path for path in (folder / "logs").glob("*") if path.name.isdigit()]
         newest = max(starts, key=lambda path: int(path.name), default=None)
         found.append(Repetition(index, files, state, len(starts), newest))
@@ -92,15 +87,15 @@ def describe(root: Path, now: float) -> list[str]:
     number = jobs(root)[-1]
     try:
         known = queue.job_states(number)
+    except UserError:
+        raise
     except FluxError as error:
-        if isinstance(error, UserError):
-            raise
         known = queue.JobStates(states={}, source=f"state unknown: {error}")
     states = ", ".join(dict.fromkeys(known.states.values())) or known.source
     if known.states and known.source != "controller":
         states += f" (by {known.source})"
     resumed = f", resumed as {number}" if number != first else ""
-    lines, begun = [f"{name} job {first}{resumed}: {states}"], repetitions(root)
+    lines, begun, speedups = [f"{name} job {first}{resumed}: {states}"], repetitions(root), []
     if known.states and not known.active and not begun:
         submitted = Path(text(root / SUBMITTED).partition("\n")[0])
         lines += [f"    last line of {log}: {_last_line(log)}" for log in submitted.glob(f"{name}-{number}*.log")]
@@ -117,26 +112,17 @@ def describe(root: Path, now: float) -> list[str]:
             more = [line for line in [doing(repetition, now)] if line]
         elif repetition.state == "not ended" and state != "PENDING":
             more = cause(repetition)
-        lines += [f"    {line}" for line in [*more, *repetition.files.problems, *result(repetition)]]
-    speedups = [one for repetition in begun if (one := _summary(repetition).get("speedup")) is not None]
+        found = repetition.files.read("summary.json") if repetition.state == "finished" else {}
+        more += repetition.files.problems
+        if found:
+            loss, report = relative(found["max_relative_loss_difference"]), repetition.files.path / "report.html"
+            more.append(f"{found['verdict']}; largest relative loss difference {loss}; see {report}")
+            speedups += [found["speedup"]] if found["speedup"] is not None else []
+        lines += [f"    {line}" for line in more]
     if len(speedups) > 1:
         spread = f"{median(speedups):.3f} ({min(speedups):.3f}…{max(speedups):.3f})"
         lines.append(f"  speed-up of the {len(speedups)} finished repetitions: median {spread}")
     return lines
-
-
-def _summary(repetition: Repetition) -> dict[str, Any]:
-    """Read the summary of a comparison that has finished; empty of others."""
-    file = repetition.files.path / "summary.json"
-    return read_json_object(file) if repetition.state == "finished" and file.is_file() else {}
-
-
-def result(repetition: Repetition) -> list[str]:
-    """Return what a comparison that has finished has found; nothing of others."""
-    if not (found := _summary(repetition)):
-        return []
-    loss = relative(found["max_relative_loss_difference"])
-    return [f"{found['verdict']}; largest relative loss difference {loss}; see {repetition.files.path / 'report.html'}"]
 
 
 def cause(repetition: Repetition) -> list[str]:
@@ -158,9 +144,11 @@ def cause(repetition: Repetition) -> list[str]:
 
 def doing(repetition: Repetition, now: float) -> str | None:
     """Say what a running job does, as ``watch`` does: its last step, or stalled. None before it begins and after."""
-    began, written, usual = _began(repetition), None, 0.0
-    if not began or repetition.state == "finished":
+    if repetition.logs is None or repetition.state == "finished":
         return None
+    first = repetition.logs / "log"  # the newest start's first file is written as it begins, and once
+    began = (first if first.is_file() else repetition.logs).stat().st_mtime
+    written, usual = None, 0.0
     for tail in repetition.files.tails.values():
         records = tail.records[-RECENT:]
         # A run that resumes writes its earlier records anew before it adds to them.
@@ -169,14 +157,6 @@ def doing(repetition: Repetition, now: float) -> str | None:
             usual = max(usual, median_of(records, "iteration-time") or 0.0)
     words, stalled = activity(now, began, written, usual)
     return f"{words}; see {repetition.logs}" if stalled else words
-
-
-def _began(repetition: Repetition) -> float:
-    """Return when the newest start began: its first file is written then, and once. 0 before the first start."""
-    if repetition.logs is None:
-        return 0.0
-    first = repetition.logs / "log"
-    return (first if first.is_file() else repetition.logs).stat().st_mtime
 
 
 def _last_line(file: Path) -> str:

@@ -62,14 +62,13 @@ def check_paths(resolved: Resolved) -> None:
 
     Raises UserError: a path is missing.
     """
-    profile = resolved.profile
-    places = [("venv", profile.venv)] if profile.venv is not None else []
-    if profile.container is None:
-        places += [("data", str(path)) for path in resolved.run.data if not os.path.exists(f"{path}.bin")]
+    venv, container = resolved.profile.venv, resolved.profile.container
+    if container is None:
+        places = [("data", str(path)) for path in resolved.run.data if not os.path.exists(f"{path}.bin")]
+        places += [("venv", venv)] if venv is not None else []
     else:
-        places += [("mount", mount.partition(":")[0]) for mount in profile.container.mounts]
-        # Others are names in a registry.
-        places += [("image", image) for image in [profile.container.image] if image.startswith("/")]
+        places = [("mount", mount.partition(":")[0]) for mount in container.mounts]
+        places += [("image", container.image)] if container.image.startswith("/") else []  # or one in a registry
     for name, place in places:
         if not os.path.exists(place) and os.path.isdir(Path(place).absolute().parent):
             raise UserError(f"{name} {Path(place).absolute()} is missing; give a path that is there")

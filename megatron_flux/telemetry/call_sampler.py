@@ -1,16 +1,14 @@
 """Time the operators' calls of every n-th step, and compare them with their GEMMs alone.
 
-Names, units and meanings are those of docs/metrics.md, of this rank. :mod:`ops.call_events` defines
-the time of a call.
+Names, units and meanings are those of docs/metrics.md, of this rank. :mod:`ops.call_events` defines the time of a call.
 
-Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend). They are measured between steps: a
-short burst of each after each of the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its
-clock as low as training has made them. (Longer bursts of one GEMM run at the power limit; a step with other work in
-between clocks higher, and calls would seem to beat their GEMM.) Even so the clock is not the step's. Where that
-could be much of what the collective takes, the comparison is withheld.
+Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend): a short burst of each after each of
+the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its clock as low as training has made
+them. (Longer bursts run at the power limit, a step clocks higher, and calls would seem to beat their GEMM.) Even so the
+clock is not the step's. Where that could be much of what the collective takes, the comparison is withheld.
 
-Operands are random, since zeros make a GEMM draw less power and run faster. They come from a generator of their own, so
-that training's random numbers stay what they were. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
+Operands are random, since zeros make a GEMM draw less power and run faster. Their generator leaves training's random
+numbers as they are. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
@@ -174,9 +172,8 @@ def _efficiency(exposed: float | None, gemm: float | None, serial: float | None)
 def _withheld(taken: float, baseline: Baseline, clock: float | None, *, on_gpu: bool) -> str | None:
     """Return why a call that took ``taken`` ms cannot be compared with its GEMM; None if it can (or has none).
 
-    A GEMM's time goes with the clock. If the clocks of step and measurement are so far apart that the GEMM's time may
-    be off by more than :data:`TOLERANCE` of the time that could be hidden, the difference says nothing; nor does it if
-    a call is faster than its GEMM by more than that. On CPUs nothing is compared.
+    A GEMM's time goes with the clock. The difference says nothing if the clocks of step and measurement may change it
+    by more than :data:`TOLERANCE` of the time that could be hidden, or if a call beats its GEMM by more than that.
     """
     if not on_gpu:
         return NO_OVERLAP

@@ -63,7 +63,8 @@ class StepProfiler:
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         """Run one training step inside; the trace is written after the last one."""
-        if iteration == self.first - 1 and not self._nvtx:
+        starts = iteration == self.first - 1
+        if starts and not self._nvtx:
             self._begin()
         try:
             with call_events.named(f"{STEP} {iteration}"):
@@ -71,13 +72,11 @@ class StepProfiler:
         except BaseException:
             self.close()  # the trace would lack steps
             raise
-        if not self.active(iteration):
-            return
-        if self._profile is not None:
+        if self._profile is not None and self.active(iteration):
             self._profile.step()
         if iteration == self.last:
             self._running.close()
-        elif iteration == self.first - 1 and self._nvtx:
+        elif starts and self._nvtx:
             torch.cuda.profiler.start()
             self._running.callback(torch.cuda.profiler.stop)
 

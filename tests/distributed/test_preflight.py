@@ -31,13 +31,13 @@ def run(
         report = {"node": f"n{node}", "doctor": {"versions": {}, "devices": [], "link": {"kind": "none"}}}
         report |= {"gpus": [], "driver": []}
         (folder / f"n{node}.json").write_text(json.dumps(report))
-    words = ["--folder", folder, f"--device={device}", f"--processes={ranks}", *link, "--timeout=100"]
+    words = [f"--folder={folder}", f"--device={device}", f"--processes={ranks}", *link, "--timeout=100"]
     words.append(f"--floors={floors.model_dump_json(exclude_defaults=True)}")
     shared = {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [python, "-m", module, *map(str, words)],
+            [python, "-m", module, *words],
             env={
                 **os.environ,
                 **shared,

@@ -56,8 +56,7 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     report = json.loads((tmp_path / f"{socket.gethostname()}.json").read_text())
     assert len(report["gpus"]) == torch.cuda.device_count()
     assert all(gpu["gemm_tflops"] > 1 for gpu in report["gpus"])
-    # What NVML tells of links and memory rows is there, or it is said that it does not tell.
-    assert all(gpu.get("pcie") for gpu in report["gpus"]) or report["unknown"]
+    assert report["driver"] or report["unknown"], "what NVML tells is there, or it is said that it does not tell"
     assert all(said in done.stdout for said in report["unknown"])
     launcher = ["-m", "megatron_flux.run.node", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
     if shutil.which("numactl"):

@@ -80,7 +80,7 @@ def test_samples_and_traces(tmp_path: Path) -> None:
 
 def check_trace(folder: Path, side: str) -> None:
     found = json.loads((folder / "breakdown.json").read_text())
-    assert (found["source"], found["steps"]) == ("gpu", [11, 12])
+    assert found["steps"] == [11, 12]
     parts = found["parts"]
     assert sum(parts.values()) == pytest.approx(found["span_ms"], rel=1e-3)
     assert parts["gemm"] > 0

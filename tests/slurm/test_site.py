@@ -1,6 +1,7 @@
 """A site's additions to a script: set-up lines, options of srun and sbatch, one container for all steps of a job."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,6 @@ def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Pa
     assert last[-4:] == ["enroot", "remove", "--force", "pyxis_megatron-flux-7"]
 
 
-def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:
-    """Return the output of a job whose step ``train`` runs these lines, in a partition with three other nodes."""
-    begin = "#!/bin/sh\ncd $MEGATRON_FLUX_FAILURES && touch ../../train-0-n01.log\n"
-    executable(stubs[0] / "srun", f"{begin}{srun}\n")
-    executable(stubs[0] / "sinfo", "#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
-    text = script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK)
-    done = execute(text, stubs, where, SLURM_JOB_PARTITION="p")
-    return done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -107,24 +98,24 @@ def train_fails(srun: str, stubs: tuple[Path, Path], where: Path) -> str:
 def test_the_node_that_is_left_out_is_no_witness(
     lines: list[str], said: str, stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    noted = "\\n".join(lines)
-    printed = train_fails(f"printf '{noted}\\n' >note; exit 1", stubs, tmp_path)
+    """The step ``train`` fails in a partition with three other nodes."""
+    srun = r"""#!/bin/sh
+cd $MEGATRON_FLUX_FAILURES && sleep 0.1
+touch ../../train-0-n01.log "${TORCH_FR_DUMP_TEMP_FILE}0"
+printf '%s\n' LINES >note
+exit 1
+"""
+    executable(stubs[0] / "srun", srun.replace("LINES", shlex.join(lines)))
+    executable(stubs[0] / "sinfo", "#!/bin/sh\nprintf 'n90 idle\\nn91 idle\\nn92 idle\\n'\n")
+    text = script({**PLAIN, "preflight": {"enabled": False}, "tune": False}, WORK)
+    done = execute(text, stubs, tmp_path, SLURM_JOB_PARTITION="p")
+    printed = done.stdout + done.stderr
     assert said in printed
+    assert " 1 rank(s) left their calls: " in printed
     if bad := re.search(r"without (n0\S+):", said):
         asked = (stubs[1] / "scontrol").read_bytes().decode().replace("\0", " ")
         for job_id in ("7", "7_0"):  # the repetitions that wait, and this one
             assert f"update jobid={job_id} ExcNodeList={bad[1]} " in asked
-
-
-RANKS_HANG = """sleep 0.1
-echo "3 9.0 rank 0 on n01 failed: timed out (exit code 1)" >note
-echo dump >"${TORCH_FR_DUMP_TEMP_FILE}0"
-exit 1"""
-
-
-def test_the_flight_recorders_dumps_are_named(stubs: tuple[Path, Path], tmp_path: Path) -> None:
-    said = "retry 1 of at most 1, without leaving out a node: rank 0 on n01 failed: timed out (exit code 1); 1 rank(s) "
-    assert f"{said}left their calls: " in train_fails(RANKS_HANG, stubs, tmp_path)
 
 
 P2P = {"description": "PCIe", "link": "p2p", "tune": False}

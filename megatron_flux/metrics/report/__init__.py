@@ -2,7 +2,7 @@
 
 A report is chapters of parts, made from the records. What is missing or damaged in a run is explained in its chapter.
 Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (a folder as the report sees it),
-``figures``, the chapter ``training`` with its ``ranks``; the overview of several runs is here.
+``figures``, the chapter ``training``; the overview of several runs is here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.report import page, training
-from megatron_flux.metrics.report.page import Chapter, Part, Table
+from megatron_flux.metrics.report.page import Chapter, Part
 from megatron_flux.metrics.report.run import Run, differences, load_all
 from megatron_flux.metrics.summary import VARIANTS
 from megatron_flux.metrics.table import counted, memory, relative, short, shown
@@ -38,12 +38,12 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 def _overview(runs: Sequence[Run]) -> Chapter:
     """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
-    head = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
-    parts = [Part("overview", "Training runs", table=Table([*map(_row, runs)], head))]
+    head: tuple[str, ...] = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
+    parts = [Part("overview", "Training runs", rows=[*map(_row, runs)], head=head)]
     rows = [(name, *values) for name, values in differences(runs).items()]
-    table = Table(rows, head=("setting", *(run.name for run in runs))) if rows else None
-    caption = "" if table else "None: the same was requested, on the same devices and versions."
-    parts.append(Part("differences", "Settings that differ", caption=caption, table=table))
+    caption = "" if rows else "None: the same was requested, on the same devices and versions."
+    head = ("setting", *(run.name for run in runs))
+    parts.append(Part("differences", "Settings that differ", caption=caption, rows=rows, head=head))
     title = counted(len(runs), "run")
     return Chapter("all", title, title, "megatron-flux", parts)
 

@@ -110,9 +110,7 @@ def step_times(variants: Variants) -> Drawn:
     for place, (block, iteration, of, record) in enumerate(sorted(steps, key=lambda step: step[:3]), 1):
         about = f"iteration {iteration}, block {block}"
         drawn[of, counts(record)].append((place, 1000 * record["iteration-time"], about))
-    times = [
-        time for (_, counting), points in drawn.items() if counting for _, time, _ in points if math.isfinite(time)
-    ]
+    times = [time for of in variants for _, time, _ in drawn[of, True] if math.isfinite(time)]
     if not times:
         return None, "No step was timed: there are no records, or warm-up steps only."
     # The axis is for the steps that count: a first step that compiles kernels would flatten all others.

@@ -10,19 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from megatron_flux.metrics.strict_json import without_secrets
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-
-class Table(NamedTuple):
-    """Cells as text. With a head the first column names the row and the others are figures; without, pairs."""
-
-    rows: Sequence[Sequence[str]]
-    head: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,9 @@ class Part:
     title: str
     figure: Figure | None = None
     caption: str = ""
-    table: Table | None = None
+    rows: Sequence[Sequence[str]] = ()
+    """Of a table. With a head their first column names the row and the others are figures; without, they are pairs."""
+    head: Sequence[str] = ()
     folded: bool = False
     """Closed until the reader opens it."""
 
@@ -59,16 +52,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield name, ", ".join(str(part) for part in item)
         else:
             yield name, "" if item is None else str(item)
-
-
-def settings_parts(settings: Mapping[str, Any]) -> list[Part]:
-    """Return a folded part for each of these settings that is known, without secrets."""
-    parts = []
-    for name, value in settings.items():
-        pairs = list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value}))) if value else []
-        if pairs:
-            parts.append(Part(name, name.capitalize(), table=Table(pairs), folded=name != "command"))
-    return parts
 
 
 def html(chapters: Sequence[Chapter], title: str) -> str:

@@ -25,12 +25,7 @@ class Run(RunFiles):
             raise UserError(f"{path} is {'no folder' if path.exists() else 'missing'}; name a run folder")
         super().__init__(path)
         self.name = name
-        self.poll()
         stored = self.read("summary.json")
-        if "rows" in stored:
-            raise UserError(
-                f"{path} is a benchmark, which has no steps: bench printed its table; name a training's folder"
-            )
         if "preset" not in self.settings and not any(tail.path.exists() for tail in self.tails.values()):
             raise UserError(
                 f"{path} is not a run folder: it has no records of {' or '.join(VARIANTS)}; name a folder that "

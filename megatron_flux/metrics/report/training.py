@@ -1,4 +1,8 @@
-"""The chapter of a training run: its steps, and its samples of operators, ranks and GPUs."""
+"""The chapter of a training run: its steps, and its samples of operators, ranks and GPUs.
+
+A rank's own time is its step without flux's operators and the gradient reduction, in which it waits for others. It is
+known only if operators are seen: not in stock, nor inside CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
-from megatron_flux.metrics.report import figures, ranks
+from megatron_flux.metrics.report import figures
 from megatron_flux.metrics.report.figures import Variants
-from megatron_flux.metrics.report.page import Chapter, Part, Table, settings_parts
+from megatron_flux.metrics.report.page import Chapter, Part, flat
 from megatron_flux.metrics.report.run import Run
 from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import Record, median, sampled
 from megatron_flux.metrics.table import CROSS, UNKNOWN, counted, percent, short, shown
 
@@ -40,6 +47,20 @@ EFFICIENCY = (
     "E is 100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM. Exposed: the time beyond "
     "the GEMM alone, including waits for peers in fused kernels."
 )
+MOST_LISTED = 16
+"""Ranks in the table; of more ranks, the slowest."""
+
+COLUMNS = {
+    "own_ms": ("own (ms)", "{:,.1f}".format),
+    "step_ms": ("step (ms)", "{:,.1f}".format),
+    "operators_ms": ("in operators (ms)", "{:.1f}".format),
+    "reduction_ms": ("in the gradient reduction (ms)", "{:.1f}".format),
+    "peak_memory_bytes": ("peak (GiB)", lambda size: f"{size / 2**30:.2f}"),
+    "sm_clock_mhz": ("SM clock (MHz)", "{:.0f}".format),
+    "power_w": ("power (W)", "{:.0f}".format),
+    "temperature_c": ("°C", "{:.0f}".format),
+}
+
 TERMS = {
     "p10…p90": "one step in ten is shorter than p10, one in ten longer than p90",
     "MFU": "the model's own FLOPs per second as a share of the GPUs' peak",
@@ -61,7 +82,7 @@ def chapter(run: Run, id_: str) -> Chapter:
     for title, make in {
         "Where the time goes": lambda: _breakdown(run),
         "Overlap efficiency": lambda: _efficiency(variants["flux"], summary["without_gpu"]),
-        "Ranks": lambda: ranks.part(variants),
+        "Ranks": lambda: ranks_part(variants),
     }.items():
         try:
             made = make()
@@ -79,21 +100,24 @@ def chapter(run: Run, id_: str) -> Chapter:
         missing.append(("Clocks, power and throttling", source))
     found.extend(("damage", text) for text in run.problems)
     parts = [
-        Part("comparison", "Comparison", caption=OWN_MEMORY, table=Table(table.rows(summary), table.HEAD)),
-        Part("findings", "Findings", table=Table(found)),
+        Part("comparison", "Comparison", caption=OWN_MEMORY, rows=table.rows(summary), head=table.HEAD),
+        Part("findings", "Findings", rows=found),
         Part("step-times", "Step time, in order of execution", *figures.step_times(variants)),
         Part("loss", "Loss", *figures.curves(variants, "lm loss", "nat/token")),
         Part("loss-difference", "Loss, relative difference", *figures.difference(variants, "lm loss")),
         Part("grad-norm", "Gradient norm", *figures.curves(variants, "grad-norm", "")),
         Part("grad-norm-difference", "Gradient norm, relative difference", *figures.difference(variants, "grad-norm")),
         *samples,
-        *([Part("missing", "Not recorded", table=Table(missing))] if missing else []),
-        Part("terms", "Terms", table=Table(list(TERMS.items())), folded=True),
+        *([Part("missing", "Not recorded", rows=missing)] if missing else []),
+        Part("terms", "Terms", rows=list(TERMS.items()), folded=True),
     ]
     command = summary.get("command") or run.config.get("command")
     settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
     settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
-    return Chapter(id_, run.name, run.verdict, _subtitle(run), [*parts, *settings_parts(settings)])
+    for name, value in settings.items():
+        if value and (pairs := list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value})))):
+            parts.append(Part(name, name.capitalize(), rows=pairs, folded=name != "command"))
+    return Chapter(id_, run.name, run.verdict, _subtitle(run), parts)
 
 
 def _subtitle(run: Run) -> str:
@@ -122,8 +146,8 @@ def _breakdown(run: Run) -> Part | str:
     missing = [variant for variant, records in run.records.items() if records and variant not in found]
     about += [f"The {variant} variant has no breakdown.json." for variant in missing]
     names = [*_TIME_PARTS.values(), WAITS_INCLUDED, "step", "hidden communication (takes no time)"]
-    table = Table(list(zip(names, *columns, strict=True)), head=("ms per step", *found))
-    return Part("time", "Where the time goes", caption=f"{FUSED_WAITS} {' '.join(about)}", table=table)
+    rows, caption = list(zip(names, *columns, strict=True)), f"{FUSED_WAITS} {' '.join(about)}"
+    return Part("time", "Where the time goes", caption=caption, rows=rows, head=("ms per step", *found))
 
 
 def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:
@@ -156,7 +180,7 @@ def _efficiency(flux: Sequence[Record], without_gpu: str | None) -> Part | str:
     for reason, count in sorted(withheld.items()):
         caption += f" Withheld for {count} of {counted(len(calls), 'sampled call')}: {reason}."
     head = ("call", "backend", "calls/step", "ms", "GEMM alone", "serial", "exposed", "E")
-    return Part("e-overlap", "Overlap efficiency per operator", caption=caption, table=Table(rows, head))
+    return Part("e-overlap", "Overlap efficiency per operator", caption=caption, rows=rows, head=head)
 
 
 def _shape(call: Mapping[str, Any]) -> str:
@@ -165,6 +189,48 @@ def _shape(call: Mapping[str, Any]) -> str:
     weight, dtype = f"k {CROSS} n" if call.get("transposed") else f"n {CROSS} k", str(call.get("dtype"))
     shape = f" {CROSS} ".join(str(call[name]) for name in "mnk")
     return f"{call['operator']} {shape}, {dtype if ' x ' in dtype else f'weight {weight}'}"  # FP8's has one form
+
+
+def ranks_part(variants: Variants) -> Part | str:
+    """Show every rank in a table: of many those with the longest times. Without samples return that as the reason."""
+    known = {variant: found for variant, records in variants.items() if (found := _medians_of_ranks(records))}
+    if not known:
+        return "no step sampled its ranks."
+    columns = [name for name in COLUMNS if any(set(medians[name]) != {None} for _, medians in known.values())]
+    rows, caption = [], ""
+    for variant, (names, medians) in known.items():
+        times = medians["step_ms" if medians["own_ms"][0] is None else "own_ms"]
+        slowest = sorted(range(len(names)), key=lambda rank: -(times[rank] or 0.0))[:MOST_LISTED]
+        if len(names) > MOST_LISTED:
+            caption = f"Listed are the {MOST_LISTED} slowest of {len(names)}."
+        for rank in sorted(slowest):
+            cells = (shown(medians[name][rank], COLUMNS[name][1]) for name in columns)
+            rows.append((f"{variant}, {names[rank]}", *cells))
+    head = ("", *(COLUMNS[name][0] for name in columns))
+    return Part("ranks", "Ranks: medians of sampled steps", caption=caption, rows=rows, head=head)
+
+
+def _medians_of_ranks(records: Sequence[Record]) -> tuple[list[str], dict[str, list[float | None]]] | None:
+    """Return the ranks' names, and one value per rank by column, since the ranks were last placed on nodes."""
+    about: Mapping[str, Any] = {}
+    usable = {record["iteration"] for record in sampled(records)}
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        if run := record.get("flux/run"):
+            if any(run.get(name) != about.get(name) for name in ("nodes", "node_of_rank")):
+                kept = []  # a requeued job has other nodes: its ranks are others
+            about = run
+        if record["iteration"] in usable and record.get("flux/ranks"):
+            kept.append(record["flux/ranks"])
+    if not kept:
+        return None
+    unknown = [None] * len(kept[-1]["step_ms"])
+    known = {name: np.array([ranks.get(name, unknown) for ranks in kept], dtype=float) for name in COLUMNS}
+    waits = known["operators_ms"] + np.nan_to_num(known["reduction_ms"])
+    known["own_ms"] = known["step_ms"] - np.where(np.any(known["operators_ms"] > 0), waits, np.nan)
+    medians = {name: [median(column) for column in values.T.tolist()] for name, values in known.items()}
+    nodes = [about["nodes"][place] for place in about.get("node_of_rank", [])] or [""] * len(unknown)
+    return [f"rank {rank} on {node}" if node else f"rank {rank}" for rank, node in enumerate(nodes)], medians
 
 
 def _throttling(variants: Variants) -> str | None:

@@ -19,7 +19,7 @@ from megatron_flux.slurm.preflight import rules
 
 def main() -> int:
     """Examine this node, write the report, and print its problems."""
-    expected, name, began = rules.Expected.parse(), node_name(), time.monotonic()
+    expected, name, began = rules.Expected.given(), node_name(), time.monotonic()
     expected.folder.mkdir(parents=True, exist_ok=True)
     try:
         report = examine(expected)

@@ -37,7 +37,7 @@ _Pair = tuple[str, str]
 
 def main() -> None:
     """Run the checks as one rank; rank 0 fails with the first problem."""
-    expected = rules.Expected.parse()
+    expected = rules.Expected.given()
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     timeout = timedelta(seconds=expected.timeout)
     if expected.device == "cuda":
@@ -121,24 +121,19 @@ def _from_all(mine: Any) -> list[Any]:
     return found
 
 
-def neighbours(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of neighbouring nodes, no node twice in a round.
-
-    The last node is paired with the first where their number is even.
-    """
-    rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
-    if count > 2 and count % 2 == 0:
-        rounds[1].append((count - 1, 0))
-    return [pairs for pairs in rounds if pairs]
-
-
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
 ) -> dict[_Pair, float]:
-    """Measure GB/s (bus) between two nodes, by pair; all pairs of a round at once. Collective."""
-    here = dist.get_rank() // per_node
+    """Measure GB/s (bus) between neighbouring nodes, by pair, in two rounds of pairs that run at once. Collective.
+
+    The last node is paired with the first where their number is even.
+    """
+    here, count = dist.get_rank() // per_node, len(hosts)
+    rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
+    if count > 2 and count % 2 == 0:
+        rounds[1].append((count - 1, 0))
     found: dict[_Pair, float] = {}
-    for pairs in neighbours(len(hosts)):
+    for pairs in filter(None, rounds):
         members = next((pair for pair in pairs if here in pair), (here,))
         ranks = sorted(node * per_node + local for node in members for local in range(per_node))
         # Every rank makes and uses one group a round, a node without a partner its own: NCCL splits a communicator with
@@ -158,13 +153,14 @@ def _gbps(group: Any, device: torch.device) -> float:
     """
     n, size = group.size(), _MIB[device.type] * 2**20 // 4
     sent, best = numbers(n).to(device), float("inf")
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(_ROUNDS):
         result = torch.full((size,), float(sent[dist.get_rank(group)]), device=device)
-        _synchronize(device)
+        wait()
         dist.barrier(group)
         began = time.perf_counter()
         dist.all_reduce(result, group=group)
-        _synchronize(device)
+        wait()
         best = min(best, time.perf_counter() - began)
         if not bool((result == sent.sum()).all()):
             raise FluxError(
@@ -176,11 +172,6 @@ def _gbps(group: Any, device: torch.device) -> float:
 def numbers(ranks: int) -> torch.Tensor:
     """Return what each rank sends: the sum is exact in fp32 in any order, up to 4096 nodes of 64 ranks."""
     return (torch.arange(ranks) % 61 + 1).float()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ A line says what was found, what is allowed and what to do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from megatron_flux.comm.host_schedule import default_layout
 from megatron_flux.comm.shared_memory import FOLDER
-from megatron_flux.errors import UserError
 from megatron_flux.options import Checked, validated
 from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import DEFAULTS, Floors
@@ -51,17 +50,11 @@ class Expected(Checked):
         return self.processes // self.host_tp * default_layout(self.host_tp).total_bytes
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> Expected:
-        """Parse the words of a command line; default: this process's."""
-        parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-        for name, field in cls.model_fields.items():
-            option = {"action": "store_true"} if field.annotation is bool else {"required": field.is_required()}
-            parser.add_argument(f"--{name.replace('_', '-')}", **option)  # type: ignore[arg-type]
-        given = vars(parser.parse_args(words))
-        try:
-            return validated(cls, "pre-flight", {**given, "floors": json.loads(given.get("floors", "{}"))})
-        except (UserError, ValueError) as error:
-            parser.error(str(error))
+    def given(cls) -> Expected:
+        """Read this process's command line of ``--name=value`` and ``--name``, as a job's script writes it."""
+        words = (word.removeprefix("--").partition("=") for word in sys.argv[1:])
+        values: dict[str, Any] = {name.replace("-", "_"): value if is_set else True for name, is_set, value in words}
+        return validated(cls, "pre-flight", values | {"floors": json.loads(values.get("floors", "{}"))})
 
 
 def node_problems(report: Mapping[str, Any], expected: Expected) -> list[str]:

@@ -57,7 +57,7 @@ def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
     for words, said in (
         (["report", tmp_path / "no"], "no is missing; name a run folder"),
         (["report", tmp_path / "file"], "file is no folder; name a run folder"),
-        (["report", RESULTS / "layer-h200x4-nvlink"], "is a benchmark, which has no steps"),
+        (["report", RESULTS / "layer-h200x4-nvlink"], "is not a run folder: it has no records of baseline or flux"),
         (["report", CPU, "--out", CPU / "config.json"], "cannot write"),
         (["watch", tmp_path / "no"], "no is missing; name the run folder of a training job"),
     ):

@@ -64,25 +64,3 @@ def one_variant(folder: Path, variant: str, **settings: Any) -> Path:
     (part / other / "metrics.jsonl").unlink()
     (part / other).rmdir()
     return part.rename(folder)
-
-
-STRAGGLER, NODES = 77, [f"gpu-node-{number:03d}.cluster.example" for number in range(16)]
-
-
-def cluster_variants(ranks: int = 128) -> dict[str, list[Record]]:
-    """Samples of 16 nodes' ranks, of which one, :data:`STRAGGLER`, is 5 % behind as of the second third."""
-    variants: dict[str, list[Record]] = {"baseline": [], "flux": []}
-    for variant, records in variants.items():
-        flux = variant == "flux"
-        for n in range(1, 25):
-            # Of stock nothing is seen but steps of nearly the same length: ranks wait for each other.
-            own = [1000 * ((0.9 if flux else 1.0) + 0.001 * math.sin(rank * n)) for rank in range(ranks)]
-            if n > 8 and flux:
-                own[STRAGGLER] = 945.0
-            operators = [1000 - time if flux else 0.0 for time in own]
-            steps = [time + waited for time, waited in zip(own, operators, strict=True)]
-            made = sampled_record(n, flux=flux, ranks=ranks)
-            made["flux/ranks"] |= {"step_ms": steps, "operators_ms": operators}
-            made["flux/run"] |= {"nodes": NODES, "node_of_rank": [rank * 16 // ranks for rank in range(ranks)]}
-            records.append(made)
-    return variants

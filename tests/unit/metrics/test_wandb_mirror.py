@@ -127,11 +127,12 @@ def test_wandbs_own_variables(tmp_path: Path) -> None:
 def mirrored(environment: dict[str, str], runs: dict[Path, dict[str, Any]]) -> None:
     """Three records mirrored for each folder by a process with this environment."""
     code = f"""
+from pathlib import Path
 import wandb
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import sampled_record
 for folder, run in { {str(folder): run for folder, run in runs.items()} }.items():
-    with WandbMirror("offline", {{}}, folder, **run) as mirror:
+    with WandbMirror("offline", {{}}, Path(folder), **run) as mirror:
         for n in (1, 2, 3):
             mirror.write(sampled_record(n, flux=True))
 wandb.teardown()

@@ -19,10 +19,8 @@ from tests.unit.metrics.report_runs import one_variant
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
-    watched = RunFiles(path)
-    watched.poll()
     text = io.StringIO()
-    Console(file=text, width=width).print(view(watched, time.time() + after))
+    Console(file=text, width=width).print(view(RunFiles(path), time.time() + after))
     return text.getvalue()
 
 

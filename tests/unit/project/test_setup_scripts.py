@@ -180,9 +180,6 @@ def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None
     assert "making .venv anew: its Python does not run" in said
 
 
-ROOT = Path(__file__).parents[3]
-
-
 def stages(gpus: int) -> list[tuple[str, list[str]]]:
     command = [str(ROOT / "scripts" / "measure.sh"), "--dry-run", "/nowhere"]
     environment = os.environ | {"MEGATRON_FLUX_GPUS": str(gpus)}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_flux.errors import FluxError
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.slurm.job import Job, Resolved, resolve
-from megatron_flux.slurm.layout import check, lines
+from megatron_flux.slurm.layout import check
 from megatron_flux.slurm.profile import Profile
 
 
@@ -28,15 +28,16 @@ def test_every_stage_of_128_ranks_is_built_and_runs_flux() -> None:
     import megatron_flux
 
     before = megatron_flux.report()["calls"]
-    found = check(job())
-    assert found["sizes"] == {"tp": 8, "pp": 8, "dp": 2}
-    assert (found["nodes"], found["link"]) == (16, "nvlink")
-    for number, stage in enumerate(found["stages"]):
-        last = number == 7
-        assert (stage["stage"], stage["layers"]) == (number, 12)
-        assert stage["flux_layers"] == (5 if last else 4)  # QKV, proj, FC1, FC2, and the output layer
-        micro = stage["output"][0 if last else 1]
-        assert stage["output"] == ((micro, 2048, 51200 // 8) if last else (2048 // 8, micro, 12288))
+    first, link, *stages, memory, last = check(job())
+    assert first == "128 ranks on 16 node(s): tp 8 x pp 8 x dp 2"
+    assert link == "link of tensor-parallel groups: nvlink"
+    # QKV, proj, FC1, FC2, and the output layer
+    inner, outer = "output 256 x 1 x 12288, 4 linears", "output 1 x 2048 x 6400, 5 linears"
+    assert stages == [
+        f"stage {number}: 12 layers, {outer if number == 7 else inner} of one layer run flux" for number in range(8)
+    ]
+    assert memory.endswith(" GiB a GPU for weights, gradients and optimizer state, without activations")
+    assert last == "every stage fits"
     # Forward and dgrad of a row-parallel linear are one call each, and so of a column-parallel one.
     linears = 8 * 4 + 1
     expected = {"all_gather_gemm": linears, "gemm_reduce_scatter": linears, "all_gather": 8 * 2 + 1}
@@ -65,8 +66,4 @@ def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_fewer_bytes_by_gathered_weights_are_said() -> None:
-    few, last = lines(found := check(small()))[-2:]
-    assert few == found["bytes_note"]
-    assert few.startswith("gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes")
-    assert last == "every stage fits"
-    assert lines({**found, "bytes_note": None}) == [line for line in lines(found) if line != few]
+    assert check(small())[-2].startswith("gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes")

@@ -255,8 +255,8 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.
 
 
 def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], list[_Result]]:
-    """Begin :func:`of_all_ranks` and return what ends it, with its result; it waits for nobody. Collective, as the end
-    is, which is called once.
+    """Begin :func:`of_all_ranks` and return what ends it, with its result; it waits for nobody, but in a meeting.
+    Collective, as the end is, which is called once.
     """
     agreements = _agreements.get(group)
     if agreements is None:

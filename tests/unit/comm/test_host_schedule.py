@@ -21,6 +21,7 @@ from megatron_flux.comm import host_schedule
 from megatron_flux.comm.host_schedule import (
     BEGUN,
     BUSY,
+    EMPTY,
     EPOCH,
     HEAD,
     LINE,
@@ -84,6 +85,8 @@ def driven(batch: Batch) -> list[Params]:
 class Ranks:
     """The memory of all ranks of a group."""
 
+    at_rest = EMPTY
+
     def __init__(self, layout: Layout) -> None:
         self.layout, self.tp = layout, layout.tp
         self.memory = [torch.zeros(layout.region_bytes, dtype=torch.uint8) for _ in range(self.tp)]
@@ -97,7 +100,23 @@ class Ranks:
             sent.copy_(torch.randint(0, 256, sent.shape, generator=generator, dtype=torch.uint8))
             theirs.fill_(0xEE)
 
-    def operations(self, rank: int, program: Program, kind: str) -> list[tuple[int, Callable[[], bool]]]:
+    def every_order(self, kind: str, programs: list[Program], one_queue: bool, rng: random.Random) -> None:
+        """Run the programs of all ranks in an order of chance: all has moved, and words are as before."""
+        self.fill(rng.randrange(1 << 30))
+        queues = []
+        for rank, program in enumerate(programs):
+            every = self.operations(rank, program)
+            lanes = [[one for at, one in every if one_queue or at == lane] for lane in LANES]
+            queues += lanes[:1] if one_queue else lanes
+        run(queues, rng)
+        for rank, peer in itertools.product(range(self.tp), repeat=2):
+            want = self.sent[peer][rank if kind == "exchange" else 0]
+            if peer == rank:
+                want = torch.full_like(want, 0xEE)
+            assert torch.equal(self.theirs[rank][peer], want), (kind, rank, peer)
+        assert {read(at + word) for at in self.regions for word in self.layout.own_words()} == {self.at_rest}
+
+    def operations(self, rank: int, program: Program) -> list[tuple[int, Callable[[], bool]]]:
         """``(lane, operation)``: each returns whether it has run."""
         found: list[tuple[int, Callable[[], bool]]] = []
         done, own = [0] * len(LANES), self.sent[rank].data_ptr()
@@ -164,30 +183,12 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
     rng = random.Random(tp)
     for slots in (3, 6)[: 2 if tp <= 4 else 1]:
         ranks = Ranks(Layout(tp, 600, slots))
+        makers = {"gather": host_schedule.gather, "exchange": host_schedule.exchange}
         programs = {
-            kind: [
-                ranks.operations(rank, getattr(host_schedule, kind)(ranks.layout, rank, ranks.regions, CUTS), kind)
-                for rank in range(tp)
-            ]
-            for kind in ("gather", "exchange")
+            kind: [make(ranks.layout, rank, ranks.regions, CUTS) for rank in range(tp)] for kind, make in makers.items()
         }
-        for seed in range(4 if tp <= 3 else 3):
-            kind = ("gather", "exchange")[(seed + seed // 2) % 2]
-            ranks.fill(seed)
-            queues = []
-            for rank in range(tp):
-                every = programs[kind][rank]
-                lanes = (
-                    [[one for _, one in every]] if one_queue else [[one for at, one in every if at == i] for i in LANES]
-                )
-                queues += lanes
-            run(queues, rng)
-            for rank, peer in itertools.permutations(range(tp), 2):
-                row = rank if kind == "exchange" else 0
-                assert torch.equal(ranks.theirs[rank][peer], ranks.sent[peer][row]), (kind, rank, peer)
-            for rank in range(tp):
-                assert (ranks.theirs[rank][rank] == 0xEE).all()
-                assert not any(read(ranks.regions[rank] + word) for word in ranks.layout.own_words())
+        for kind in ("gather", "exchange", "exchange", "gather")[: 4 if tp <= 3 else 3]:
+            ranks.every_order(kind, programs[kind], one_queue, rng)
 
 
 def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:

@@ -13,9 +13,9 @@ import torch
 
 from megatron_flux.comm import p2p_link, p2p_schedule
 from megatron_flux.comm.host_schedule import Program
-from megatron_flux.comm.lanes import read, store
-from megatron_flux.comm.p2p_schedule import CLOSED, IN, OUT, Islands, PeerLayout
-from tests.unit.comm.test_host_schedule import CUTS, Ranks, driven, run
+from megatron_flux.comm.lanes import store
+from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
+from tests.unit.comm.test_host_schedule import CUTS, Ranks, driven
 
 BUS = "0000:3b:00.0"
 KINDS = ("gather", "exchange")
@@ -24,6 +24,8 @@ HALVES = {4: ((0, 1), (2, 3)), 6: ((0, 1, 2), (3, 4, 5)), 8: ((0, 2, 4, 6), (1, 
 
 class Gpus(Ranks):
     """The memory of all ranks of a group, with slots in GPUs, and what copies now."""
+
+    at_rest = CLOSED
 
     def __init__(self, layout: PeerLayout) -> None:
         super().__init__(layout)
@@ -69,23 +71,8 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
         for slots in (3, 4)[: 1 + (tp == 2)]:
             gpus = Gpus(PeerLayout(tp, 1500, slots))
             programs = {kind: [gpus.program(kind, rank, islands) for rank in range(tp)] for kind in KINDS}
-            for seed in range(2 + (tp <= 4)):
-                kind = KINDS[seed % 2]
-                gpus.fill(seed)
-                queues = []
-                for rank in range(tp):
-                    every = gpus.operations(rank, programs[kind][rank], kind)
-                    lanes = [[one for at, one in every if one_queue or at == lane] for lane in (OUT, IN)]
-                    queues += lanes[:1] if one_queue else lanes
-                run(queues, rng)
-                for rank in range(tp):
-                    for peer in range(tp):
-                        want = gpus.sent[peer][rank if kind == "exchange" else 0]
-                        if peer == rank:
-                            want = torch.full_like(want, 0xEE)
-                        assert torch.equal(gpus.theirs[rank][peer], want), (kind, rank, peer)
-                    words = {read(gpus.regions[rank] + word) for word in gpus.layout.own_words()}
-                    assert words == {CLOSED}, "as before"
+            for kind in (*KINDS, *KINDS[: tp <= 4]):
+                gpus.every_order(kind, programs[kind], one_queue, rng)
 
 
 def test_a_flush_stands_between_a_wait_and_the_copy_behind_it() -> None:

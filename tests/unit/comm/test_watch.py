@@ -58,7 +58,7 @@ def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.M
 
     def alarm(name: str, message: Callable[[], str | None]) -> Any:
         made: Any = object.__new__(watch.Alarm)
-        made._told, made.name = False, name
+        made._told, made._look, made.name = False, None, name
         made.message = message
         made.open()
         return made

@@ -175,7 +175,7 @@ class OperatorCall(NamedTuple):
         )  # fmt: skip
 
     @property
-    def exchanged(self) -> tuple[object, ...]:
+    def exchanged(self) -> tuple[str, int, int, int, torch.dtype, Fp8Kind | None, bool]:
         """The part in which ranks must not differ: the rest changes nothing that they send each other."""
         fp8 = None if self.fp8 is None else self.fp8.kind
         transposed = self.transposed or (self.operator == "all_gather" and not self.return_gathered)

@@ -323,7 +323,7 @@ class AllGatherPlan(_Gathering):
             if transposed:
                 from megatron_flux.kernels.transpose import transpose
 
-                source = views.place
+                source = views.place  # type: ignore[assignment]
                 transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
             if side is not None:
                 driver.record(side.before, begun)

@@ -212,7 +212,8 @@ class Tuner:
             if isinstance(plan, FusedPlan) and plan.any_rows and len(like := kind.known_like(call.m)) == 1:
                 key = alike, _bucket(call.m)
                 found = decisions.further.get(key) or Further(kind, kind.known[like[0]], {})
-                if plan.config.ws == (getattr(entry.plan, "tiles", None) or entry.plan).ws:  # not a substitute's
+                wanted: Any = entry.plan
+                if plan.config.ws == (getattr(wanted, "tiles", None) or wanted).ws:  # not a substitute's
                     found.plans[entry.plan] = plan
                 decisions.further[key] = found
             return plan

@@ -282,6 +282,7 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     interpreter.hurry()
     if backend == "gloo":
         _share_a_device()
+        torch.compiler.set_stance("force_eager")  # megatron-core's small functions: seconds of every rank
     uncollected.end()
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)

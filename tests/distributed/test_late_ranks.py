@@ -20,7 +20,7 @@ from tests.distributed.twins import NEEDS_TRITON, PLANS, integers, one_capture, 
 
 pytestmark = NEEDS_TRITON
 
-LATE_S = 0.15
+LATE_S = 0.08
 DTYPE = torch.float16
 
 

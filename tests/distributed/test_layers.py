@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from tests.distributed.data import TOLERANCE, integers, normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import WorkerPool, on_ranks
 
 S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
 """The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
@@ -149,9 +149,18 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-@on_ranks("world")
-def test_patched_equals_stock(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_patched_equals_stock(world2: WorkerPool, case: Case) -> None:
+    world2.run(rank_patched, case)
+
+
+def test_patched_equals_stock_on_four_ranks(world4: WorkerPool) -> None:
+    for kind in ("column", "row"):
+        for more in ("", ", whole"):
+            world4.run(rank_patched, CASES[f"{kind}, plain{more}"])
+
+
+def rank_patched(case: Case) -> None:
     with megatron(tp=dist.get_world_size()):
         given = operands(case)
         layer = build(case, given)

@@ -76,7 +76,16 @@ class Template:
         self._server._stop()
 
 
-MEGATRON = Template("megatron.core.models.gpt.gpt_model", "tests.distributed.megatron_world")
+MODULES = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron_flux.train.trainer",
+    "tests.distributed.megatron_world",
+)
+MEGATRON = Template(*MODULES)
 TRANSFORMER_ENGINE = Template("tests.distributed.te_preload")
 NEWEST_BRIDGE = Template("tests.distributed.newest_preload")
 LIBRARIES = Template("tests.distributed.te_preload", "modelopt.torch.quantization")

@@ -5,8 +5,9 @@ forked from that.
 import importlib
 
 from tests.distributed import te_stand_in
+from tests.distributed.pool import MODULES
 
 if te_stand_in.why_not() is None:
     te_stand_in.install()
-importlib.import_module("megatron.core.models.gpt.gpt_model")
-importlib.import_module("tests.distributed.megatron_world")
+for module in (*MODULES, "megatron.core.extensions.transformer_engine"):
+    importlib.import_module(module)

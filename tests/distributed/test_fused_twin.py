@@ -66,7 +66,6 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-
 @WAYS
 def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma: bool) -> None:
     world2.run(all_shapes, plan, tma)

@@ -32,6 +32,8 @@ class Case:
     weight_passed: bool = False
     splits_input: bool = False
     """A row layer's ``input_is_parallel=False``."""
+    summed: bool = True
+    """Of a column layer, by itself: an adapter's first one leaves dx to whoever has gathered its input."""
     dtype: torch.dtype = torch.float32
     exact: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +78,7 @@ def build(case: Case, given: Given) -> torch.nn.Module:
     common["skip_bias_add"] = case.skip_bias_add
     if case.kind == "column":
         more = {"gather_output": case.gather_output, "skip_weight_param_allocation": case.weight_passed}
+        more["disable_grad_reduce"] = not case.summed
         layer = ColumnParallelLinear(IN, OUT, **common, **more)
     else:
         layer = RowParallelLinear(IN, OUT, input_is_parallel=not case.splits_input, **common)
@@ -108,7 +111,7 @@ def expected_calls(case: Case) -> dict[str, int]:
     """Operator calls of one forward and backward."""
     trained = not case.frozen
     if not case.sequence_parallel:
-        calls = {"gemm_all_reduce": int(case.kind == "row" or case.input_grad)}
+        calls = {"gemm_all_reduce": int(case.kind == "row" or (case.input_grad and case.summed))}
     elif case.kind == "column":
         calls = {"all_gather_gemm": 1, "gemm_reduce_scatter": int(case.input_grad), "all_gather": int(trained)}
     else:
@@ -143,6 +146,12 @@ CASES = {
     **{f"row, {name}": Case("row", **options) for name, options in OPTIONS.items()},
 }
 CASES |= {f"{name}, whole": replace(case, options=WHOLE) for name, case in CASES.items() if "runtime" not in name}
+CASES |= {
+    f"column of an adapter{more}": Case(
+        "column", bias=False, gather_output=True, summed=False, options=WHOLE, **options
+    )
+    for more, options in (("", {}), (", frozen", {"frozen": True}))
+}
 CASES |= {
     f"row, splits its input{more}": Case("row", splits_input=True, options=WHOLE, **options)
     for more, options in (("", {}), (", frozen", {"frozen": True}), (", no input gradient", {"input_grad": False}))

@@ -79,16 +79,19 @@ class Template:
 MODULES = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel.schedules",
+    "megatron_flux.ops.backends.fused",
     "megatron_flux.train.trainer",
+    "pytest",
     "tests.distributed.megatron_world",
+    "tests.distributed.te_fp8_cases",
+    "tests.distributed.twins",
+    "triton.runtime.interpreter",
 )
+"""What most tests import: each rank of each pool would take seconds for them."""
 MEGATRON = Template(*MODULES)
-TRANSFORMER_ENGINE = Template("tests.distributed.te_preload")
-NEWEST_BRIDGE = Template("tests.distributed.newest_preload")
-LIBRARIES = Template("tests.distributed.te_preload", "modelopt.torch.quantization")
+TRANSFORMER_ENGINE = Template("tests.distributed.te_preload", *MODULES)
+NEWEST_BRIDGE = Template("tests.distributed.newest_preload", *MODULES)
+LIBRARIES = Template("tests.distributed.te_preload", *MODULES, "modelopt.torch.quantization")
 """With ModelOpt, and transformers, which others need too: their imports take longer than their tests."""
 
 

@@ -13,7 +13,17 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux, on_gpu
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import CLASSES, STRICT, Case, Sizes, build, gradient_of, input_of, mark_bias, te_megatron
+from tests.distributed.te_cases import (
+    CLASSES,
+    STRICT,
+    Case,
+    Sizes,
+    build,
+    gradient_of,
+    input_of,
+    mark_bias,
+    te_megatron,
+)
 from tests.distributed.te_fp8_cases import RECIPES, autocast, both, built, fp8_case, needed, recipe_of
 from tests.distributed.twins import NEEDS_TRITON, PLANS, registered
 

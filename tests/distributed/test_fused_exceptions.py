@@ -125,21 +125,6 @@ def test_a_wait_lasts_as_long_as_the_groups_own() -> None:
     assert [limit / 1e9 for limit in found] == [COLLECTIVE_TIMEOUT, 33.0, 4.0]
 
 
-@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
-@on_ranks("world2")
-def test_a_rank_that_ran_out_of_memory_may_try_again(operator: str) -> None:
-    with fresh(WHOLE, 20) as backend:
-        for _ in range(2):
-            right(call_of(backend, operator))
-        run, want = call_of(backend, operator)
-        if dist.get_rank() == 1:
-            full = mock.patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("out of memory"))
-            with full, pytest.raises(torch.OutOfMemoryError):
-                run()
-        right((run, want), late=True)
-        right(call_of(backend, operator))
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks("world2")
 def test_a_call_broken_off_is_the_last_on_its_workspace(operator: str) -> None:

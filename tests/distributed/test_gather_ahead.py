@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops, set_backend
+from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, precision, prefetch, row_parallel_linear
@@ -20,12 +20,8 @@ from megatron_flux.layers.precision import Precision
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
-from tests.distributed.data import integers, normals, require_close, require_equal
-from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
+from tests.distributed.data import integers, normals, require_equal
 from tests.distributed.pool import on_ranks
-
-AHEAD = FluxConfig(strict=True)
-IN_TURN = FluxConfig(strict=True, gather_ahead=False)
 
 
 class Spy(ReferenceBackend):
@@ -223,24 +219,6 @@ def test_half_a_graph() -> None:
     assert kept() is None  # no activation is kept
     assert prefetch.take(dist.group.WORLD) is None
     require_equal(blocks.results(True), plain)
-
-
-@pytest.mark.parametrize("names", ["*.linear_proj", "*.0.mlp.linear_fc1"])
-@on_ranks("world2")
-def test_some_layers_run_stock(names: str) -> None:
-    """Pairs of which one layer runs stock: the other gathers for itself, and no pair is made across."""
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("gpt3")
-        plain_loss, plain = loss_and_gradients(model)
-        set_backend(model, "stock", names=names)
-        with flux(IN_TURN) as in_turn:
-            loss_and_gradients(model)
-        with flux(AHEAD) as seen:
-            loss, gradients = loss_and_gradients(model)
-        assert seen.calls == in_turn.calls  # no gather in vain
-        require_close("loss", loss, plain_loss)
-        for name, gradient in plain.items():
-            require_close(name, gradients[name], gradient)
 
 
 # Without sequence parallelism

@@ -675,17 +675,6 @@ def test_fused_kernels_that_take_the_host_less_than_stock_stay_chosen(
     assert cache.cache_path().exists() == known
 
 
-def test_fused_kernels_win_by_the_host_over_a_stock_that_is_as_fast(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock(monkeypatch, lambda candidate: 1.02 if candidate else 1.0)
-    for busy, runs in ((lambda turns: True, STOCK), (lambda turns: turns % 3 == 0, ("fused", FULL[0]))):
-        host(monkeypatch, lambda entry: 0.15 if entry.backend == "reference" else 0.04, busy)
-        assert timed() == runs
-        timed.forget()
-        cache.cache_path().unlink(missing_ok=True)
-
-
 def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in ("of the process", "of the file"):
         for wire, name in (("exact", "chunked"), ("int8", "chunked_int8")):

@@ -1,15 +1,15 @@
 """Persistent worker processes with one gloo process group, for tests that need real ranks.
 
-A pool of ``size`` processes is started on first use and kept, so that tests share it. A test submits a module-level
-function and picklable arguments; every rank calls it and the results come back in rank order. Importing torch and
-megatron-core costs seconds: one process does so (:class:`Template`), and the workers over gloo are forked from it.
+A pool of ``size`` processes is started on first use and kept. A test submits a module-level function and picklable
+arguments; every rank calls it and the results come back in rank order. Workers over gloo are forked from one process
+that has imported everything (:class:`Template`).
 
 Contract
     * ``run`` returns the ranks' results, or raises :class:`RankError` with the traceback of every rank that failed;
-    * ``outcomes`` reports per rank instead of raising, for tests in which ranks are meant to fail or die;
+    * ``outcomes`` reports per rank instead, for tests in which ranks are meant to fail or die;
     * nothing hangs: after the time-out, or a few seconds after another rank failed, whoever has not answered is killed;
-    * a pool in which anything failed is thrown away, and started afresh by the next call: collectives that only some
-      ranks finished leave a process group in a state that nothing can be proved with;
+    * a pool in which anything failed is thrown away, and started afresh by the next call: nothing can be proved with a
+      process group whose collectives only some ranks finished;
     * workers end with their parent: its end of the pipe closing is the end of their loop.
 """
 

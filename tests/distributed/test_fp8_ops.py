@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import transports
-from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
@@ -184,32 +183,6 @@ def test_sums_for_all_ranks(world2: WorkerPool, name: str, scaling: str) -> None
 )
 def test_fused_sums_for_all_ranks(world2: WorkerPool, config: AllReduceConfig, scaling: str) -> None:
     world2.run(rank_all_reduce, scaling, config)
-
-
-@on_ranks("world2")
-def test_what_does_not_fit_is_one_line() -> None:
-    x, weight = pair_of("tensor", 8, 16, 256, 0, E4M3)
-    x_blocks, weight_blocks = pair_of("blocks", 8, 16, 256, 0, E4M3)
-    narrow = integer_operand(16, 128, "tensor", 0)
-    wide = Fp8Operand(x.data, E5M2, x.scale_inv)
-    gathered = Fp8Operand(x.data, E4M3, x.scale_inv, "tensor", 2)
-    for words, operands, given in (
-        ("both must be Fp8Operand", (x, torch.zeros(16, 256)), {}),
-        ("transposed out", (x, weight), {"transposed": True}),
-        ("wire='int8'", (x, weight), {"wire": "int8"}),
-        ("different k", (x, narrow), {}),
-        ("use tensor with tensor or 1x128", (x, weight_blocks), {}),
-        ("use tensor with tensor or 1x128", (x_blocks, weight), {}),
-        ("both float8_e5m2", (wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
-        ("each must be one", (gathered, weight), {}),
-        ("bias must be", (x, weight), {"bias": torch.zeros(16)}),
-        ("out_dtype must be", (x, weight), {"out_dtype": torch.float32}),
-        ("divisible by the group size", (integer_operand(7, 256, "tensor", 0), weight), {}),
-        ("needs CUDA tensors", (x, weight), {"backend": "fused"}),
-    ):
-        with pytest.raises(UserError, match=words) as error:
-            ops.gemm_reduce_scatter(*operands, **given)
-        assert "\n" not in str(error.value)
 
 
 def rank_twin(plan: KernelConfig, tma: bool, scaling: str, shapes: list[tuple[int, ...]] = SHAPES) -> None:

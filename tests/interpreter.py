@@ -1,8 +1,8 @@
-"""Triton's interpreter without work that it does for nothing, which halves tests of kernels; with whole numbers and bf16.
+"""Triton's interpreter without work for nothing, which halves tests of kernels; with whole numbers and bf16.
 
 What it computes and checks stays. What goes: putting its functions into ``triton.language`` again for each call of a
 jitted function; all arithmetic of integers once more in 64 bits; tables of dtypes at every look-up; floats of 8 and 16
-bits taken apart by their bits, which a table gives; shapes and types of results worked out anew, of which there are few.
+bits taken apart by their bits, which a table gives; shapes and types of results worked out anew: there are few.
 
 Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
 interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm import transports
 from megatron_flux.kernels import wire as wires
+from megatron_flux.layers import fp8
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
@@ -208,8 +209,6 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
 @on_ranks("world2")
 def test_shards_are_transposed_into_their_places() -> None:
     """Gathers of bytes come transposed from the fused kernels' memory, held or not, and one kind leaves the other's."""
-    from megatron_flux.layers import fp8
-
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
     with registered():

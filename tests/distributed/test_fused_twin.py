@@ -10,8 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import ops
+from megatron_flux.comm import copy_engine, group_state, slab
+from megatron_flux.comm import timeouts as watch
 from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import gathered, summed
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -21,8 +26,6 @@ pytestmark = NEEDS_TRITON
 
 
 def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transposed: bool) -> None:
-    from megatron_flux.ops.backends.reference import ReferenceBackend
-
     group, stock = dist.group.WORLD, ReferenceBackend()
     w = integers(k, n, dtype) if transposed else integers(n, k, dtype)
     x = integers(mp, k, dtype)
@@ -92,8 +95,6 @@ def test_a_bias_is_added_before_rounding(plan: KernelConfig, tma: bool) -> None:
 @on_ranks("world2")
 def test_a_bias_may_lie_anywhere() -> None:
     """Kernels read a bias one element behind the other: the operator has to give them one that lies so."""
-    from megatron_flux import ops
-
     with registered(PLANS["halves of tiles"]):
         x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
         column = torch.stack([torch.arange(40.0), torch.full((40,), 99.0)], 1).bfloat16()[:, 0]
@@ -107,8 +108,6 @@ def test_a_bias_may_lie_anywhere() -> None:
 @on_ranks("world2")
 def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
     """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
-    from megatron_flux.ops.backends.reference import ReferenceBackend
-
     use_tma(True)
     group, stock, backend = dist.group.WORLD, ReferenceBackend(), twin()
     chosen = []
@@ -135,9 +134,6 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
 @on_ranks("world2")
 def test_graphs_may_be_replayed_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
-    from megatron_flux.comm import group_state, slab
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
     backend, group = twin(), dist.group.WORLD
     rng = random.Random(dist.get_rank())
     operands = [(integers(32, 32, torch.float16), integers(32, 32, torch.float16)) for _ in range(3)]
@@ -182,8 +178,6 @@ def test_graphs_may_be_replayed_in_any_order() -> None:
 @on_ranks("world2")
 def test_a_gather_of_a_failed_capture_is_forgotten() -> None:
     """A gather that a failed capture left open has never run: nobody may wait for it."""
-    from megatron_flux.comm import copy_engine, group_state
-
     group_state.drop_slabs()
     os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "1"
     backend, group = twin(), dist.group.WORLD
@@ -201,8 +195,6 @@ def test_a_gather_of_a_failed_capture_is_forgotten() -> None:
 @on_ranks("world2")
 def test_captured_gather_stays_open_beside_captured_gemms() -> None:
     """Like a captured backward: x is gathered for wgrad while fused calls, captured too, run on the other slab."""
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
     backend, group = twin(KernelConfig(**TINY)), dist.group.WORLD
     rounds = []
     for late in (0, 1, None):
@@ -225,9 +217,6 @@ def test_captured_gather_stays_open_beside_captured_gemms() -> None:
 @on_ranks("world2")
 def test_a_gather_begins_and_ends_in_one_capture() -> None:
     """A gather begun in a capture cannot be waited for outside of it, nor the other way round."""
-    from megatron_flux.comm import group_state
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
     group_state.drop_slabs()
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
@@ -256,9 +245,6 @@ def test_a_gather_begins_and_ends_in_one_capture() -> None:
 
 @on_ranks("world2")
 def test_epochs_may_wrap() -> None:
-    from megatron_flux.comm import group_state
-    from megatron_flux.ops.cuda_graphs import captured_calls
-
     backend = twin(KernelConfig(**TINY))
     compare(backend, 16, 32, 32, torch.float16, False)
     with captured_calls():
@@ -284,9 +270,6 @@ def test_epochs_may_wrap() -> None:
 
 @on_ranks("world2")
 def test_timeout_names_operator_rank_peer_tile_and_epoch() -> None:
-    from megatron_flux.comm import group_state
-    from megatron_flux.comm import timeouts as watch
-
     before, group = watch.timeouts(), dist.group.WORLD
     group_state.drop_slabs()
     with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="1"):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_flux import ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from tests.distributed.data import integers, normals, require_close
 from tests.distributed.pool import on_ranks
@@ -125,8 +126,6 @@ def test_no_rows(backend: str) -> None:
     group, made = dist.group.WORLD, ops.stats.calls.copy()
     if backend == "fused":
         pytest.importorskip("triton")
-        from megatron_flux.ops.backends.fused import FusedBackend
-
         registry._backends.setdefault("twin", FusedBackend("twin", twin=True))
         backend = "twin"
     tp, weight = group.size(), normals(N, K, seed=1)

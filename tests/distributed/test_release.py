@@ -17,6 +17,7 @@ from megatron_flux.comm.group_state import all_states, drop_slabs, slab_bytes, s
 from megatron_flux.layers import backward, column_parallel_linear, keep
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops.backends.registry import _tuned
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
@@ -190,8 +191,6 @@ def test_all_ranks_refuse_and_free_nothing(why: str) -> None:
 
 def use_all(group: dist.ProcessGroup) -> None:
     """Calls of every kind on every transport; a gather stays open."""
-    from megatron_flux.ops.backends.registry import _tuned
-
     state = state_of(group)
     x, whole, w = torch.ones(16, 32), torch.ones(16 * group.size(), 32), torch.ones(32, 32)
     with registered(KernelConfig(**TINY)):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from megatron_flux import FallbackError, FluxConfig, report
+from megatron_flux import FallbackError, FluxConfig, ops, report
+from megatron_flux.layers import fp8 as module
 from megatron_flux.layers import keep
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.backends import registry
@@ -152,8 +153,6 @@ def test_what_is_sent_transposed_is_stocks_to_the_bit(kind: str, recipe: str) ->
 @on_ranks("te_world2")
 def test_a_dy_is_held_until_dgrads_is_sent() -> None:
     """It begins before dgrad, so that its copies need not wait for it, and is sent behind dgrad's copies."""
-    from megatron_flux import ops
-
     seen: list[str] = []
     gather, dgrad, recipe = ops.all_gather, ops.all_gather_gemm, "blockwise"
 
@@ -247,9 +246,6 @@ def test_gathered_inputs_are_kept_as_bytes(kind: str, recipe: str, backend: str,
 @on_ranks("te_world2")
 def test_nccl_never_waits_for_sms_beside_fused_kernels(queue: bool, captured: bool, settled: bool) -> None:
     """In which order backward waits for scales that NCCL gathers, and begins the kernel that waits for peers."""
-    from megatron_flux import ops
-    from megatron_flux.layers import fp8 as module
-
     seen: list[str] = []
     all_gather, scatter = ops.all_gather, ops.gemm_reduce_scatter
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import FallbackError, FluxConfig, report, set_backend
 from tests.distributed import te_stand_in, test_gpt
 from tests.distributed.data import require_close
 from tests.distributed.megatron_world import (
@@ -84,7 +85,6 @@ def dswiglu(dy: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
 @on_ranks("te_world2")
 def test_mlps_of_the_op_fuser_run_stock_and_are_counted() -> None:
     """It takes the parameters of FC1 and FC2, and calls neither."""
-    from megatron_flux import FallbackError, FluxConfig, report, set_backend
     from megatron_flux.patch.reasons import OP_FUSER
 
     with te_megatron(dist.get_world_size()):

@@ -19,6 +19,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fused, fused_plan
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends import fused as backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.call import OperatorCall
@@ -40,8 +41,6 @@ SUMS = {
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.ops.backends import fused as backend
-
     monkeypatch.setattr(backend, "hopper_kernels", lambda *_: True)
 
 

@@ -20,21 +20,10 @@ from tests.distributed import te_fp8_cases as cases
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import NORMS, Sizes, input_of, run_frozen, setting
-from tests.distributed.te_fp8_cases import (
-    FP8,
-    KINDS,
-    RECIPES,
-    autocast,
-    both,
-    built,
-    fp8_case,
-    needed,
-    recipe_of,
-    train,
-)
+from tests.distributed.te_fp8_cases import FP8, KINDS, RECIPES, autocast, both, built, fp8_case, recipe_of, train
 from tests.distributed.twins import NEEDS_TRITON, registered
 
-pytestmark = needed
+pytestmark = cases.needed
 
 
 EACH = [*zip(KINDS, RECIPES, strict=True)]

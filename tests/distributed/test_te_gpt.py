@@ -11,14 +11,7 @@ import torch.distributed as dist
 from megatron_flux import FallbackError, FluxConfig, report, set_backend
 from tests.distributed import te_stand_in, test_gpt
 from tests.distributed.data import require_close
-from tests.distributed.megatron_world import (
-    FAMILIES,
-    Seen,
-    batch,
-    flux,
-    gpt_model,
-    loss_and_gradients,
-)
+from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
 from tests.distributed.te_fp8_cases import FP8, fp8_megatron, fresh, state_of

@@ -160,6 +160,26 @@ def test_no_more_is_saved_for_backward(kind: str) -> None:
     assert 0 < ours <= stock
 
 
+@pytest.mark.parametrize("kind", list(CLASSES))
+@on_ranks("te_world2")
+def test_state_dicts_load_both_ways(kind: str) -> None:
+    case = Case(kind)
+    with te_megatron(dist.get_world_size()):
+        stock = build(case)
+        with flux(STRICT):
+            ours = build(case)
+            assert list(ours.state_dict()) == list(stock.state_dict())
+            assert "_extra_state" in ours.state_dict()
+            assert {n: vars(p) for n, p in ours.named_parameters()} == {n: vars(p) for n, p in stock.named_parameters()}
+            run(case, ours)
+            with torch.no_grad():
+                ours.weight.add_(1.0)
+            stock.load_state_dict(ours.state_dict())
+            ours.load_state_dict(stock.state_dict())
+            patched = run(case, ours)
+        require_same(case, run(case, stock), patched)
+
+
 def _with_weight(change: Callable[[torch.nn.Parameter], Any]) -> Callable[[Any], Any]:
     """Let the layer have what ``change`` makes of its weight."""
 

@@ -492,14 +492,14 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/patch/linears.py",
         "        prefetch.clear()\n",
         "",
-        ("tests/distributed/test_prefetch_ends.py::test_a_stock_layer_ends_a_prefetch",),
+        ("tests/distributed/test_stock_layers.py::test_a_stock_layer_ends_a_prefetch",),
     ),
     Fault(
         "a row layer without gradients leaves a pair behind",
         "megatron_flux/layers/linears.py",
         "        state_of(group).column = None\n        operand, multiplied, _ =",
         "        operand, multiplied, _ =",
-        ("tests/distributed/test_whole_sequence.py::test_no_pairs_with_layers_that_gather",),
+        ("tests/distributed/test_gather_ahead.py::test_no_pairs_with_layers_that_gather",),
     ),
     Fault(
         "dgrad's sum is tuned as if nothing ran beside it",
@@ -565,7 +565,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/patch/linears.py",
         'reduce_dgrad=kwargs["allreduce_dgrad"]',
         "reduce_dgrad=True",
-        ("tests/distributed/test_adapters.py::test_megatron_bridge",),
+        ("tests/distributed/test_layers.py::test_patched_equals_stock",),
     ),
     Fault(
         "a delayed wgrad keeps memory of the group",

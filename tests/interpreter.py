@@ -1,19 +1,12 @@
-"""Triton's interpreter without what it does for nothing, which halves tests of kernels; with whole numbers and bf16.
+"""Triton's interpreter without work for nothing, which halves tests of kernels; with whole numbers and bf16.
 
-What it computes and checks stays; ``tests/distributed/test_interpreter.py`` looks. What goes:
-
-* It puts its own functions into ``triton.language`` again whenever a kernel calls another jitted function, which the
-  launch has done: it lists and tests several hundred attributes for each call.
-* It does all arithmetic of integers once more in 64 bits, to see overflows. What comes out is asked for with its option
-  ``debug`` only, which nothing sets.
-* It makes a table of twenty dtypes whenever it looks one up.
-* It takes floats apart by their bits to convert them. Those of 8 and 16 bits are a table of all there are.
-* It checks, counts and writes out the shape of every result anew, though there are few shapes.
-* It works out the type of every sum and product anew, from those of the operands.
+What it computes and checks stays. What goes: putting its functions into ``triton.language`` again for each call of a
+jitted function; all arithmetic of integers once more in 64 bits; tables of dtypes at every look-up; floats of 8 and 16
+bits taken apart by their bits, which a table gives; shapes and types of results worked out anew: there are few.
 
 Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
 interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half
-of a number, or one that comes back after it was cleared. NumPy loads and stores a number whole.
+of a number. NumPy loads and stores a number whole (``tests/distributed/test_interpreter.py``).
 
 It multiplies bf16 as integers, of the same bits, and converts integers to these. Here both go by fp32.
 

@@ -1,10 +1,9 @@
 """A Python that begins with torch, megatron-core and this package imported, for tests of what a command does.
 
-A fresh one needs four seconds of a processor for these imports, and a training starts three. :class:`Warm` keeps one
-process that has done so. Its ``python`` is an executable that takes a command line, has that process fork, and lends
-the fork its own standard streams, environment and folder; it passes signals on, ends as the fork ends, and the fork
-does not outlive it, nor does what the fork has started in this way: to the fork it is ``sys.executable``, so what a
-launcher starts begins warm as well.
+A fresh one needs four seconds of a processor for these imports, and a training starts three. ``python`` of
+:class:`Warm` takes a command line, has the warm process fork, and lends the fork its own streams, environment and
+folder; it passes signals on and ends as the fork ends. The fork does not outlive it. To the fork it is
+``sys.executable``, so what a launcher starts begins warm as well.
 
 Slurm signals every process below a task, and no fork is among them: in a step of a job, the executable hands its
 signals to what its fork has started, too.

@@ -4,6 +4,7 @@ What they are forked from has no threads and stays, for tests/field has pools, t
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,54 +19,28 @@ def templates() -> Iterator[None]:
         template.stop()
 
 
-def _pool(size: int, template: Template = MEGATRON) -> Iterator[WorkerPool]:
-    with WorkerPool(size, template=template) as pool:
-        yield pool
+def _pool(size: int, template: Template = MEGATRON, scope: Any = "package") -> Any:
+    @pytest.fixture(scope=scope)
+    def pool() -> Iterator[WorkerPool]:
+        with WorkerPool(size, template=template) as made:
+            yield made
+
+    return pool
 
 
-@pytest.fixture(scope="package")
-def world2() -> Iterator[WorkerPool]:
-    """Two ranks."""
-    yield from _pool(2)
+def _each(name: str) -> Any:
+    @pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
+    def pool(request: pytest.FixtureRequest) -> WorkerPool:
+        return request.getfixturevalue(f"{name}{request.param}")
+
+    return pool
 
 
-@pytest.fixture(scope="package")
-def world4() -> Iterator[WorkerPool]:
-    """Four ranks."""
-    yield from _pool(4)
-
-
-@pytest.fixture(scope="package")
-def te_world2() -> Iterator[WorkerPool]:
-    """Two ranks of their own for TransformerEngine, which must be there before megatron-core is imported."""
-    yield from _pool(2, TRANSFORMER_ENGINE)
-
-
-@pytest.fixture(scope="package")
-def te_world4() -> Iterator[WorkerPool]:
-    """Four of them."""
-    yield from _pool(4, TRANSFORMER_ENGINE)
-
-
-@pytest.fixture(scope="module")
-def libraries_world2() -> Iterator[WorkerPool]:
-    """Two ranks of a file's own, for libraries that exchange functions of megatron-core."""
-    yield from _pool(2, LIBRARIES)
-
-
-@pytest.fixture(scope="module")
-def newest_bridge_world2() -> Iterator[WorkerPool]:
-    """Two ranks over the newest Megatron-Bridge, and megatron-core and TransformerEngine as it wants them."""
-    yield from _pool(2, NEWEST_BRIDGE)
-
-
-@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
-def te_world(request: pytest.FixtureRequest) -> WorkerPool:
-    """Two ranks for TransformerEngine, then four."""
-    return request.getfixturevalue(f"te_world{request.param}")
-
-
-@pytest.fixture(params=[2, 4], ids=["tp2", "tp4"], scope="package")
-def world(request: pytest.FixtureRequest) -> WorkerPool:
-    """Two ranks, then four."""
-    return request.getfixturevalue(f"world{request.param}")
+world2, world4, world = _pool(2), _pool(4), _each("world")
+"""Two ranks, four, and first two, then four."""
+te_world2, te_world4, te_world = _pool(2, TRANSFORMER_ENGINE), _pool(4, TRANSFORMER_ENGINE), _each("te_world")
+"""The same for TransformerEngine, which must be there before megatron-core is imported."""
+libraries_world2 = _pool(2, LIBRARIES, "module")
+"""Two ranks of a file's own, for libraries that exchange functions of megatron-core."""
+newest_bridge_world2 = _pool(2, NEWEST_BRIDGE, "module")
+"""Two ranks over the newest Megatron-Bridge, and megatron-core and TransformerEngine as it wants them."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_flux import FluxConfig
+from megatron_flux import FluxConfig, report
 from tests.distributed.megatron_world import flux, model_config, on_gpu
 from tests.distributed.te_cases import Case, Sizes, build, numbers, te_megatron
 from tests.distributed.te_fp8_cases import autocast, by_te_checkpoint, fresh, recipe_of
@@ -197,8 +197,6 @@ def errors(lora: Lora, found: Numbers, want: Numbers) -> dict[str, float]:
 
 def rank_lora(lora: Lora, backend: str = "reference") -> tuple[dict[str, int], dict[str, Any]]:
     """Check that flux is no further from the oracle than twice stock. Return calls, and what report() counts."""
-    from megatron_flux import report
-
     right = replace(lora, returned="local")
     with te_megatron(dist.get_world_size()):
         fresh()

@@ -1,15 +1,15 @@
 """Persistent worker processes with one gloo process group, for tests that need real ranks.
 
-A pool of ``size`` processes is started on first use and kept, so that tests share it. A test submits a module-level
-function and picklable arguments; every rank calls it and the results come back in rank order. Importing torch and
-megatron-core costs seconds: one process does so (:class:`Template`), and the workers over gloo are forked from it.
+A pool of ``size`` processes is started on first use and kept. A test submits a module-level function and picklable
+arguments; every rank calls it and the results come back in rank order. Workers over gloo are forked from one process
+that has imported everything (:class:`Template`).
 
 Contract
     * ``run`` returns the ranks' results, or raises :class:`RankError` with the traceback of every rank that failed;
-    * ``outcomes`` reports per rank instead of raising, for tests in which ranks are meant to fail or die;
+    * ``outcomes`` reports per rank instead, for tests in which ranks are meant to fail or die;
     * nothing hangs: after the time-out, or a few seconds after another rank failed, whoever has not answered is killed;
-    * a pool in which anything failed is thrown away, and started afresh by the next call: collectives that only some
-      ranks finished leave a process group in a state that nothing can be proved with;
+    * a pool in which anything failed is thrown away, and started afresh by the next call: nothing can be proved with a
+      process group whose collectives only some ranks finished;
     * workers end with their parent: its end of the pipe closing is the end of their loop.
 """
 
@@ -76,10 +76,22 @@ class Template:
         self._server._stop()
 
 
-MEGATRON = Template("megatron.core.models.gpt.gpt_model", "tests.distributed.megatron_world")
-TRANSFORMER_ENGINE = Template("tests.distributed.te_preload")
-NEWEST_BRIDGE = Template("tests.distributed.newest_preload")
-LIBRARIES = Template("tests.distributed.te_preload", "modelopt.torch.quantization")
+MODULES = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron_flux.ops.backends.fused",
+    "megatron_flux.train.trainer",
+    "pytest",
+    "tests.distributed.megatron_world",
+    "tests.distributed.te_fp8_cases",
+    "tests.distributed.twins",
+    "triton.runtime.interpreter",
+)
+"""What most tests import: each rank of each pool would take seconds for them."""
+MEGATRON = Template(*MODULES)
+TRANSFORMER_ENGINE = Template("tests.distributed.te_preload", *MODULES)
+NEWEST_BRIDGE = Template("tests.distributed.newest_preload", *MODULES)
+LIBRARIES = Template("tests.distributed.te_preload", *MODULES, "modelopt.torch.quantization")
 """With ModelOpt, and transformers, which others need too: their imports take longer than their tests."""
 
 
@@ -282,6 +294,7 @@ def _worker(rank: int, size: int, backend: str, pipe: connection.Connection, env
     interpreter.hurry()
     if backend == "gloo":
         _share_a_device()
+        torch.compiler.set_stance("force_eager")  # megatron-core's small functions: seconds of every rank
     uncollected.end()
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)

@@ -359,7 +359,7 @@ def rank_fp8_peaks(kind: str, recipe: str) -> tuple[int, int]:
     def peak(step: Callable[[], None]) -> int:
         step()
         found = []
-        for _ in range(6):
+        for _ in range(3):
             with Made() as made:
                 step()
             found.append(made.peak)

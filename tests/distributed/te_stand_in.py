@@ -3,7 +3,8 @@
 TransformerEngine is Python over one compiled module, ``transformer_engine_torch``. Tests of patched against stock
 layers need all of the former (parameters, autograd functions, main_grad, checkpoints) and of the latter four norm
 kernels, one GEMM and a group of them, and what quantises (:mod:`tests.distributed.te_stand_in_fp8`). So its Python is
-read as it was released, and those are written in torch here. It is told that there is a Hopper GPU.
+read as it was released, and those are written in torch here, with the arguments that it has for them. It is told that
+there is a Hopper GPU.
 
 What asks for a GPU is left out when it is compiled to bytecode: its assertions, and in newer releases errors with
 "needs CUDA". An environment cannot have it without its compiled part, which is why it is kept in a folder of its own::
@@ -61,17 +62,7 @@ def _quantized(y: torch.Tensor, quantizer: Any) -> Any:
     return y if quantizer is None else te_stand_in_fp8.quantize(y, quantizer)
 
 
-def layernorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    ln_out: None,
-    quantizer: Any,
-    otype: object,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
+def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     x = input.float()
     mean = x.mean(-1)
     reciprocal = (x.var(-1, unbiased=False) + eps).rsqrt()
@@ -79,15 +70,7 @@ def layernorm_fwd(
     return [_quantized(y.to(input.dtype), quantizer), mean, reciprocal]
 
 
-def layernorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    mu: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
+def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
     assert dz.shape == x.shape
     normed = (x.float() - mu[:, None]) * rsigma[:, None]
     d = dz.float() * (gamma.float() + zero_centered_gamma)
@@ -95,30 +78,14 @@ def layernorm_bwd(
     return [dx.to(x.dtype), (dz.float() * normed).sum(0).to(gamma.dtype), dz.float().sum(0).to(gamma.dtype)]
 
 
-def rmsnorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    ln_out: None,
-    quantizer: Any,
-    otype: object,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[torch.Tensor | None]:
+def rmsnorm_fwd(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     x = input.float()
     reciprocal = (x.square().mean(-1) + eps).rsqrt()
     y = (x * reciprocal[:, None] * (weight.float() + zero_centered_gamma)).to(input.dtype)
     return [_quantized(y, quantizer), None, reciprocal]
 
 
-def rmsnorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
+def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
     assert dz.shape == x.shape
     normed = x.float() * rsigma[:, None]
     d = dz.float() * (gamma.float() + zero_centered_gamma)
@@ -128,24 +95,9 @@ def rmsnorm_bwd(
 
 @torch.no_grad()
 def generic_gemm(
-    a: Any,
-    transa: bool,
-    b: Any,
-    transb: bool,
-    out: torch.Tensor | None,
-    quantizer: None,
-    out_dtype: Any,
-    bias: torch.Tensor | None,
-    bias_dtype: object,
-    gelu: bool,
-    gelu_in: None,
-    grad: bool,
-    workspace: torch.Tensor,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    **communication: Any,
-) -> tuple[torch.Tensor | None, ...]:
+    a, transa, b, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace, workspace_size,
+    accumulate, use_split_accumulator, **communication,
+):  # fmt: skip
     """Column-major as cuBLAS: in torch's order ``op(b) @ op(a)``. With ``grad``, ``bias`` asks for its gradient."""
     lead = b.size()[:-1]
     rows_a, rows_b = _k_major(a, not transa), _k_major(b, transb)
@@ -166,24 +118,9 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    a: list[Any],
-    transa: bool,
-    b: list[Any],
-    transb: bool,
-    out: list[torch.Tensor],
-    out_dtype: object,
-    m_splits: list[int],
-    bias: list[torch.Tensor],
-    bias_dtype: object,
-    single_output: bool,
-    gelu_in: object,
-    grad: bool,
-    workspaces: list[torch.Tensor],
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    sm_count: int,
-) -> list[torch.Tensor]:
+    a, transa, b, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, gelu_in, grad, workspaces,
+    workspace_size, accumulate, use_split_accumulator, sm_count,
+):  # fmt: skip
     """One GEMM after the other, without a bias; ``single_output``: into the rows of one result."""
     for one, other, result in zip(a, b, out[0].split(m_splits) if single_output else out, strict=True):
         how = (None, None, None, bias_dtype, False, None, grad, workspaces[0], workspace_size)

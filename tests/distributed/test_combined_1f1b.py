@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     **{"moe_shared_expert_intermediate_size": 32, "overlap_moe_expert_parallel_comm": True, **EXPERTS},
 }
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-MICRO_BATCHES, STEPS = 4, 2
+MICRO_BATCHES, STEPS = 4, 1
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def test_compiled(kinds: tuple[str, ...], whole_step: bool) -> None:
 
         expected = run(step)
         torch._dynamo.reset()
-        with flux() as seen:
+        with torch.compiler.set_stance("default"), flux() as seen:
             function, backend = (step, "eager") if whole_step else (forward, "aot_eager")
             compiled = torch.compile(function, backend=backend) if dist.get_rank() == 0 else function
             for _ in range(2):
@@ -95,7 +95,7 @@ def test_what_was_compiled_outlives_neither_patch_nor_unpatch() -> None:
         torch._dynamo.reset()
         around = torch.compile(lambda: torch.relu(column(x)[0]), backend=noting(sizes))
         other = torch.compile(lambda: torch.relu(x), backend=noting(others))
-        with torch.no_grad():
+        with torch.compiler.set_stance("default"), torch.no_grad():
             stock, _ = around(), other()
             with flux() as seen:
                 assert torch.equal(around(), stock)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops import call as calls
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
@@ -87,8 +88,6 @@ def test_a_call_that_is_made_again_is_counted_once(way: str) -> None:
 
 @on_ranks("world2")
 def test_ever_other_m_cost_no_word_between_ranks() -> None:
-    from megatron_flux.ops import call as calls
-
     by, asked, of_all_ranks = backend("fused"), [], calls.of_all_ranks
 
     def noted(mine: Any, group: Any, about: str) -> Any:

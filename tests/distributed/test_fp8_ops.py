@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import transports
-from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire as wires
+from megatron_flux.layers import fp8
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
@@ -21,8 +21,8 @@ from tests.distributed.twins import NEEDS_TRITON, registered, twin, use_tma
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ["tensor", "blocks"]
-HALVES = KernelConfig(bm=16, bn=32, bk=32)
-WHOLE = KernelConfig(bm=16, bn=32, bk=64, split=False, reducers=2, band=2)
+HALVES = KernelConfig(bm=16, bn=64, bk=32)
+WHOLE = KernelConfig(bm=16, bn=64, bk=64, split=False, reducers=2, band=2)
 
 
 def integer_operand(rows: int, k: int, scaling: str, seed: int, dtype: torch.dtype = E4M3) -> Fp8Operand:
@@ -95,7 +95,7 @@ def check(
     assert torch.equal(again.wait(), z)
 
 
-SHAPES = [(32, 64, 256), (16, 48, 320), (20, 160, 144), (3, 40, 33)]
+SHAPES = [(16, 32, 256), (20, 160, 144), (3, 40, 33)]
 """mp, n, k: of whole tiles and blocks, and of neither."""
 
 
@@ -116,7 +116,7 @@ def test_reference_gathers_bytes_and_scales(scaling: str) -> None:
         ("chunked_int8", "peers' memory", "tensor"),
     ],
 )
-@on_ranks("world")
+@on_ranks("world2")
 def test_chunks_of_bytes_and_scales(name: str, way: str, scaling: str) -> None:
     """In one and in several pieces; what peers have sent is read from nowhere else: memory begins as NaN."""
     group = dist.group.WORLD
@@ -166,9 +166,9 @@ def rank_all_reduce(scaling: str, how: AllReduceConfig | str) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("name", ["reference", "auto", "chunked"])
-def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
+def test_sums_for_all_ranks(world2: WorkerPool, name: str, scaling: str) -> None:
     """``chunked`` has no such operator: that is counted."""
-    world.run(rank_all_reduce, scaling, name)
+    world2.run(rank_all_reduce, scaling, name)
 
 
 @NEEDS_TRITON
@@ -184,32 +184,6 @@ def test_sums_for_all_ranks(world: WorkerPool, name: str, scaling: str) -> None:
 )
 def test_fused_sums_for_all_ranks(world2: WorkerPool, config: AllReduceConfig, scaling: str) -> None:
     world2.run(rank_all_reduce, scaling, config)
-
-
-@on_ranks("world2")
-def test_what_does_not_fit_is_one_line() -> None:
-    x, weight = pair_of("tensor", 8, 16, 256, 0, E4M3)
-    x_blocks, weight_blocks = pair_of("blocks", 8, 16, 256, 0, E4M3)
-    narrow = integer_operand(16, 128, "tensor", 0)
-    wide = Fp8Operand(x.data, E5M2, x.scale_inv)
-    gathered = Fp8Operand(x.data, E4M3, x.scale_inv, "tensor", 2)
-    for words, operands, given in (
-        ("both must be Fp8Operand", (x, torch.zeros(16, 256)), {}),
-        ("transposed out", (x, weight), {"transposed": True}),
-        ("wire='int8'", (x, weight), {"wire": "int8"}),
-        ("different k", (x, narrow), {}),
-        ("use tensor with tensor or 1x128", (x, weight_blocks), {}),
-        ("use tensor with tensor or 1x128", (x_blocks, weight), {}),
-        ("both float8_e5m2", (wide, Fp8Operand(weight.data, E5M2, weight.scale_inv)), {}),
-        ("each must be one", (gathered, weight), {}),
-        ("bias must be", (x, weight), {"bias": torch.zeros(16)}),
-        ("out_dtype must be", (x, weight), {"out_dtype": torch.float32}),
-        ("divisible by the group size", (integer_operand(7, 256, "tensor", 0), weight), {}),
-        ("needs CUDA tensors", (x, weight), {"backend": "fused"}),
-    ):
-        with pytest.raises(UserError, match=words) as error:
-            ops.gemm_reduce_scatter(*operands, **given)
-        assert "\n" not in str(error.value)
 
 
 def rank_twin(plan: KernelConfig, tma: bool, scaling: str, shapes: list[tuple[int, ...]] = SHAPES) -> None:
@@ -232,11 +206,9 @@ def test_fused_is_exact_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma
 
 
 @NEEDS_TRITON
-@on_ranks("world")
+@on_ranks("world2")
 def test_shards_are_transposed_into_their_places() -> None:
     """Gathers of bytes come transposed from the fused kernels' memory, held or not, and one kind leaves the other's."""
-    from megatron_flux.layers import fp8
-
     group = dist.group.WORLD
     tp, rank = group.size(), group.rank()
     with registered():
@@ -277,4 +249,4 @@ def test_shards_are_transposed_into_their_places() -> None:
 
 @NEEDS_TRITON
 def test_fused_is_exact_on_four_ranks(world4: WorkerPool) -> None:
-    world4.run(rank_twin, WHOLE, True, "blocks", SHAPES[1::2])
+    world4.run(rank_twin, WHOLE, True, "blocks", SHAPES[1:2])

@@ -7,25 +7,11 @@ import pytest
 
 from megatron_flux import ops
 from megatron_flux.layers import keep
+from tests.distributed import te_fp8_cases as cases
 from tests.distributed.data import saved_by
 from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import Case
-from tests.distributed.te_fp8_cases import (
-    FP8,
-    KINDS,
-    RECIPES,
-    Training,
-    both,
-    built,
-    by_te_checkpoint,
-    fp8_case,
-    input_of,
-    needed,
-    recipe_of,
-    require_stocks,
-    train,
-)
-from tests.distributed.te_fp8_cases import autocast as fp8_autocast
+from tests.distributed.te_fp8_cases import FP8, KINDS, RECIPES, Training, both, built, fp8_case, needed, train
 
 pytestmark = needed
 
@@ -65,7 +51,7 @@ def test_stocks_dx_and_no_gather_for_wgrad(kind: str, recipe: str | None, how: s
 
     def run() -> Training:
         layer = frozen(case, recipe if primary else None)
-        training = train(case, layer, (recipe,) * 2, by_te_checkpoint(layer) if recompute else None)
+        training = train(case, layer, (recipe,) * 2, cases.by_te_checkpoint(layer) if recompute else None)
         assert (training.found.pop("weight0") == 7).all()  # as it was built
         assert not training.found.pop("weight1").any()  # as the first step's end left it
         return training
@@ -76,7 +62,7 @@ def test_stocks_dx_and_no_gather_for_wgrad(kind: str, recipe: str | None, how: s
 
     gather_gemm, before = ops.all_gather_gemm, keep.report()["total"]
     with mock.patch.object(ops, "all_gather_gemm", gather):
-        calls = require_stocks(run, f"{kind}, {recipe}")[1].calls
+        calls = cases.require_stocks(run, f"{kind}, {recipe}")[1].calls
     assert not any(asked)
     assert keep.report()["total"] == before
     forward, backward = 4 * (1 + recompute), 4
@@ -94,8 +80,8 @@ def test_no_input_is_saved(kind: str, recipe: str | None) -> None:
     case = fp8_case(kind)
 
     def saved() -> int:
-        layer, x = frozen(case), input_of(case, 7).requires_grad_()
-        with fp8_autocast(recipe and recipe_of(recipe)):
+        layer, x = frozen(case), cases.input_of(case, 7).requires_grad_()
+        with cases.autocast(recipe and cases.recipe_of(recipe)):
             y, kept = saved_by(lambda: layer(x)[0])
         y.sum().backward()
         kept.pop(layer.weight.untyped_storage().data_ptr(), None)

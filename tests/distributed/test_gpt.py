@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from megatron_flux import FallbackError, FluxConfig, set_backend
+from megatron_flux import FallbackError, FluxConfig, patched, report, set_backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from tests.distributed.data import TOLERANCE, require_close
@@ -180,8 +180,6 @@ def test_mixture_of_experts(ep: int, etp: int, shared: int | None, overlap: bool
 @on_ranks("world2")
 def test_active_layers_are_those_alive() -> None:
     import gc
-
-    from megatron_flux import patched, report
 
     with megatron(tp=dist.get_world_size()), patched(STRICT):
         model = gpt_model("llama", num_layers=1)

@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_flux.comm.group_state import state_of
 from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON
 
@@ -16,8 +17,6 @@ def test_a_number_is_one_access() -> None:
     import numpy as np
     import torch.distributed as dist
     from triton.runtime import interpreter
-
-    from megatron_flux.comm.group_state import state_of
 
     slab = state_of(dist.group.WORLD).slab("gather", 1 << 16, torch.device("cpu"), False)
     cells = slab.data[0].numpy()[:512].view(np.uint16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops, set_backend
+from megatron_flux import FluxConfig, ops
 from megatron_flux.config import Backends
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
 from tests.distributed.data import normals, require_equal
@@ -140,16 +140,3 @@ def test_whole_model(backend: str, recompute: str | None) -> None:
                 require_equal(step(model), plain)
             assert seen.calls.get(f"all_gather/{backend}", 0) == gathers, given
             assert held() == (0, 0)
-
-
-@on_ranks("world2")
-def test_a_layer_with_a_backend_of_its_own() -> None:
-    """A layer whose directions differ in their wires gathers as before, the others keep."""
-    with megatron(tp=dist.get_world_size()):
-        model = gpt_model("gpt3")
-        set_backend(model, "reference", names="*.0.*.linear_fc1", wgrad="chunked_int8")
-        with flux(FluxConfig(strict=True, backend="reference", keep_gathered=True)) as seen:
-            step(model)
-        assert {name: n for name, n in seen.calls.items() if name.startswith("all_gather/")} == {
-            "all_gather/chunked_int8": 1
-        }

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_flux.run.rank import WholeErrorFile
 from tests.processes import MARK, end, left, with_mark
+from tests.train.conftest import UNCOMPILED
 
 LAUNCH = ("-m", "tests.distributed.launch")
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def begin(python: str, *words: str, **more: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**environment, "PYTHONPATH": path, **more},
+        env={**environment, **UNCOMPILED, "PYTHONPATH": path, **more},
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from tests.distributed.data import TOLERANCE, integers, normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import WorkerPool, on_ranks
 
 S_PER_RANK, B, IN, OUT = 3, 2, 8, 12
 """The sequence is ``tp * S_PER_RANK``; ``IN`` and ``OUT`` are the whole layer's."""
@@ -32,6 +32,8 @@ class Case:
     weight_passed: bool = False
     splits_input: bool = False
     """A row layer's ``input_is_parallel=False``."""
+    summed: bool = True
+    """Of a column layer, by itself: an adapter's first one leaves dx to whoever has gathered its input."""
     dtype: torch.dtype = torch.float32
     exact: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +78,7 @@ def build(case: Case, given: Given) -> torch.nn.Module:
     common["skip_bias_add"] = case.skip_bias_add
     if case.kind == "column":
         more = {"gather_output": case.gather_output, "skip_weight_param_allocation": case.weight_passed}
+        more["disable_grad_reduce"] = not case.summed
         layer = ColumnParallelLinear(IN, OUT, **common, **more)
     else:
         layer = RowParallelLinear(IN, OUT, input_is_parallel=not case.splits_input, **common)
@@ -108,7 +111,7 @@ def expected_calls(case: Case) -> dict[str, int]:
     """Operator calls of one forward and backward."""
     trained = not case.frozen
     if not case.sequence_parallel:
-        calls = {"gemm_all_reduce": int(case.kind == "row" or case.input_grad)}
+        calls = {"gemm_all_reduce": int(case.kind == "row" or (case.input_grad and case.summed))}
     elif case.kind == "column":
         calls = {"all_gather_gemm": 1, "gemm_reduce_scatter": int(case.input_grad), "all_gather": int(trained)}
     else:
@@ -144,14 +147,29 @@ CASES = {
 }
 CASES |= {f"{name}, whole": replace(case, options=WHOLE) for name, case in CASES.items() if "runtime" not in name}
 CASES |= {
+    f"column of an adapter{more}": Case(
+        "column", bias=False, gather_output=True, summed=False, options=WHOLE, **options
+    )
+    for more, options in (("", {}), (", frozen", {"frozen": True}))
+}
+CASES |= {
     f"row, splits its input{more}": Case("row", splits_input=True, options=WHOLE, **options)
     for more, options in (("", {}), (", frozen", {"frozen": True}), (", no input gradient", {"input_grad": False}))
 }
 
 
-@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-@on_ranks("world")
-def test_patched_equals_stock(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_patched_equals_stock(world2: WorkerPool, case: Case) -> None:
+    world2.run(rank_patched, case)
+
+
+def test_patched_equals_stock_on_four_ranks(world4: WorkerPool) -> None:
+    for kind in ("column", "row"):
+        for more in ("", ", whole"):
+            world4.run(rank_patched, CASES[f"{kind}, plain{more}"])
+
+
+def rank_patched(case: Case) -> None:
     with megatron(tp=dist.get_world_size()):
         given = operands(case)
         layer = build(case, given)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import FluxConfig, report, set_backend
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import flux
 from tests.distributed.norm_output_cases import Adapted, Lora, errors, input_of, of_this_rank, oracle, rank_lora, train
@@ -105,8 +106,6 @@ def test_four_ranks(te_world4: WorkerPool) -> None:
 @on_ranks("te_world2")
 def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
     """An error of TransformerEngine's: what lies before an adapter lacks its part. Red once a release adds it."""
-    from megatron_flux import FluxConfig, report, set_backend
-
     gathered, local = Lora(dtype=FP32), Lora(dtype=FP32, returned="local")
     with te_megatron(dist.get_world_size()):
         want = oracle(gathered, 2)

@@ -13,6 +13,7 @@ from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
+from megatron_flux.telemetry import call_sampler
 from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
 from tests import documented
 from tests.distributed.pool import on_ranks
@@ -117,8 +118,6 @@ def test_calls_on_fp8_operands_are_measured_on_such(in_blocks: bool) -> None:
 @on_ranks("world2")
 def test_memory_that_one_rank_lacks_is_said_on_all() -> None:
     register()
-    from megatron_flux.telemetry import call_sampler
-
     sampler = Sampler(1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:

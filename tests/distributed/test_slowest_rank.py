@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux.comm.links import Link
+from megatron_flux.ops import timing
 from tests.distributed.pool import on_ranks
 
 SLOW_MS = 30
@@ -26,8 +28,6 @@ def alike_and_slow(ms: list[float]) -> None:
 
 @on_ranks("world2")
 def test_all_agree_only_if_every_rank_does() -> None:
-    from megatron_flux.ops import timing
-
     answers = (True, True), (True, False), (False, True), (False, False)
     for answer in answers:
         assert timing.all_agree(answer[dist.get_rank()], dist.group.WORLD) == all(answer)
@@ -36,8 +36,6 @@ def test_all_agree_only_if_every_rank_does() -> None:
 @pytest.mark.parametrize("slow", [0, 1])
 @on_ranks("world2")
 def test_a_burst_takes_as_long_as_on_the_slowest_rank(slow: int) -> None:
-    from megatron_flux.ops import timing
-
     step, group = step_of(slow), dist.group.WORLD
     once = timing.burst(step, 1, group, CPU, warm=0)
     alike_and_slow([once, *timing.rounds({"step": step}, group, CPU, 2, 1)["step"].ms])
@@ -47,7 +45,6 @@ def test_a_burst_takes_as_long_as_on_the_slowest_rank(slow: int) -> None:
 @on_ranks("world2")
 def test_rounds_tell_of_the_slowest_rank(slow: int) -> None:
     from megatron_flux.bench.harness import Ranks, Variant, measure
-    from megatron_flux.comm.links import Link
 
     here = Ranks(CPU, dist.group.WORLD, dist.group.WORLD, Link("none", ""), print)
     samples = measure([Variant("step", step_of(slow))], here, rounds=2, burst=1)["step"]

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import settings
+from megatron_flux.comm import group_state
 from megatron_flux.comm.links import Beside
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.device import CPU_CTAS
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import gathered, summed
 from tests.distributed.pool import on_ranks
@@ -25,7 +28,6 @@ pytestmark = NEEDS_TRITON
 @contextlib.contextmanager
 def beside_others() -> Iterator[list[tuple[str, float]]]:
     """Yield names and times of all kernels that are launched, while other groups run beside the world."""
-    from megatron_flux.comm import group_state
     from megatron_flux.kernels import launch
 
     group_state.drop_slabs()
@@ -117,9 +119,6 @@ def test_a_rank_that_never_comes_is_named() -> None:
 @on_ranks("world2")
 def test_one_cta_computes_the_tiles_of_those_that_do_not_start(operator: str) -> None:
     """Triton's interpreter runs CTAs one after the other."""
-    from megatron_flux.ops.all_reduce_config import AllReduceConfig
-    from megatron_flux.ops.device import CPU_CTAS
-
     group, rows = dist.group.WORLD, 64
     x, w = integers(rows, 32, torch.float16), integers(96, 32, torch.float16)
     tiles = KernelConfig(**TINY, reducers=1)  # two CTAs compute

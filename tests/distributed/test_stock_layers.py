@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FallbackError, FluxConfig
+from megatron_flux import FallbackError, FluxConfig, set_backend
+from megatron_flux.layers import prefetch
 from tests.distributed.data import integers, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import on_ranks
@@ -115,3 +116,25 @@ def test_sequence_parallelism_toggled(kind: str) -> None:
         with flux(FluxConfig(strict=True)) as seen, torch.inference_mode():
             require_close("y without gradients", layer(x)[0], stock[False][0], 0)
         assert (seen.active_layers, seen.calls) == (1, {} if kind == "column" else more)
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("column", True), ("row", False)], ids=["chosen", "not supported"])
+@on_ranks("world2")
+def test_a_stock_layer_ends_a_prefetch(kind: str, chosen: bool) -> None:
+    """No pair reaches across a layer of ``kind`` that runs stock, whether or not somebody has chosen so."""
+    with megatron(tp=dist.get_world_size()):
+        column, between = make("column", model_config()), make(kind, model_config())
+        if chosen:
+            set_backend(torch.nn.ModuleDict({"between": between}), "stock")
+        else:
+            between.explicit_expert_comm = True
+        x = integers(S, B, IN, seed=3).requires_grad_()
+        other = integers(S, B, width_of(kind), seed=4)
+        held: list[Any] = []
+        with flux() as seen:
+            held.append(column(x))
+            assert prefetch.take(column.tp_group) is not None, "nothing was registered: nothing can be ended"
+            held.append(column(x))
+            held.append(between(other))
+            assert prefetch.take(column.tp_group) is None
+        assert list(seen.fallbacks.values()) == [1]

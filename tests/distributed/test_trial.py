@@ -6,6 +6,7 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -452,12 +453,14 @@ def test_two_groups_decide_by_themselves(tmp_path: Path) -> None:
     """Calls of both in one process, one group's more often; a plan that one of them keeps is the other's next time."""
     other = dist.new_group([0, 1])
     with training(tmp_path) as (by, _):
-        for number in range(100):  # of them half for the other's trial
+        of_both = [by.tuner.decisions(group).trials for group in (dist.group.WORLD, other)]
+        for number in itertools.count():
             step(by)
             if number % 2 == 0:
                 step(by, group=other)
-        assert [one.decided.plan for group in (dist.group.WORLD, other)
-                for one in by.tuner.decisions(group).trials.values()] == [FAST, FAST]  # fmt: skip
+            if all(trials and all(one.decided for one in trials.values()) for trials in of_both):
+                break
+        assert [one.decided.plan for trials in of_both for one in trials.values()] == [FAST, FAST]
         assert (step(by), step(by, group=other)) == (FAST, FAST)
     with training(tmp_path) as (by, clock):
         other = dist.new_group([0, 1])

@@ -197,22 +197,6 @@ def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
         assert path.read_text() == before, "what is damaged is left to its owner"
 
 
-def test_an_error_that_nobody_foresaw_is_raised_on_all_ranks(world2: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError) as raised:
-        world2.run(tune_with_a_broken_reader, tmp_path / "tuned.json", timeout=30)
-    words = str(raised.value)
-    assert words.count("gemm_reduce_scatter m=8 n=6 k=4 failed (tp rank 0: KeyError: 'lost')") == 2, words
-
-
-def tune_with_a_broken_reader(cache: Path) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise KeyError("lost")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner_cache, "find", broken)
-        tune_once(cache, {})
-
-
 @on_ranks("world2")
 def test_the_first_ranks_list_holds_for_all(tmp_path: Path) -> None:
     """The second's is another one: ranks may run other releases of a driver."""

@@ -42,12 +42,13 @@ from tests.ptx import missing_fences, missing_in_plain
 HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     "sums": ("gemm_rs", {}),
     "sums for all ranks, beside others": ("gemm_rs", {"TP": 2, "STEPS": 1, "BESIDE": 1}),
-    "sums with an addend": ("gemm_rs", {"ADDEND": 1}),
     "fp8 sums with an addend, promoted": ("gemm_rs", {"FP8": 1, "PROMOTE": 1, "ADDEND": 1}),
     "fp8 sums with an addend, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "DEDICATED": 1, "ADDEND": 1}),
-    "sums, half tiles, eight ranks": ("gemm_rs", {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5}),
+    "sums with an addend, half tiles, eight ranks": (
+        "gemm_rs",
+        {"TP": 8, "TRANSPOSED": 1, "BN": 128, "STAGES": 5, "ADDEND": 1},
+    ),
     "gathered and not kept, half tiles, two ranks": ("ag_gemm", {"TP": 2, "BN": 128, "STAGES": 6, "KEEP": 0}),
-    "gathered, the caller's own": ("ag_gemm", {"OWN": 1}),
     "gathered in pieces, the caller's own": ("ag_gemm", {"TP": 8, "KCH": 4, "EARLY": 1, "LATE": 1, "OWN": 1}),
     "gathered in pieces": (
         "ag_gemm",
@@ -62,14 +63,17 @@ HOPPER: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "fp8 gathered, blocks": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BIAS": 1}),
     "fp8 gathered, blocks, half tiles": ("ag_gemm", {"FP8": 2, "PROMOTE": 1, "BN": 128, "STAGES": 5}),
-    "fp8 sums, blocks": ("gemm_rs", {"FP8": 2, "PROMOTE": 1, "DEDICATED": 1}),
 }
 PLAIN = {f"{cap / 10} {op}": (cap, op, cap >= 90, None) for cap in (80, 90) for op in ("ag_gemm", "gemm_rs")}
 PLAIN |= {
     f"{cap / 10} {op} fp8 {scales}": (cap, op, cap >= 90, scales)
-    for cap in (89, 90)
-    for op in ("ag_gemm", "gemm_rs")
-    for scales in ("tensor", "blocks")
+    for cap, op, scales in (  # every pair of values
+        (89, "ag_gemm", "tensor"),
+        (89, "gemm_rs", "blocks"),
+        (90, "ag_gemm", "tensor"),
+        (90, "ag_gemm", "blocks"),
+        (90, "gemm_rs", "tensor"),
+    )
 }
 
 POINTERS = {
@@ -369,12 +373,13 @@ def all_reduces() -> dict[str, Any]:
     """Kernels of gemm_all_reduce: parameters of a launch without Triton, and bytes of shared memory."""
     found: dict[str, Any] = {}
     for capability in (80, 90):
-        kernels = {f"{shots} shot(s), {tp} ranks": sums(shots, capability, tp) for shots in (1, 2) for tp in (2, 8)}
+        kernels = {f"{shots} shot(s), {tp} ranks": sums(shots, capability, tp) for shots, tp in ((1, 2), (2, 8))}
         operands = {name: ["x", "y"] for name in kernels}
-        for config in (AllReduceConfig(own_gemm=True), AllReduceConfig(own_gemm=True, bm=64, bn=128, bk=64, stages=4)):
-            for transposed in (False, True):
-                name = f"own GEMM, {config.bm} rows{', transposed' * transposed}"
-                kernels[name], operands[name] = own_gemm(config, capability, transposed), ["a", "b", "y"]
+        small, large = ({}, {"bm": 64, "bn": 128, "bk": 64, "stages": 4})
+        for sizes, transposed in ((small, capability == 80), (large, capability == 90)):
+            config = AllReduceConfig(own_gemm=True, **sizes)
+            name = f"own GEMM, {config.bm} rows{', transposed' * transposed}"
+            kernels[name], operands[name] = own_gemm(config, capability, transposed), ["a", "b", "y"]
         for name, kernel in kernels.items():
             found[f"{capability / 10} {name}"] = {
                 "relaunched": relaunched(kernel, operands[name]),

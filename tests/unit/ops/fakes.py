@@ -134,7 +134,7 @@ class Gpu:
         self.group = group_of(2)
         self.work = Work()
         self.again: Any = lambda name: kernel(self.done, f"{name} again")
-        self._patch = monkeypatch
+        self._patch, self.patch = monkeypatch, monkeypatch.setattr
         for name in ("record", "wait", "copy"):
             monkeypatch.setattr(cuda_driver, name, lambda *given, name=name: self.done.append((name, *given)))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,31 +56,37 @@ class Turns:
         return True
 
 
-def decided(turns: Turns, **call: Any) -> Entry:
-    while turns.calls < 500 and turns.call(**call):
-        pass
+BY_HOST = dict.fromkeys(range(3), 4.0)
+"""Times of turns that find the GPU idle."""
+Each = Callable[[], tuple[bool | set[int], dict[int, float]]]
+"""Whether the next call finds the GPU idle, and what its turn takes, by candidate."""
+
+
+def decided(turns: Turns, each: Each) -> Entry:
+    while turns.calls < 500:
+        idle, ms = each()
+        if not turns.call(idle=idle, ms=ms):
+            break
     assert turns.trial.decided is not None
     return turns.trial.decided
 
 
 def test_times_of_the_host_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is likely runs, and the file does not get it."""
-    by_host = {0: 1.0, 1: 1.3, 2: 1.2}
-    found = decided(Turns(monkeypatch), idle=True, ms=by_host)
-    assert (found.plan, found.ms) == (KernelConfig(bn=256), {})
-    found = decided(Turns(monkeypatch, likely=0), idle=True, ms=by_host)
-    assert (found, found.ms) == (UNMEASURED, {})
+    for how, runs in (({}, ENTRIES[1].plan), ({"likely": 0}, None)):
+        found = decided(Turns(monkeypatch, **how), lambda: (True, {0: 1.0, 1: 1.3, 2: 1.2}))
+        assert (found.plan, found.ms) == (runs, {})
 
 
 def test_turns_in_which_the_gpu_was_busy_count_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other call finds it idle, and then takes what the host takes."""
-    turns, truth = Turns(monkeypatch), {0: 1.0, 1: 0.9, 2: 0.94}
-    while turns.calls < 500 and turns.call(
-        idle=turns.calls % 2 == 0, ms={0: 2.0, 1: 5.0, 2: 4.0} if turns.calls % 2 == 0 else truth
-    ):
-        pass
-    assert turns.trial.decided is not None
-    assert turns.trial.decided.plan == KernelConfig(bn=256)
+    turns = Turns(monkeypatch)
+    by_host, truth = {0: 2.0, 1: 5.0, 2: 4.0}, {0: 1.0, 1: 0.9, 2: 0.94}
+    found = decided(turns, lambda: (False, truth) if turns.calls % 2 else (True, by_host))
+    assert found.plan == KernelConfig(bn=256)
+
+
+CHUNKED = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
 
 
 @pytest.mark.parametrize(
@@ -92,44 +99,41 @@ def test_where_the_host_is_the_bound_its_time_counts(
     """A ``share`` of the later calls finds the GPU busy; the first ones say which candidates are about as fast. Eight
     pieces take the ``host`` so much longer than two. The likeliest one runs where a candidate never found it busy.
     """
-    chunked = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
+    busy = False, {0: 3.0, 1: slower, 2: 1.0}
     for seed in range(20):
-        turns, draw = Turns(monkeypatch, chunked), random.Random(seed)
-        turns.host, goes_on = {0: 0.2, 1: 0.3, 2: 0.3 + host}, True
-        while goes_on and turns.calls < 500:
-            busy = turns.calls < 12 or draw.random() < share
-            ms = {0: 3.0, 1: slower, 2: 1.0} if busy else dict.fromkeys(range(3), 4.0)
-            goes_on = turns.call(idle=not busy, ms=ms)
-        assert turns.trial.decided is not None
-        assert turns.trial.decided.pieces in ({pieces} if turns.trial._sure([1, 2]) else {2, pieces})
-        assert bool(turns.trial.decided.ms) == (share == 0.9 or slower == 1.2)
-
-
-CHUNKED = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
+        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
+        turns.host = {0: 0.2, 1: 0.3, 2: 0.3 + host}
+        found = decided(turns, lambda: busy if turns.calls < 12 or draw.random() < share else (True, BY_HOST))  # noqa: B023
+        assert found.pieces in ({pieces} if turns.trial._sure([1, 2]) else {2, pieces})
+        assert bool(found.ms) == (share == 0.9 or slower == 1.2)
 
 
 def test_the_hosts_time_is_robust(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns in which something else took the host, the first ones among them, decide nothing; there are enough."""
-    for seed in range(20):
-        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
-        goes_on = True
-        while goes_on and turns.calls < 500:
-            late = 5.0 if turns.calls < 15 or draw.random() < 0.2 else 0.0
-            turns.host = {i: ms * draw.uniform(0.95, 1.05) + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
-            goes_on = turns.call(idle=True, ms={0: 3.0, 1: 2.0, 2: 2.5})
-        assert turns.trial.decided == UNMEASURED
+    draw = random.Random(0)
+
+    def each() -> Any:
+        late = 5.0 if turns.calls < 15 or draw.random() < 0.2 else 0.0
+        turns.host = {i: ms * draw.uniform(0.95, 1.05) + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
+        return True, {0: 3.0, 1: 2.0, 2: 2.5}
+
+    for _ in range(20):
+        turns = Turns(monkeypatch, CHUNKED)
+        assert decided(turns, each) == UNMEASURED
         counts = [sum(turn.candidate == i for turn in turns.trial.timed) for i in range(3)]
         assert min(counts) >= 2 * trial.SAMPLES
 
 
 def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work leaves the GPU behind the host for so long that stock's calls alone find it busy."""
-    turns, draw, goes_on = Turns(monkeypatch, CHUNKED), random.Random(0), True
-    while goes_on and turns.calls < 500:
+    turns, draw = Turns(monkeypatch, CHUNKED), random.Random(0)
+
+    def each() -> Any:
         late = 3.0 if draw.random() < 0.1 else 0.0
         turns.host = {i: ms + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
-        goes_on = turns.call(idle={0, 1, 2} if late else {1, 2}, ms={0: 0.5, 1: 0.4, 2: 0.4})
-    assert turns.trial.decided == UNMEASURED
+        return {0, 1, 2} if late else {1, 2}, {0: 0.5, 1: 0.4, 2: 0.4}
+
+    assert decided(turns, each) == UNMEASURED
 
 
 @pytest.mark.parametrize(("stock", "runs"), [(1.3, None), (3.0, 2)])
@@ -140,24 +144,19 @@ def test_stock_takes_part_where_its_times_are_known(
     """It loses no more of the GPU's time than it gains of the host's. While all calls run stock the GPU is behind the
     host, and that counts where it is not, once they have run others.
     """
-    for seed in range(20):
-        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
-        turns.host, goes_on = {0: 0.2, 1: 0.6, 2: 0.7}, True
-        while goes_on and turns.calls < 500:
-            busy = turns.calls < 14 or draw.random() < share
-            ms = {0: stock, 1: 1.0, 2: 1.08} if busy else dict.fromkeys(range(3), 4.0)
-            goes_on = turns.call(idle=not busy, ms=ms)
-        assert turns.trial.decided is not None
-        assert (turns.trial.decided.pieces, turns.trial.decided.ms) == (runs, {})
+    draw, busy = random.Random(0), (False, {0: stock, 1: 1.0, 2: 1.08})
+    for _ in range(20):
+        turns = Turns(monkeypatch, CHUNKED)
+        turns.host = {0: 0.2, 1: 0.6, 2: 0.7}
+        found = decided(turns, lambda: busy if turns.calls < 14 or draw.random() < share else (True, BY_HOST))  # noqa: B023
+        assert (found.pieces, found.ms) == (runs, {})
 
 
 def test_few_turns_that_find_the_gpu_busy_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch, CHUNKED)
-    turns.host, goes_on = {0: 0.2, 1: 0.6, 2: 0.7}, True
-    while goes_on and turns.calls < 500:
-        busy = turns.calls in (1, 8)  # one of stock, one of two pieces
-        goes_on = turns.call(idle=not busy, ms={0: 3.0, 1: 1.0, 2: 1.0})
-    assert turns.trial.decided == UNMEASURED
+    turns.host = {0: 0.2, 1: 0.6, 2: 0.7}
+    # Of stock and of two pieces one each.
+    assert decided(turns, lambda: (turns.calls not in (1, 8), {0: 3.0, 1: 1.0, 2: 1.0})) == UNMEASURED
 
 
 def test_an_asynchronous_calls_wait_is_the_hosts_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,5 +242,5 @@ def test_ranks_seldom_ask_while_kernels_are_compiled_and_long_before_they_need_a
     assert read == [16, 32, 48]
     assert sent[:3] == [8, 24, 40]
     compiled[0] = True
-    assert decided(turns, idle=False, ms=dict.fromkeys(range(3), 1.0)) == ENTRIES[1]
+    assert decided(turns, lambda: (False, dict.fromkeys(range(3), 1.0))) == ENTRIES[1]
     assert turns.calls <= 97

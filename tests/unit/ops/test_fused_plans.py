@@ -19,6 +19,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call_events, fused, fused_plan
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends import fused as backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.call import OperatorCall
@@ -40,8 +41,6 @@ SUMS = {
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_flux.ops.backends import fused as backend
-
     monkeypatch.setattr(backend, "hopper_kernels", lambda *_: True)
 
 
@@ -260,7 +259,7 @@ def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
     assert gpu.work.calls == 1
 
 
-def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu) -> None:
     """With their own plan; in the capture itself no plan is kept that was not there before."""
     backend, captured = gpu.backend(HOPPER), Work()
     state_of(gpu.group).slabs["gemm", True] = captured  # type: ignore[assignment]
@@ -272,7 +271,7 @@ def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu, monkeypatch: pyte
     with captured_calls():
         call()
     assert (gpu.work.calls, captured.calls, backend.plans) == (1, 1, 2)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
     call()
     assert (gpu.work.calls, captured.calls, backend.plans) == (1, 2, 2)
     for _ in range(2):
@@ -363,34 +362,32 @@ def test_a_gather_on_a_poisoned_slab_does_not_wait_for_the_one_before(gpu: Gpu) 
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(
-    gpu: Gpu, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(gpu: Gpu, transposed: bool) -> None:
     """Its kernel reads the number that the call before leaves; and x outlives the copies of it."""
     gpu.backend()
     recorded: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
-    monkeypatch.setattr(Work, "end", lambda _: gpu.done.append(("order",)))
+    gpu.patch(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    gpu.patch(Work, "end", lambda _: gpu.done.append(("order",)))
     for _ in range(2):
         gather(gpu, transposed=transposed).wait()
     assert recorded == []
     pending = gather(gpu, transposed=transposed)
     gpu.done.clear()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    gpu.patch(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     pending.wait()
     assert gpu.done == [("order",), ("gather_wait_kernel again", 11), ("wait", 11, AFTER)]
     assert recorded == ([] if transposed else ["side"]), "what is transposed is sent from the slab"
 
 
-def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu) -> None:
     gpu.backend()
     pending = gather(gpu)
     gpu.done.clear()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
         pending.wait()
     assert (gpu.done, gpu.work.poisoned, gpu.work.open_gather) == ([], [], pending)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: False)
     pending.wait()
     assert [one[0] for one in gpu.done] == ["triton", "wait"]
 
@@ -410,15 +407,13 @@ CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("operator", CALLS)
-def test_a_call_broken_off_poisons_its_slab(
-    operator: str, first: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_broken_off_poisons_its_slab(operator: str, first: bool, gpu: Gpu) -> None:
     """Cases: the first launch, and later ones."""
     from megatron_flux.kernels import launch
 
     gpu.backend(CONFIGS.get(operator, HOPPER))
     if first:
-        monkeypatch.setattr(launch, "first_launch", no_launch)
+        gpu.patch(launch, "first_launch", no_launch)
     else:
         gpu.again = lambda name: no_launch
         for _ in range(2):
@@ -431,25 +426,25 @@ def test_a_call_broken_off_poisons_its_slab(
 
 
 @pytest.mark.parametrize("operator", ["all_gather", "all_gather_gemm", "held gather"])
-def test_copies_that_cannot_be_enqueued_poison_too(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_cannot_be_enqueued_poison_too(operator: str, gpu: Gpu) -> None:
     gpu.backend(HOPPER if operator == "all_gather_gemm" else None)
     pending = gather(gpu, transposed=True, held=True) if operator == "held gather" else None
-    monkeypatch.setattr(cuda_driver, "copy", no_launch)
+    gpu.patch(cuda_driver, "copy", no_launch)
     with pytest.raises(OperatorError, match="CUDA refused a launch"):
         CALLS[operator](gpu) if pending is None else pending.send()
     assert [one for one, _ in gpu.work.poisoned] == ["all_gather" if pending else operator]
 
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "partial sums"])
-def test_memory_runs_out_before_a_slot_is_claimed(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_runs_out_before_a_slot_is_claimed(operator: str, gpu: Gpu) -> None:
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError
 
     if operator == "partial sums":
-        monkeypatch.setattr(fused, "partial", no_memory)
+        gpu.patch(fused, "partial", no_memory)
         operator = "gemm_all_reduce"
     else:
-        monkeypatch.setattr(torch.Tensor, "new_empty", no_memory)
+        gpu.patch(torch.Tensor, "new_empty", no_memory)
     gpu.backend(CONFIGS.get(operator, HOPPER))
     with pytest.raises(torch.OutOfMemoryError):
         CALLS[operator](gpu)

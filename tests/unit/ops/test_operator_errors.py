@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron_flux import UserError, ops
-from megatron_flux.ops.fp8_operand import quantized
+from megatron_flux.ops.fp8_operand import Fp8Operand, quantized
 from tests.unit.groups import group_of
 
 ROWS, K, N = 4, 6, 5
 AG, RS = "all_gather_gemm", "gemm_reduce_scatter"
 BOTH = (AG, RS)
 X, W = torch.ones(ROWS, K), torch.ones(N, K)
-FP8 = quantized(torch.ones(16, 16), "tensor")
+FP8, E5M2 = (quantized(torch.ones(16, 16), "tensor", dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 OWN = {"own_gathered": True, "backend": "reference"}
 SHAPES = [((K,), (N, K)), ((ROWS, K), (K,)), ((ROWS, K), (1, N, K)), ((), (N, K))]
 DTYPES = [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.float64,) * 2, (torch.int64,) * 2]
@@ -42,6 +42,17 @@ CASES: list[tuple[tuple[str, ...], Any, Any, dict[str, Any], tuple[str, ...]]] =
     ((AG,), X, W, OWN, ("got return_gathered=False and torch.float32",)),
     # In FP8 the kernel would write to x.
     ((AG,), FP8, FP8, {**OWN, "return_gathered": True}, ("and no FP8, got return_gathered=True and FP8 operands",)),
+    (BOTH, FP8, torch.ones(16, 16), {}, ("weight Tensor; both must be Fp8Operand",)),
+    (BOTH, FP8, FP8, {"transposed": True}, ("transposed out",)),
+    (BOTH, FP8, FP8, {"wire": "int8"}, ("wire='int8'",)),
+    (BOTH, FP8, quantized(torch.ones(16, 32), "tensor"), {}, ("x [16, 16] and weight [16, 32] have different k",)),
+    (BOTH, FP8, quantized(torch.ones(16, 16), "128x128"), {}, ("use tensor with tensor or 1x128",)),
+    (BOTH, quantized(torch.ones(16, 16), "1x128"), FP8, {}, ("use tensor with tensor or 1x128",)),
+    (BOTH, E5M2, E5M2, {}, ("both float8_e5m2",)),
+    (BOTH, Fp8Operand(FP8.data, FP8.dtype, FP8.scale_inv, "tensor", 2), FP8, {}, ("each must be one",)),
+    (BOTH, FP8, FP8, {"bias": torch.zeros(16)}, ("bias must be [16] torch.bfloat16",)),
+    (BOTH, FP8, FP8, {"out_dtype": torch.float32}, ("out_dtype must be",)),
+    (BOTH, FP8, FP8, {"backend": "fused"}, ("needs CUDA tensors",)),
 ]
 
 

@@ -9,15 +9,7 @@ from megatron_flux.ops import fused, fused_plan
 from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
-from megatron_flux.ops.kernel_config import (
-    KernelConfig,
-    by_rule,
-    candidates,
-    fits,
-    for_fp8,
-    in_fewest_rounds,
-    workers,
-)
+from megatron_flux.ops.kernel_config import KernelConfig, by_rule, candidates, fits, for_fp8, in_fewest_rounds, workers
 from tests.unit.groups import group_of
 
 AG, RS = "all_gather_gemm", "gemm_reduce_scatter"

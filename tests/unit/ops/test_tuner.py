@@ -71,8 +71,9 @@ class Recorder:
 class Tuned(TunedBackend):
     """On recorders."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
+        self.patch = patch.setattr
         wires = {"chunked" if wire == "exact" else f"chunked_{wire}": wire for wire in WIRES}
         parts: Any = (
             *(Recorder(name, self.log) for name in ("reference", "fused")),
@@ -109,7 +110,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuned]:
         module.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine, 1: mine}
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    made = Tuned()
+    made = Tuned(monkeypatch)
     yield made
     made.forget()
 
@@ -208,29 +209,29 @@ def test_off_tries_nothing_ahead_either_unless_all_is_asked_for(timed: Tuned, mo
 # Other values of m
 
 
-def test_a_plan_of_another_m_runs_where_it_is_near_and_legal(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_another_m_runs_where_it_is_near_and_legal(tuner: Tuned) -> None:
     near, farther = KernelConfig(reducers=3), KernelConfig(reducers=7)
     keep(plan=farther, m=6)
     keep(plan=near, m=10)
     legal: tuple[Callable[..., bool], ...] = (lambda *_: True, lambda op, plan, *_: plan == farther, lambda *_: False)
     for fits, ran in zip(legal, (("fused", near), ("fused", farther), STOCK), strict=True):
-        monkeypatch.setattr(candidates, "fits", fits)
+        tuner.patch(candidates, "fits", fits)
         assert tuner() == ran
         tuner.forget()
-    monkeypatch.setattr(candidates, "fits", legal[0])
+    tuner.patch(candidates, "fits", legal[0])
     assert tuner(x=torch.zeros(32, 4)) == STOCK, "too far away"
 
 
-def test_the_file_is_read_once_however_many_m_come(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_read_once_however_many_m_come(tuner: Tuned) -> None:
     """Ever other m cost neither a file's reading nor a word between ranks, and memory stays bounded."""
     asked: list[str] = []
-    monkeypatch.setattr(module.agreement, "begin", lambda mine, group, about: asked.append(about) or (lambda: [mine]))
-    monkeypatch.setattr(group_state, "MOST_ENTRIES", 64)
+    tuner.patch(module.agreement, "begin", lambda mine, group, about: asked.append(about) or (lambda: [mine]))
+    tuner.patch(group_state, "MOST_ENTRIES", 64)
     plan = KernelConfig(reducers=7)
     for m in [1 << e for e in range(1, 12)]:
         keep(plan=plan, m=m)
     assert tuner(x=torch.zeros(2, 4)) == ("fused", plan)
-    monkeypatch.setattr(module, "key_of", lambda *_, captured: pytest.fail("it takes as long as the call"))
+    tuner.patch(module, "key_of", lambda *_, captured: pytest.fail("it takes as long as the call"))
     for rows in range(4, 200, 2):
         assert tuner(x=torch.zeros(rows, 4)) == ("fused", plan)
     assert asked == ["plans kept for gemm_reduce_scatter m=2 n=6 k=4", "MEGATRON_FLUX_TUNE"]
@@ -319,11 +320,11 @@ def timed(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     """Candidates that come last are the fastest."""
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "on")
     monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: FULL)
-    clock(monkeypatch, lambda candidate: 1.0 / (candidate + 1))
+    clock(tuner, lambda candidate: 1.0 / (candidate + 1))
     return tuner
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> None:
+def clock(tuned: Tuned, ms: Callable[[int], float]) -> None:
     """Turns of a candidate take so long, for :func:`call_of`."""
     begin = trial.Trial.begin
 
@@ -332,11 +333,11 @@ def clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[int], float]) -> None:
         one._samples[-1].begun = ms(candidate) * rows / 8
         return end
 
-    monkeypatch.setattr(trial.Trial, "begin", begun)
-    monkeypatch.setattr(trial, "_between", lambda begun, ended: begun)
+    tuned.patch(trial.Trial, "begin", begun)
+    tuned.patch(trial, "_between", lambda begun, ended: begun)
 
 
-def host(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Entry], float], busy: Callable[[int], bool]) -> None:
+def host(tuned: Tuned, ms: Callable[[Entry], float], busy: Callable[[int], bool]) -> None:
     """Let turns take the host so long, by candidate; ``busy``: the GPU was behind it, by the turns before."""
     before = itertools.count()
 
@@ -345,7 +346,7 @@ def host(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Entry], float], busy: Ca
         sample.host, sample.busy = ms(one.entries[sample.candidate]), busy(next(before))
         return sample
 
-    monkeypatch.setattr(trial.Trial, "enqueued", enqueued)
+    tuned.patch(trial.Trial, "enqueued", enqueued)
 
 
 @pytest.mark.parametrize(("other", "wins"), [(0.98, True), (0.995, False), (1.05, False)])
@@ -354,7 +355,7 @@ def test_the_fastest_is_taken_if_it_wins_by_1_percent(
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "on")
     monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: [KernelConfig()])
-    clock(monkeypatch, lambda candidate: other if candidate else 1.0)
+    clock(tuner, lambda candidate: other if candidate else 1.0)
     assert tuner() == (("fused", KernelConfig()) if wins else STOCK)
     assert kept().ms == {"reference": 1.0, "fused default": other}
 
@@ -371,11 +372,11 @@ def test_a_m_near_by_runs_what_was_decided_and_claims_no_times(timed: Tuned) -> 
     assert kept().ms, "one entry, of the m that was tried"
 
 
-def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned) -> None:
     """Until then what it follows from does; neither has a trial of its own."""
     other = KernelConfig(reducers=9)
     assert timed() == ("fused", FULL[-1])
-    monkeypatch.setattr(module, "in_fewest_rounds", lambda call, entry: Entry(backend="fused", plan=other))
+    timed.patch(module, "in_fewest_rounds", lambda call, entry: Entry(backend="fused", plan=other))
     call = call_of(10)
     for _ in range(20):
         timing.finish(call.run(timed))
@@ -385,7 +386,7 @@ def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned, monkeyp
     assert timed() == ("fused", FULL[-1]), "of the m that was tried"
 
 
-def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned) -> None:
     """Importance ratios punish a difference. A forward without gradients does not ask for the gathered input."""
     plans = state_of(GROUP).plans
     forward, training = (
@@ -398,7 +399,7 @@ def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned, monkeypatc
         plans["training"].run(training)
     plans["training"].run(training)
     assert timed.log[-1] == ("fused", FULL[-1])
-    clock(monkeypatch, lambda candidate: 1.0 + candidate)
+    clock(timed, lambda candidate: 1.0 + candidate)
     while "forward" in plans and not isinstance(plans["forward"], SimpleNamespace):
         plans["forward"].run(forward)
     assert trials["forward"].decided.backend == "reference"
@@ -409,13 +410,11 @@ def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned, monkeypatc
     del plans["training"]
 
 
-def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(timed: Tuned) -> None:
     """What is found for the others is kept, too."""
     only_six = KernelConfig(reducers=9)
     keep(plan=only_six, m=6)
-    monkeypatch.setattr(candidates, "fits", lambda op, plan, rows, *_: plan != only_six or rows == 3)
+    timed.patch(candidates, "fits", lambda op, plan, rows, *_: plan != only_six or rows == 3)
     assert timed() == ("fused", FULL[-1])
     assert timed(x=torch.zeros(6, 4)) == ("fused", only_six)
     timed.forget()
@@ -423,9 +422,9 @@ def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(
     assert [one.timed for one in timed.trials] == [[]], "from the file, once it is compiled"
 
 
-def test_trials_are_forgotten_in_the_end(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "keep", lambda *_: None)
-    monkeypatch.setattr(group_state, "MOST_ENTRIES", most := 16)
+def test_trials_are_forgotten_in_the_end(timed: Tuned) -> None:
+    timed.patch(cache, "keep", lambda *_: None)
+    timed.patch(group_state, "MOST_ENTRIES", most := 16)
     for n in range(1, most + 20):
         timed.plan(OperatorCall("gemm_reduce_scatter", X, torch.zeros(n, 4), GROUP))
     decisions = timed.tuner.decisions(GROUP)
@@ -469,14 +468,12 @@ def test_of_further_m_what_was_chosen_before_runs_until_more_is_known(timed: Tun
     assert timed.log[-1] == ("fused", FULL[-1])
 
 
-def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(timed: Tuned) -> None:
     """Which width is the faster one changes with m, and a candidate without a turn would be a warning."""
     given = [KernelConfig(reducers=4), KernelConfig(bn=128), KernelConfig(reducers=5), KernelConfig(reducers=6)]
-    monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: given)
+    timed.patch(candidates, "candidates", lambda *_, promoted: given)
     assert timed() == ("fused", given[-1])
-    monkeypatch.setattr(candidates, "fits", lambda op, plan, *_: plan != given[-1])
+    timed.patch(candidates, "fits", lambda op, plan, *_: plan != given[-1])
     timed(x=torch.zeros(512, 4))
     assert [entry.plan for entry in timed.trials[-1].entries] == [None, *given[:2]]
 
@@ -502,9 +499,7 @@ def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
 
 
 @pytest.mark.parametrize("some", [False, True])
-def test_a_candidate_that_cannot_be_captured(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch, some: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_candidate_that_cannot_be_captured(timed: Tuned, some: bool, caplog: pytest.LogCaptureFixture) -> None:
     """All-reduces of few rows are measured in graphs."""
     made = OperatorCall("gemm_all_reduce", torch.zeros(8, 4), torch.zeros(64, 4), GROUP)
     entries = [Entry(backend="reference"), *(Entry(backend="fused", plan=AllReduceConfig(shots=i)) for i in (1, 2))]
@@ -514,12 +509,12 @@ def test_a_candidate_that_cannot_be_captured(
             raise MemoryError("no room for a graph")
         return lambda: None
 
-    monkeypatch.setattr(alone, "_captured", captured)
-    monkeypatch.setattr(
+    timed.patch(alone, "_captured", captured)
+    timed.patch(
         timing, "rounds", lambda ways, *_: {name: SimpleNamespace(ms=[20.0 / (i + 1)]) for i, name in enumerate(ways)}
     )
     if some:
-        monkeypatch.setattr(module.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine})
+        timed.patch(module.agreement, "failures", lambda group, about, mine: {} if mine is None else {0: mine})
         with pytest.raises(OperatorError, match=r"failed on some ranks \(rank 0: MemoryError: no room for a graph\)"):
             alone.decide_in_graphs(made, entries, timed.backends)
         return
@@ -563,14 +558,14 @@ def test_what_ships_runs_once_it_is_compiled_and_nothing_is_tried(timed: Tuned) 
 
 
 def test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m(
-    timed: Tuned, ships: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    timed: Tuned, ships: Callable[..., None]
 ) -> None:
     near, far = KernelConfig(reducers=7), KernelConfig(reducers=3)
     ships(far, m=128)
     ships(near, m=32)
     assert [timed(x=torch.zeros(rows, 4)) for rows in (128, 8)] == [("fused", far), ("fused", SHIPPED)]
     at = len(timed.log)
-    monkeypatch.setattr(candidates, "fits", lambda op, plan, rows, *_: plan != SHIPPED or rows != 13)
+    timed.patch(candidates, "fits", lambda op, plan, rows, *_: plan != SHIPPED or rows != 13)
     timed.plan(call_of(28)).run(call_of(28))
     timed.plan(call_of(26)).run(call_of(26))
     assert timed.log[at:] == [("fused", SHIPPED), STOCK], "and stock where that cannot run"
@@ -639,11 +634,11 @@ def test_what_ships_is_compiled_ahead_and_not_measured(timed: Tuned, ships: Call
 
 
 @pytest.mark.usefixtures("ships")
-def test_all_candidates_are_measured_whatever_ships(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_candidates_are_measured_whatever_ships(timed: Tuned) -> None:
     assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1]
     assert (timed(), kept().run) == (("fused", FULL[-1]), None)
     timed.forget()
-    clock(monkeypatch, lambda candidate: pytest.fail("it is known"))
+    clock(timed, lambda candidate: pytest.fail("it is known"))
     assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1], "it is this machine's own"
 
 
@@ -690,10 +685,10 @@ def test_over_host_memory_chunked_is_tried_against_stock(over_host: Tuned) -> No
     [(0.25, 0.6, STOCK), (0.25, 0.27, ("chunked", 1)), (0.03, 0.045, ("chunked", 1)), (0.6, 0.25, ("chunked", 1))],
 )
 def test_where_the_gpu_waits_for_the_host_in_all_turns_the_one_runs_that_takes_it_least(
-    over_host: Tuned, monkeypatch: pytest.MonkeyPatch, stock: float, chunked: float, runs: Any
+    over_host: Tuned, stock: float, chunked: float, runs: Any
 ) -> None:
     """If it does so clearly. A further m begins with it; the file gets none of it."""
-    host(monkeypatch, lambda entry: stock if entry.backend == "reference" else chunked, lambda _: False)
+    host(over_host, lambda entry: stock if entry.backend == "reference" else chunked, lambda _: False)
     assert over_host() == runs
     at = len(over_host.log)
     assert over_host(x=torch.zeros(512, 4)) == runs
@@ -703,45 +698,30 @@ def test_where_the_gpu_waits_for_the_host_in_all_turns_the_one_runs_that_takes_i
     assert not cache.cache_path().exists()
 
 
-def test_where_another_m_found_the_host_no_bound_its_choice_does_not_hold_for_one_that_does(
-    over_host: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_another_m_found_the_host_no_bound_its_choice_does_not_hold_for_one_that_does(over_host: Tuned) -> None:
     assert over_host(x=torch.zeros(512, 4)) == ("chunked", 1)
-    host(monkeypatch, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: False)
+    host(over_host, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: False)
     assert over_host() == STOCK
-    host(monkeypatch, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: True)
+    host(over_host, lambda entry: 0.2 if entry.backend == "reference" else 0.6, lambda _: True)
     assert over_host(x=torch.zeros(64, 4)) == ("chunked", 1)
 
 
 @pytest.mark.parametrize("busy", [0, 6, 1000])
-def test_fused_kernels_that_take_the_host_less_than_stock_stay_chosen(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch, busy: int
-) -> None:
+def test_fused_kernels_that_take_the_host_less_than_stock_stay_chosen(timed: Tuned, busy: int) -> None:
     """As over NVLink: by the host's time, and by the GPU's where that is known."""
-    host(monkeypatch, lambda entry: 0.15 if entry.backend == "reference" else 0.04, lambda turns: turns < busy)
+    host(timed, lambda entry: 0.15 if entry.backend == "reference" else 0.04, lambda turns: turns < busy)
     known = busy == 1000
     assert timed() == ("fused", FULL[-1 if known else 0])
     timed.forget()
     assert cache.cache_path().exists() == known
 
 
-def test_fused_kernels_win_by_the_host_over_a_stock_that_is_as_fast(
-    timed: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock(monkeypatch, lambda candidate: 1.02 if candidate else 1.0)
-    for busy, runs in ((lambda turns: True, STOCK), (lambda turns: turns % 3 == 0, ("fused", FULL[0]))):
-        host(monkeypatch, lambda entry: 0.15 if entry.backend == "reference" else 0.04, busy)
-        assert timed() == runs
-        timed.forget()
-        cache.cache_path().unlink(missing_ok=True)
-
-
-def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned) -> None:
     for _ in ("of the process", "of the file"):
         for wire, name in (("exact", "chunked"), ("int8", "chunked_int8")):
             assert over_host(wire=wire) == (name, 1), "what was kept for another wire is no answer"
         over_host.forget()
-        clock(monkeypatch, lambda candidate: pytest.fail("it is known"))
+        clock(over_host, lambda candidate: pytest.fail("it is known"))
     assert sum("host wire=int8" in key for key in cache.load(cache.cache_path())) == 1
 
 
@@ -750,24 +730,22 @@ def test_an_8_bit_wire_that_this_gpu_cannot_have(over_host: Tuned) -> None:
     assert over_host(wire="int8") == ("chunked", 1)
 
 
-def test_the_number_of_pieces_is_tried_and_kept(over_host: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "LEAST_BYTES", 8)
-    monkeypatch.setattr(chunked, "LEAST_ROWS", 2)
+def test_the_number_of_pieces_is_tried_and_kept(over_host: Tuned) -> None:
+    over_host.patch(chunked, "LEAST_BYTES", 8)
+    over_host.patch(chunked, "LEAST_ROWS", 2)
     for _ in ("tried", "kept"):
         assert over_host() == ("chunked", 4), "one a row; the last candidate is the fastest"
         over_host.forget()
-        clock(monkeypatch, lambda candidate: pytest.fail("it is known"))
+        clock(over_host, lambda candidate: pytest.fail("it is known"))
     assert set(kept().ms) == {"reference", "chunked x2", "chunked x4"}
     assert (kept().label, kept().plan) == ("chunked x4", None)
 
 
-def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(
-    over_host: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(over_host: Tuned) -> None:
     renewed: list[Any] = []
-    monkeypatch.setattr(transports, "renew", renewed.append)
+    over_host.patch(transports, "renew", renewed.append)
     broken = SimpleNamespace(run=lambda call: 1 / 0, replay_ms=None, compile_ahead=lambda call, y: ())
-    monkeypatch.setattr(over_host.backends.chunked["chunked"], "plan", lambda call, pieces: broken)
+    over_host.patch(over_host.backends.chunked["chunked"], "plan", lambda call, pieces: broken)
     assert over_host() == STOCK
     assert renewed == [GROUP]
 
@@ -793,24 +771,24 @@ def test_the_wgrad_that_runs_beside_an_all_reduce(shape: tuple[int, ...]) -> Non
     assert alone.wgrad_of(call)().shape == (8, 4)
 
 
-def test_other_work_stands_before_each_call(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_work_stands_before_each_call(timed: Tuned) -> None:
     """So the GPU is behind the host, and a short call does not time the host."""
-    monkeypatch.setattr(alone, "work_before", lambda call: lambda: timed.log.append("work"))
+    timed.patch(alone, "work_before", lambda call: lambda: timed.log.append("work"))
     timed.tuner.decide(OperatorCall("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(64, 4), GROUP))
     assert timed.log[::2] == ["work"] * (len(timed.log) // 2)
     assert "work" not in timed.log[1::2]
 
 
-def test_what_times_did_not_decide_is_not_kept(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_times_did_not_decide_is_not_kept(timed: Tuned) -> None:
     """A call that takes the host longer than the work before it takes the GPU: a training's calls may tell."""
-    monkeypatch.setattr(trial.Trial, "enqueued", lambda self, cuda: setattr(self._samples[-1], "busy", False))
+    timed.patch(trial.Trial, "enqueued", lambda self, cuda: setattr(self._samples[-1], "busy", False))
     found = timed.tuner.decide(call_of(), full=True)
     assert (found.backend, found.ms) == ("fused", {})
     assert not cache.cache_path().exists()
 
 
-def test_a_wgrad_stands_between_such_a_call_s_begin_and_its_wait(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "wgrad_of", lambda call: lambda: timed.log.append("wgrad"))
+def test_a_wgrad_stands_between_such_a_call_s_begin_and_its_wait(timed: Tuned) -> None:
+    timed.patch(alone, "wgrad_of", lambda call: lambda: timed.log.append("wgrad"))
     for beside in (False, True):
         call = OperatorCall("gemm_all_reduce", torch.zeros(8, 4), torch.zeros(64, 4), GROUP, async_op=beside)
         timed.log.clear()

@@ -44,7 +44,7 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
     (wheel,) = tmp_path.glob("*-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as packed:
         assert not [name for name in packed.namelist() if name.endswith((".so", ".cu", ".cpp", ".c", ".h"))]
-    pip = ("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+    pip = ("pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index", "--target", site, wheel)
     run(sys.executable, "-m", *pip, cwd=empty)
     asked = "import megatron_flux as f, megatron_flux.version as v; print(f.__file__, v.__version__, v.COMMIT)"
     file, found, commit = run(sys.executable, "-c", asked, cwd=empty, PYTHONPATH=str(site)).split()

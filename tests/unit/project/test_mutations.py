@@ -1,6 +1,7 @@
 """The list of deliberate faults fits the sources and the tests."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ finally:
 FAULTS = mutations_faults.FAULTS
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 

@@ -39,7 +39,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,17 +49,8 @@ from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch.reasons import (
-    CHOSEN,
-    INFERENCE_OPTIMIZED,
-    OP_FUSER,
-    TE_NORM_COLUMN,
-    TE_ROW,
-    StockReasons,
-    asks_for_graphs,
-    backends_of,
-    set_on,
-)
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW
+from megatron_flux.patch.reasons import CHOSEN, StockReasons, asks_for_graphs, backends_of, set_on
 from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
@@ -173,22 +164,17 @@ class LinearPatch(StockReasons):
                 return stock(layer, x, *args, **kwargs)
             self.activate(layer)
             first, fp8 = layer.is_first_microbatch, self.runs_fp8()
+            bias = layer.bias if layer.apply_bias else None
+            replaces = first and not layer.disable_parameter_transpose_cache and capture_id(x) is None
             options = {
                 "sequence_parallel": layer.sequence_parallel,
                 "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
                 "overwrite_main_grad": (
-                    (
-                        first
-                        and not layer.disable_parameter_transpose_cache
-                        and capture_id(x) is None
-                        and not (fp8 and self.te.fp8.captured())
-                    )
-                    or getattr(weight, "overwrite_main_grad", False)
+                    (replaces and not (fp8 and self.te.fp8.captured())) or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,
+                "delayed": self.te.delayed(layer, None if fp8 or kind == TE_ROW else bias),
             }
-            bias = layer.bias if layer.apply_bias else None
-            options["delayed"] = self.te.delayed(layer, None if fp8 or kind == TE_ROW else bias)
             linear: Any = row_parallel_linear
             operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:
@@ -197,11 +183,11 @@ class LinearPatch(StockReasons):
             if kind == TE_NORM_COLUMN:
                 options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
                 options["returned"] = returned
-            if getattr(layer, "fp8", False) and not fp8:
-                layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
             if fp8:
                 y = self.te.fp8.run(linear, layer, x, operands, **options)
             else:
+                if getattr(layer, "fp8", False):
+                    layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
                 y = linear(x, *operands, wires=self.config.wires, **options)
             if kind == TE_ROW and bias is not None:
                 y = y + bias  # not sharded: added once, after the sum
@@ -213,27 +199,17 @@ class LinearPatch(StockReasons):
 
         return forward
 
-    def inference_forward(self, kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of ``forward`` of an inference-optimized layer: stock, counted."""
-
-        def forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not layer.training:  # in training it calls its base class's, which counts by itself
-                chosen = backends_of(layer, self.config.backends) == STOCK
-                self.runs_stock(kind, CHOSEN if chosen else INFERENCE_OPTIMIZED, layer)
-            return stock(layer, *args, **kwargs)
-
-        return forward
-
-    def fused_mlp_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of ``forward`` of an MLP that TransformerEngine's op fuser runs: stock, counted by its
-        linears, whose own ``forward`` is not called.
+    def counted_forward(
+        self, reason: str, linears_of: Callable[[Any], Iterable[tuple[str, Any]]], stock: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by ``linears_of``
+        the module, which gives its linears with their kinds.
         """
 
-        def forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
-            for kind, linear in ((TE_NORM_COLUMN, mlp.linear_fc1), (TE_ROW, mlp.linear_fc2)):
-                chosen = backends_of(linear, self.config.backends) == STOCK
-                self.runs_stock(kind, CHOSEN if chosen else OP_FUSER, linear)
-            return stock(mlp, *args, **kwargs)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for kind, linear in linears_of(module):
+                self.runs_stock(kind, CHOSEN if backends_of(linear, self.config.backends) == STOCK else reason, linear)
+            return stock(module, *args, **kwargs)
 
         return forward
 

@@ -35,16 +35,18 @@ from megatron_flux.patch import adapters, compiled, first_linear, te_seam, tunin
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
+    TE_KINDS,
+    TE_NORM_COLUMN,
+    TE_ROW,
     check_symbols,
     fused_mlp,
-    inference_layers,
+    inference_classes,
     installed_megatron_core,
-    te_layer_classes,
-    te_layers,
+    te_classes,
 )
 from megatron_flux.patch.originals import CALLED, Originals
 from megatron_flux.patch.provenance import name_of
-from megatron_flux.patch.reasons import TE_KINDS
+from megatron_flux.patch.reasons import INFERENCE_OPTIMIZED, OP_FUSER
 from megatron_flux.settings import LINKS, WIRES
 
 logger = logging.getLogger("megatron_flux")
@@ -115,7 +117,7 @@ def use(config: FluxConfig | None) -> LinearPatch:
         from megatron.core.tensor_parallel.layers import RowParallelLinear
 
         linears = LinearPatch(config, added, RowParallelLinear)
-        if te_layers() is not None:
+        if te_classes():
             try:
                 linears.te = te_seam.load(strict=config.strict)
             except UnsupportedVersionError as error:
@@ -141,15 +143,15 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
         (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),
         (RowParallelLinear, "forward", "row", linears.row_forward),
     ]
-    if (over_te := te_layers()) is not None:
-        kinds = dict(zip(te_layer_classes(over_te), TE_KINDS, strict=True))
-        methods += [(owner, "forward", kind, partial(linears.te_forward, kind)) for owner, kind in kinds.items()]
-        methods += [
-            (owner, "forward", "", partial(linears.inference_forward, kinds[base]))
-            for owner, base in inference_layers(over_te)
-        ]
-        if (mlp := fused_mlp(over_te)) is not None:
-            methods.append((mlp, "forward", "", linears.fused_mlp_forward))
+    methods += [(cls, "forward", kind, partial(linears.te_forward, kind)) for kind, cls in te_classes().items()]
+    counted: list[tuple[type, str, Any]] = [
+        # In training these call their base class's forward, which counts by itself.
+        (cls, INFERENCE_OPTIMIZED, lambda layer, kind=kind: () if layer.training else ((kind, layer),))
+        for cls, kind in inference_classes()
+    ]
+    if (mlp := fused_mlp()) is not None:
+        counted.append((mlp, OP_FUSER, lambda m: ((TE_NORM_COLUMN, m.linear_fc1), (TE_ROW, m.linear_fc2))))
+    methods += [(cls, "forward", "", partial(linears.counted_forward, *how)) for cls, *how in counted]
     for owner, name, kind, _ in methods:
         if kind in CALLED and (kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine)):
             linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", getattr(owner, name))

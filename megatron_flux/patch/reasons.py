@@ -23,12 +23,10 @@ import torch
 from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.layers.backward import autocast_of
 from megatron_flux.ops.call import DTYPES
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW
 from megatron_flux.patch.originals import Originals, batch_invariant
 from megatron_flux.patch.provenance import name_of
 from megatron_flux.patch.te_seam import TransformerEngine
-
-TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
-"""Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
 
 CHOSEN = "chosen with set_backend"
 """A reason that is no fallback, so ``strict`` does not refuse it; counted all the same."""

@@ -33,7 +33,7 @@ import torch
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import te_layers
+from megatron_flux.patch.megatron_core import te_classes
 from megatron_flux.patch.patcher import Replacement, replacements_of, use
 from megatron_flux.patch.provenance import name_of
 
@@ -70,7 +70,7 @@ def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
     """
     use(config)
     if base is None:
-        if te_layers() is not None:
+        if te_classes():
             from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider as Default
         else:
             from megatron.core.models.backends import LocalSpecProvider as Default

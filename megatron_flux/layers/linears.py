@@ -97,11 +97,11 @@ class _ColumnParallelLinear(torch.autograd.Function):
         linear: ColumnState,
     ) -> Any:
         precision = linear.precision
-        local_x, multiplied, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
+        *operands, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         prefetch.register(ctx, linear)
-        result = _column(linear, local_x, multiplied, bias, x.shape)
+        result = _column(linear, *operands, bias, x.shape)
         if linear.returned is not None:
             ctx.set_materialize_grads(False)  # an output that nobody read costs nothing
             ctx.y_shape = result[0].shape
@@ -117,7 +117,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             assert d_norm_output is not None  # noqa: S101 - autograd calls with one of them
             dy = d_norm_output.new_zeros(ctx.y_shape)
         addend = None
-        if linear.gathers_norm_output and d_norm_output is not None:
+        if linear.returned == "gathered" and linear.sequence_parallel and d_norm_output is not None:
             addend, d_norm_output = rows(d_norm_output), None
         precision: Precision = linear.precision
         backend, how = linear.backends.dgrad, precision.dgrad_options
@@ -146,7 +146,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=beside, backend=backend, **how)
         local_dy = weight = addend = None  # backward's memory peaks in wgrad: free what it does not read
         if need_dw:
-            whole_x = precision.column_operand(saved, whole_x)
+            whole_x, dy_for_wgrad = precision.wgrad_operands(saved, whole_x, dy_for_wgrad)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
         if deferred:
             dw = unread_gradient(linear.parameter, dy.dtype)
@@ -167,13 +167,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return dx, norm_dw, norm_db, dw, db, None
 
 
-def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor | None, shape: torch.Size) -> Any:
+def _column(
+    linear: ColumnState, local_x: Any, weight: Any, norm_output: Any, bias: torch.Tensor | None, shape: torch.Size
+) -> Any:
     """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``linear.kept``. With ``linear.returned``
     the result is a pair of ``y`` and the norm's output.
     """
     precision, group, kept, returned = linear.precision, linear.group, linear.kept, linear.returned
     backend, wire = linear.backends.forward, linear.wires.activations
-    norm_output = None if returned is None else precision.norm_output(local_x)
     if not linear.sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
         y = y if y.dim() == len(shape) else shaped(y, (*shape[:-1], y.shape[-1]))
@@ -181,7 +182,7 @@ def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor |
     gathers_output, pending = returned == "gathered", None
     own = gathers_output and precision.gathered_dtype is None  # the GEMM's operand is the norm's output
     try:
-        if norm_output is not None and gathers_output and not own:
+        if gathers_output and not own:
             pending = ops.all_gather(norm_output, group, own_gathered=True, backend=backend, wire=wire)
         y = ops.all_gather_gemm(
             local_x, weight, group, bias=bias, epilogue_bias=precision.epilogue_bias,
@@ -218,7 +219,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
         precision = linear.precision
-        operand, multiplied, saved = precision.operands(x, weight, None, None, None)
+        operand, multiplied, _, saved = precision.operands(x, weight)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         ctx.column = prefetch.take(linear.group)
@@ -237,7 +238,7 @@ class _RowParallelLinear(torch.autograd.Function):
         if need_dx and whole:
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            pending = precision.begin_dy(dy_for_wgrad, linear) if need_dw else None
+            pending = precision.hold_dy(dy_for_wgrad, linear) if need_dw else None
             if pending is not None:
                 dy_for_wgrad = None  # the local shard goes before dgrad
             whole = precision.serves_wgrad and need_dw and pending is None
@@ -255,9 +256,9 @@ class _RowParallelLinear(torch.autograd.Function):
             if pending is not None:
                 dy_for_wgrad = pending.wait()
             elif not whole:
-                dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear)
+                dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear).wait()
             pending = None
-            x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad)  # with no local shard beside the gathered dy
+            x, dy_for_wgrad = precision.wgrad_operands(saved, None, dy_for_wgrad)  # no local shard is beside it now
         if need_dx and linear.sequence_parallel and ctx.column is not None:
             ctx.column.prefetch()
         if need_dw:
@@ -354,13 +355,12 @@ def column_parallel_linear(
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed,
-        norm=kernels,
+        norm=kernels, reduce_dgrad=reduce_dgrad, returned=returned, deferred=deferred,
     )  # fmt: skip
-    linear.reduce_dgrad, linear.returned, linear.deferred = reduce_dgrad, returned, deferred
     if not torch.is_grad_enabled():
         state_of(group).column = None
-        local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
-        return _column(linear, local_x, multiplied, bias, x.shape)
+        *operands, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
+        return _column(linear, *operands, bias, x.shape)
     if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
             linear.kept = keep.reserve(x, linear, keep_gathered, keep_gathered_bytes)
@@ -395,6 +395,6 @@ def row_parallel_linear(
     )
     if not torch.is_grad_enabled():
         state_of(group).column = None
-        operand, multiplied, _ = precision.operands(x, weight, None, None, None)
+        operand, multiplied, *_ = precision.operands(x, weight)
         return _row(linear, operand, multiplied, x.shape)
     return _RowParallelLinear.apply(x, weight, linear)

@@ -73,11 +73,6 @@ class ColumnState(LinearState):
     kept: Kept | None = None
     """The ``x`` that forward has gathered and kept; nothing is gathered then."""
 
-    @property
-    def gathers_norm_output(self) -> bool:
-        """True if the norm's output was returned gathered: ranks have parts of its gradient."""
-        return self.returned == "gathered" and self.sequence_parallel
-
     def saved_tensors(self, ctx: Any) -> Saved:
         """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the
         prefetch.

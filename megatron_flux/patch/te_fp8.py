@@ -240,7 +240,6 @@ class Fp8Call(Precision):
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
         self._x_again: Rows | None = None  # quantised once more, where x was saved as it came
         self._returns_norm = returns_norm
-        self._norm_output: torch.Tensor | None = None
         # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
         # by name are slow to get, and with a gradient of x they do not matter.
         trained = grad and (x.requires_grad or any(p.requires_grad for p in layer.parameters(recurse=False)))
@@ -285,15 +284,16 @@ class Fp8Call(Precision):
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        norm: Any,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-    ) -> tuple[Fp8Operand, Fp8Operand, Saved]:
+        norm: Any = None,
+        norm_weight: torch.Tensor | None = None,
+        norm_bias: torch.Tensor | None = None,
+    ) -> tuple[Fp8Operand, Fp8Operand, torch.Tensor | None, Saved]:
         """See the protocol."""
         flat = x.contiguous().view(-1, x.shape[-1])
         quantizer, for_wgrad = self._x_quantizer, self._need_wgrad and not self._keeps_input
         quantizer.set_usage(rowwise=True, columnwise=for_wgrad and self._by_columns)
         statistics: Saved = (None,) * 4
+        norm_output = None
         if norm is None:
             quantized = quantizer(flat)
         else:
@@ -301,22 +301,16 @@ class Fp8Call(Precision):
                 flat, norm_weight, norm_bias, None if self._returns_norm else quantizer
             )
             if self._returns_norm:
-                self._norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
+                norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
             statistics = flat, norm_weight, mean, deviation
         operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
         if not self._grad:
-            return operand, multiplied, ()
+            return operand, multiplied, norm_output, ()
         as_it_came = x if self._need_wgrad else None, None
         saved = self._rows(quantized, self._gathers_x)[:2] if for_wgrad else as_it_came
         saved_weight, self._weight_form = self._api.prepare_for_saving(self._quantized_weight)
         self._quantized_weight = None
-        return operand, multiplied, (*statistics, *saved, *saved_weight)
-
-    def norm_output(self, x: Any) -> torch.Tensor:
-        """See the protocol."""
-        found, self._norm_output = self._norm_output, None
-        assert found is not None  # noqa: S101 - of a call that returns it
-        return found
+        return operand, multiplied, norm_output, (*statistics, *saved, *saved_weight)
 
     def _local_x(self, saved: Saved) -> Rows | None:
         """Return the local quantised ``x`` for wgrad; None if that is not needed."""
@@ -369,21 +363,15 @@ class Fp8Call(Precision):
         local_x = self._local_x(saved)
         return None if local_x is None else self._gather(local_x, self._x_quantizer, linear)
 
-    def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Rows | None:
-        """See the protocol."""
-        found = self._local_x(saved) if gathered is None else self._transposed(gathered, self._x_quantizer)
-        self._x_again = None
-        return found
-
-    def begin_dy(self, dy: Rows, linear: LinearState) -> PendingRows | None:
+    def hold_dy(self, dy: Rows, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
         if not self._in_blocks or not sends_transposed(dy, linear.group, linear.backends.wgrad):
             return None
         return self._gather(dy, self._dy_quantizer, linear, held=True)
 
-    def gather_dy(self, dy: Rows, linear: LinearState) -> Rows:
+    def gather_dy(self, dy: Rows, linear: LinearState) -> PendingRows:
         """See the protocol."""
-        return self._gather(dy, self._dy_quantizer, linear).wait()
+        return self._gather(dy, self._dy_quantizer, linear)
 
     def _gather(self, local: Rows, quantizer: Any, linear: LinearState, held: bool = False) -> PendingRows:
         """Start gathering the local bytes; as rows where they cannot be sent transposed."""
@@ -392,16 +380,16 @@ class Fp8Call(Precision):
             local = Rows(self._api.fp8_transpose(local.data, quantizer.dtype, out=None), local.scale_inv)
         return gather(local, group, backend, own_gathered=linear.own_gathered, held=held)
 
-    def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
+    def wgrad_operands(self, saved: Saved, x: Rows | Fp8Operand | None, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
         """See the protocol."""
-        dy = self._transposed(dy, self._dy_quantizer)
-        x, self._x_again = self._local_x(saved), None
-        return x, dy
+        x, self._x_again = self._local_x(saved) if x is None else x, None
+        return (
+            x if getattr(x, "transposed", False) else self._transposed(x, self._x_quantizer),
+            dy if getattr(dy, "transposed", False) else self._transposed(dy, self._dy_quantizer),
+        )
 
-    def _transposed(self, whole: Rows | Fp8Operand, quantizer: Any) -> Rows:
-        """Return all rows transposed, for wgrad; with one scale an operand has the same bytes."""
-        if isinstance(whole, Rows) and whole.transposed:
-            return whole
+    def _transposed(self, whole: Any, quantizer: Any) -> Rows:
+        """Return all rows transposed, for wgrad; with one scale an operand of another GEMM has the same bytes."""
         return Rows(self._api.fp8_transpose(whole.data, quantizer.dtype, out=None), whole.scale_inv, True)
 
     def wgrad(self, linear: LinearState, x: Rows, dy: Rows) -> torch.Tensor | None:
@@ -409,7 +397,7 @@ class Fp8Call(Precision):
         stored_x = self._stored(x, self._x_quantizer, transposed=True)
         stored_dy = self._stored(dy, self._dy_quantizer, transposed=True)
         if linear.delayed is not None:
-            return linear.delayed.put(linear, stored_x, stored_dy, self._wgrad_split)
+            return linear.delayed(linear, stored_x, stored_dy, self._wgrad_split)
         dw, *_ = self._api.gemm(stored_x, stored_dy, **gemm_options(linear, self._dtype, self._wgrad_split))
         return dw if linear.main_grad is None else unread_gradient(linear.parameter, self._dtype)
 

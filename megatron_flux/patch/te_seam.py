@@ -36,11 +36,10 @@ from packaging.version import Version
 
 from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
-from megatron_flux.layers import Norm, Returned
-from megatron_flux.patch import seams
+from megatron_flux.layers import DelayedWgrad, Norm, Returned
+from megatron_flux.patch import seams, te_wgrad
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
-from megatron_flux.patch.te_wgrad import WgradStore
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
@@ -201,10 +200,10 @@ class TransformerEngine:
             return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
         return None
 
-    def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
-        """Return the owner of this call's wgrad if it is delayed, else None. ``bias``: see there."""
+    def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
+        """Return what takes this call's wgrad if it is delayed, else None. ``bias``: as of ``te_wgrad.delayed``."""
         store = layer.wgrad_store
-        return WgradStore(self._gemm, store, bias) if store.delay_wgrad_compute() else None
+        return te_wgrad.delayed(self._gemm, store, bias) if store.delay_wgrad_compute() else None
 
     def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
         """Return why it must run a call under its FP8 autocast itself, or None."""

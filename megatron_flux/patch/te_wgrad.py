@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_flux.layers.backward import unread_gradient
-from megatron_flux.layers.precision import LinearState
+from megatron_flux.layers.precision import DelayedWgrad, LinearState
 
 
 def gemm_options(linear: LinearState, dtype: torch.dtype, split_accumulator: bool) -> dict[str, Any]:
@@ -34,25 +34,22 @@ def gemm_options(linear: LinearState, dtype: torch.dtype, split_accumulator: boo
     }
 
 
-class WgradStore:
-    """:class:`~megatron_flux.layers.DelayedWgrad` of one call of a module."""
+def delayed(gemm: Callable[..., Any], store: Any, bias: torch.Tensor | None) -> DelayedWgrad:
+    """Return what delays the wgrad of one call of a module.
 
-    __slots__ = ("_bias", "_gemm", "_put")
+    ``gemm``: TransformerEngine's ``general_gemm``. ``store``: the module's ``WeightGradStore``. ``bias``: of a
+    column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy`` sums it.
+    """
 
-    def __init__(self, gemm: Callable[..., Any], store: Any, bias: torch.Tensor | None) -> None:
-        """``gemm``: TransformerEngine's ``general_gemm``. ``store``: the module's ``WeightGradStore``. ``bias``: of a
-        column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy`` sums it.
-        """
-        self._gemm, self._put, self._bias = gemm, store.put, bias
-
-    def put(self, linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
-        """See the protocol."""
-        parameter, gemm = linear.parameter, self._gemm
+    def put(linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
+        parameter = linear.parameter
         how = gemm_options(linear, parameter.dtype, split_accumulator)
 
         def wgrad_gemm(x: Any, dy: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            dw, db, *_ = gemm(x, dy, bias=self._bias, **how)
+            dw, db, *_ = gemm(x, dy, bias=bias, **how)
             return dw, db
 
-        self._put([x, dy], wgrad_gemm)
+        store.put([x, dy], wgrad_gemm)
         return None if linear.main_grad is None else unread_gradient(parameter, parameter.dtype)
+
+    return put

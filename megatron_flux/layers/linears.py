@@ -4,17 +4,15 @@ Contract: all ranks of the group call forward and backward in the same order. Fo
 backward (pipeline warm-up, activation recompute): only the saved tensors tie them together.
 
 Order in the column layer's backward, so that each transfer has a GEMM to hide behind: gather of ``x`` | dgrad GEMM and
-its reduce-scatter | wgrad GEMM. The gather has begun earlier if a row-parallel layer followed this one: the row layer's
-backward gathers ``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that
-the column layer before it will need (:mod:`layers.prefetch`).
+its reduce-scatter | wgrad GEMM. If a row-parallel layer followed this one in forward, that gather has begun behind the
+row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`).
 
 Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
 ranks, the latter while wgrad runs; the other two are GEMMs of this rank alone.
 
-With a norm before the column layer's gather (TransformerEngine's LayerNormLinear) norm and linear are one autograd
-function, which saves the host the second one's bookkeeping. The norm is computed once, on the rank's shard. Saved for
-backward: the norm's input and statistics, and its output (the shard; nothing gathered). The caller supplies the norm's
-arithmetic (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels of the stock one.
+A norm before the column layer's gather (TransformerEngine's LayerNormLinear) is part of its autograd function, which
+saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by arithmetic that the caller
+supplies (:class:`~layers.precision.Norm`): that of the stock layer's kernels.
 
 Such a layer can return the norm's output too (``returned``), for adapters that read it:
 
@@ -24,8 +22,8 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
                 with all ranks' rows       both are added, and scattered once (the addend of gemm_reduce_scatter)
 ==============  =========================  ============================================================================
 
-    * The gathered output belongs to the caller (``own_gathered`` of the operators): memory of the group is reused two
-      calls later, and what adapters save must stay. The layer itself does not keep it: wgrad gathers the saved shard.
+    * The gathered output belongs to the caller (``own_gathered`` of the operators): what adapters save must stay. The
+      layer itself does not keep it: wgrad gathers the saved shard.
     * In FP8 bytes are gathered for the GEMM, and the numbers before them for the caller, by a gather that begins first
       and runs beside the GEMM.
     * Without sequence parallelism the norm's output is whole on every rank, and so is its gradient: ``"local"``.
@@ -33,7 +31,7 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
 The precision supplies the operands (:mod:`layers.precision`). In FP8
     * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
       bf16;
-    * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
+    * operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
       ``dy``, which ranks transpose before the gather or behind it (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
       parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
@@ -42,9 +40,9 @@ The precision supplies the operands (:mod:`layers.precision`). In FP8
       first, beside dgrad, in memory that the gather of the column-parallel layer's ``x`` leaves alone;
     * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
-Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
-function, nothing saved, kept or registered. It still ends an earlier layer's registration for prefetch: the first pass
-of recomputed layers is such a forward, and no pair reaches across it.
+Where no gradient is wanted a layer is its operator alone: no autograd function, nothing saved, kept or registered. It
+still ends an earlier layer's registration for prefetch: the first pass of recomputed layers is such a forward, and no
+pair reaches across it.
 """
 
 from __future__ import annotations

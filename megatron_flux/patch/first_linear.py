@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_flux.patch.megatron_core import LINEARS, installed_megatron_core
+from megatron_flux.patch.megatron_core import installed_megatron_core, is_linear
 from megatron_flux.settings import OFF, switched_on
 from megatron_flux.version import __version__
 
@@ -46,7 +46,7 @@ def settle() -> None:
 
 
 def _look(module: Any, *_: object) -> None:
-    if _settled or not any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+    if _settled or not is_linear(module):
         return
     settle()
     if switched_on():  # or raises: a value that is neither on nor off

@@ -11,27 +11,22 @@
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
-megatron-core's inference-optimized layers inherit from the last three and have a ``forward`` of their own, with its own
-kernels. They run it, counted as stock; the replacement is there to count. So is that of MLPs that TransformerEngine's
-op fuser runs: it takes the parameters of their linears and does not call them.
-
-Every path to stock (:mod:`megatron_flux.patch.reasons`) goes through :meth:`LinearPatch.runs_stock`: a silent fallback
-could not be told from the feature working.
+Two other ``forward`` run stock, and are replaced to count that: of megatron-core's inference-optimized layers, which
+inherit from the last three and have their own kernels, and of MLPs that TransformerEngine's op fuser runs, which take
+the parameters of their linears and do not call them. Every path to stock (:mod:`megatron_flux.patch.reasons`) goes
+through :meth:`LinearPatch.runs_stock`: a silent fallback could not be told from the feature working.
 
 What stock's ``forward`` over TransformerEngine does besides its work is done here too: it ends the layer's first
 micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add,
-and the norm's output where adapters have asked for it.
+and the norm's output where adapters have asked for it. Of one that is returned gathered, TransformerEngine drops the
+gradient: all that lies before an adapter misses its part. Flux adds it, so that gradients are those of TP 1, and differ
+from stock's. That is logged once; such layers are counted.
 
-Of a norm output that is returned gathered, TransformerEngine drops the gradient: all that lies before an adapter misses
-its part. Flux adds it, so that gradients are those of TP 1, and differ from stock's. That is logged once; such layers
-are counted.
 In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
 ``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
 captures; a stock layer's graph then replaces what earlier micro-batches have added (TransformerEngine pull request
-2715).
-
-Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
-the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
+2715). The first call of a layer whose configuration asks for Megatron's CUDA graphs switches the operators of this
+process to the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
 """
 
 from __future__ import annotations
@@ -70,10 +65,10 @@ class LinearPatch(StockReasons):
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """True once a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
-        self.gradient_added: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Layers that have run flux and returned the norm's output gathered, whose gradient stock's would drop."""
-        self.gradient_dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Such layers that have run stock."""
+        self.norm_gradients: dict[str, weakref.WeakSet[torch.nn.Module]] = {
+            name: weakref.WeakSet() for name in ("added", "dropped")
+        }
+        """Layers that have returned the norm's output gathered: its gradient was added by flux, dropped by stock."""
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
 
@@ -240,7 +235,7 @@ class LinearPatch(StockReasons):
 
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
         """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
-        counted = self.gradient_added if runs_flux else self.gradient_dropped
+        counted = self.norm_gradients["added" if runs_flux else "dropped"]
         if layer in counted:
             return
         if not counted:

@@ -40,7 +40,7 @@ REPLACED = {
 """``module:class.method`` of what flux replaces, and the parameters it must have."""
 TE_REPLACED = {f"{TE_LAYERS}:{name}.forward": _X for name in _TE_CLASSES.values()}
 """Replaced methods and parameters where megatron-core has TransformerEngine; the last two inherit the method."""
-LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+_LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
 """The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
@@ -84,6 +84,11 @@ SUPPORTED_TORCH = SpecifierSet(">=2.11")
 def shown(versions: SpecifierSet) -> str:
     """Format a range with the lower bound first: str() has no order."""
     return ",".join(sorted(map(str, versions), reverse=True))
+
+
+def is_linear(module: object) -> bool:
+    """Return True for a tensor-parallel linear, of a subclass too. Imports nothing."""
+    return any(f"{cls.__module__}:{cls.__qualname__}" in _LINEARS for cls in type(module).__mro__)
 
 
 def te_classes() -> dict[str, type]:

@@ -161,11 +161,16 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
 def _replacement(owner: type, name: str, kind: str, make: Callable[..., Any]) -> Replacement:
     current, inherited = getattr(owner, name), name not in owner.__dict__
     stock = current if inherited else owner.__dict__[name]
-    flux = torch.compiler.disable(make(current))  # torch.compile would trace the state of groups
-    flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-    flux.__doc__ = stock.__doc__
-    flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-    return Replacement(owner, name, kind, stock, flux, inherited)
+    return Replacement(owner, name, kind, stock, standing_for(stock, owner, name, make(current)), inherited)
+
+
+def standing_for(stock: Any, owner: type, name: str, method: Any) -> Any:
+    """Return ``method`` looking like the attribute ``name`` of ``owner``, for which it is called."""
+    method = torch.compiler.disable(method)  # torch.compile would trace the state of groups
+    method.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+    method.__doc__ = stock.__doc__
+    method.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+    return method
 
 
 def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
@@ -276,7 +281,7 @@ def report(model: Model | None = None) -> dict[str, Any]:
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
-        "norm_gradients": {"added": len(now.gradient_added), "dropped": len(now.gradient_dropped)},
+        "norm_gradients": {name: len(layers) for name, layers in now.norm_gradients.items()},
         "kept_gathered": keep.report(),
         "cuda_graphs": now.cuda_graphs,
     }
@@ -289,16 +294,15 @@ def check(config: FluxConfig) -> None:
     """Raise UserError for what :func:`patch` would refuse in ``config`` and the environment."""
     settings.check()
     check_backends(config.backends)
-    if config.link is not None and config.link not in LINKS:
-        raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
-    for wire in config.wires:
-        if wire not in WIRES:
-            raise UserError(f"unknown wire {wire!r}; use one of: {', '.join(WIRES)}")
+    given = (("link", config.link, LINKS), *(("wire", wire, WIRES) for wire in config.wires))
+    for what, value, known in given:
+        if value is not None and value not in known:
+            raise UserError(f"unknown {what} {value!r}; use one of: {', '.join(known)}")
     if config.keep_gathered not in (True, False, None):
         raise UserError(f"keep_gathered must be True, False or None, not {config.keep_gathered!r}")
-    given = config.keep_gathered_bytes
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
-        raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
+    budget = config.keep_gathered_bytes
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {budget!r}")
 
 
 def _log(message: str, *args: object) -> None:

@@ -34,7 +34,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import te_classes
-from megatron_flux.patch.patcher import Replacement, replacements_of, use
+from megatron_flux.patch.patcher import Replacement, replacements_of, standing_for, use
 from megatron_flux.patch.provenance import name_of
 
 logger = logging.getLogger("megatron_flux")
@@ -139,7 +139,7 @@ def _class(cls: type) -> type:
     return linears.subclasses[cls]
 
 
-def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
+def _method(linears: LinearPatch, r: Replacement) -> Any:
     """Return the method of a subclass: flux, unless its base has another than stock's by now."""
     owner, name, kind, stock, flux = r.owner, r.name, r.kind, r.stock, r.flux
 
@@ -151,10 +151,7 @@ def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
             linears.runs_stock(kind, f"{owner.__qualname__}.{name} replaced by {name_of(now)}", layer)
         return now(layer, *args, **kwargs)
 
-    method.__wrapped__ = stock  # type: ignore[attr-defined]
-    method.__doc__ = stock.__doc__
-    method.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-    return torch.compiler.disable(method)  # type: ignore[no-any-return, no-untyped-call]
+    return standing_for(stock, owner, name, method)
 
 
 @functools.cache

@@ -78,25 +78,20 @@ def load(*, strict: bool = False) -> TransformerEngine:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
         installed = str(getattr(importlib.import_module("transformer_engine"), "__version__", "of unknown version"))
-    release = release_of(installed)
-    if release is None or (release not in SUPPORTED_TE and (strict or not _is_unchanged(release, installed))):
-        raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
+    release, known = release_of(installed), shown(SUPPORTED_TE)
+    usable = release is not None and release in SUPPORTED_TE
+    if release is not None and release >= Version(_BEYOND) and not strict:
+        file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
+        tree = file and Path(file).resolve().parents[1]
+        usable = tree and not seams.changed(tree, NEWEST_SEAMS, f"TransformerEngine {installed}", known)
+    if release is None or not usable:
+        raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {known}")
     try:
         return TransformerEngine(installed, release)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
-            f"{shown(SUPPORTED_TE)}"
+            f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases {known}"
         ) from error
-
-
-def _is_unchanged(release: Version, installed: str) -> bool:
-    """Return True, with a warning, if a release is newer than those known and its code is that of the newest."""
-    file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
-    if release < Version(_BEYOND) or file is None:
-        return False
-    found = f"TransformerEngine {installed}"
-    return not seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS, found, shown(SUPPORTED_TE))
 
 
 def why_unusable() -> str | None:

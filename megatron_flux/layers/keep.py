@@ -5,9 +5,9 @@ costs more than the memory: ``tp`` times the rank's shard, from forward to backw
 Measured on two H100s over the host link (results/keep-gathered-h100x2): 11.17 ms a layer kept, 12.05 gathered again.
 
 Contract
-    * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it
-      chooses among these), and only where backward would gather the same numbers: both directions are exact, or have
-      the same 8-bit wire. Where the tuner may take an 8-bit wire for activations, either is as good.
+    * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it chooses among these),
+      and only where backward would gather the same numbers: both directions are exact, or have the same 8-bit wire.
+      Where the tuner may take an 8-bit wire for activations, either is as good.
     * By default it is on where the link is slower than the GEMM: where ``chunked`` runs, or the tuner that may take it,
       and there is no NVLink.
     * Nothing is kept without a graph, for a frozen weight, in CUDA graphs, or under hooks on saved tensors (offloading,
@@ -17,9 +17,9 @@ Contract
       through a retained graph gathers.
 
 Budget
-    In bytes, as given. By default, on a GPU, nothing is kept before an optimizer of torch's kind has made a step behind
-    this group's first forward: memory that is free earlier may become the optimizer's. By then a whole step has run,
-    and a quarter of what nothing has needed in it is the budget. On CPUs there is no limit.
+    In bytes, as given. On CPUs there is no limit by default. On a GPU nothing is kept by default before an optimizer of
+    torch's kind has made a step behind this group's first forward, since memory that is free earlier may become the
+    optimizer's. Then a quarter of what nothing has needed in that step is the budget.
 
     All ranks of a group must decide alike, or one of them would wait in a gather for peers that have kept. So the
     budget is agreed once (the least that any rank grants), and the bytes in use are counted by what all ranks do alike:

@@ -59,7 +59,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows, unread_gradient
-from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Norm, Precision
+from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Precision, WeightedNorm
 from megatron_flux.layers.prefetch import ColumnState, Returned
 from megatron_flux.ops.backend import shaped
 
@@ -95,11 +95,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         linear: ColumnState,
     ) -> Any:
         precision = linear.precision
-        *operands, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
+        norm: Any = None if linear.norm is None else (linear.norm, norm_weight, norm_bias)
+        local_x, multiplied, normed, saved = precision.operands(x, weight, norm)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         prefetch.register(ctx, linear)
-        result = _column(linear, *operands, bias, x.shape)
+        result = _column(linear, local_x, multiplied, normed, bias, x.shape)
         if linear.returned is not None:
             ctx.set_materialize_grads(False)  # an output that nobody read costs nothing
             ctx.y_shape = result[0].shape
@@ -305,7 +306,7 @@ def column_parallel_linear(
     *,
     sequence_parallel: bool = True,
     reduce_dgrad: bool = True,
-    norm: tuple[Norm, torch.Tensor, torch.Tensor | None] | None = None,
+    norm: WeightedNorm | None = None,
     returned: Returned | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
@@ -357,8 +358,8 @@ def column_parallel_linear(
     )  # fmt: skip
     if not torch.is_grad_enabled():
         state_of(group).column = None
-        *operands, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
-        return _column(linear, *operands, bias, x.shape)
+        local_x, multiplied, normed, _ = precision.operands(x, weight, norm)
+        return _column(linear, local_x, multiplied, normed, bias, x.shape)
     if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
             linear.kept = keep.reserve(x, linear, keep_gathered, keep_gathered_bytes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,27 +25,20 @@ Saved = tuple[Any, ...]
 """Tensors or None."""
 
 
-class Norm(Protocol):
+class Norm(NamedTuple):
     """A norm over the last dimension; ``m`` rows of ``k``. The mean is None where the norm has none."""
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """``x`` ``[m, k]``, ``weight`` and ``bias`` ``[k]`` -> output ``[m, k]``, mean ``[m]``, 1/deviation ``[m]``.
+    forward: Callable[..., Any]
+    """``x`` ``[m, k]``, weight and bias ``[k]`` -> output ``[m, k]``, mean and 1/deviation ``[m]``. In FP8 with the
+    quantizer of the output as one more argument.
+    """
+    backward: Callable[..., Any]
+    """``dy`` and ``x`` ``[m, k]``, weight, mean, 1/deviation -> gradients of ``x``, of the weight, of the bias or None.
+    """
 
-        In FP8 with the quantizer of the output as one more argument.
-        """
 
-    def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
-
+WeightedNorm = tuple[Norm, torch.Tensor, torch.Tensor | None]
+"""A norm, its weight ``[k]``, and its bias ``[k]`` or None."""
 
 DelayedWgrad = Callable[["LinearState", Any, Any, bool], torch.Tensor | None]
 """Takes wgrad's operands in backward, computes it when its owner says so, and returns backward's result for the weight.
@@ -109,12 +102,7 @@ class Precision:
         self.dgrad_options: dict[str, Any] = {"transposed": True}
 
     def operands(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: Norm | None = None,
-        norm_weight: torch.Tensor | None = None,
-        norm_bias: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, norm: WeightedNorm | None = None
     ) -> tuple[Any, Any, torch.Tensor | None, Saved]:
         """Return the local ``x`` (behind its norm) and the weight for forward, the norm's output ``[s, b, k]``, and
         ``saved``. The output may be a saved tensor: to change it in place is an error in backward.
@@ -122,9 +110,8 @@ class Precision:
         # A frozen weight needs no x in backward: not saving it frees the activation.
         if norm is None:
             return x, weight, None, (None, None, None, None, x if weight.requires_grad else None, weight)
-        assert norm_weight is not None  # noqa: S101 - of a norm
-        flat = x.contiguous().view(-1, x.shape[-1])
-        normed, mean, reciprocal_deviation = norm.forward(flat, norm_weight, norm_bias)
+        flat, (kernels, norm_weight, norm_bias) = x.contiguous().view(-1, x.shape[-1]), norm
+        normed, mean, reciprocal_deviation = kernels.forward(flat, norm_weight, norm_bias)
         normed = normed.view(x.shape)
         saved = normed if weight.requires_grad else None
         return normed, weight, normed, (flat, norm_weight, mean, reciprocal_deviation, saved, weight)

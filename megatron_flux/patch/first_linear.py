@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron_flux.patch import patcher
 from megatron_flux.patch.megatron_core import installed_megatron_core, is_linear
 from megatron_flux.settings import OFF, switched_on
 from megatron_flux.version import __version__
@@ -35,18 +36,18 @@ def watch() -> None:
     The hook sees parameters as they are registered: no forward has more to do. It stays when the wait has ended.
     """
     global _handle
-    if _handle is None and not _settled and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
+    if _handle is None and os.environ.get("MEGATRON_FLUX", "").lower() not in OFF:
         _handle = register_module_parameter_registration_hook(_look)
 
 
 def settle() -> None:
-    """End the wait: flux was switched on or off by other means, the options of a command for instance."""
+    """End the wait, as ``patch()`` does: the options of a command say if flux is on."""
     global _settled
     _settled = True
 
 
 def _look(module: Any, *_: object) -> None:
-    if _settled or not is_linear(module):
+    if _settled or patcher.was_patched or not is_linear(module):
         return
     settle()
     if switched_on():  # or raises: a value that is neither on nor off
@@ -58,13 +59,11 @@ def _switch_on() -> None:
 
     Raises what :func:`megatron_flux.patch` raises: a training that was asked to run flux does not run stock unnoticed.
     """
-    from megatron_flux.patch.patcher import patch, report  # which settles here
-
-    patch()
+    patcher.patch()
     # Before torch.distributed is initialised only the launcher's variable tells the rank.
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:
         return
-    replaced, core = len(report()["replaced"]), installed_megatron_core()
+    replaced, core = len(patcher.report()["replaced"]), installed_megatron_core()
     print(f"> megatron-flux {__version__} is on: megatron-core {core}, {replaced} methods replaced", flush=True)
 
     first = True
@@ -72,7 +71,7 @@ def _switch_on() -> None:
     def say(*_: object) -> None:
         nonlocal first
         if first:  # torch goes through its hooks now: none may be removed
-            now = report()
+            now = patcher.report()
             ran = f"layers that run flux: {now['active_layers']}; calls: {now['calls']}; stock: {now['fallbacks']}"
             print(f"> megatron-flux after the first optimizer step: {ran}", flush=True)
         first = False

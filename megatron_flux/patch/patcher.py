@@ -31,7 +31,7 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import adapters, compiled, first_linear, te_seam, tuning
+from megatron_flux.patch import adapters, compiled, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
@@ -68,6 +68,8 @@ class Replacement(NamedTuple):
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
+was_patched = False
+"""True once :func:`patch` has been called."""
 _linears: LinearPatch | None = None
 _replacements: list[Replacement] = []
 
@@ -88,10 +90,11 @@ def patch(config: FluxConfig | None = None) -> None:
             value of one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
+    global was_patched
     linears = use(config)
     if is_patched():
         return
-    first_linear.settle()
+    was_patched = True
     replacements = replacements_of(linears)
     for r in replacements:
         setattr(r.owner, r.name, r.flux)

@@ -136,7 +136,9 @@ class StockReasons:
         reason = self.why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
         reason = reason or self.why_stock_common(layer, x, weight, fp8)
         if reason is None and fp8:
-            reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
+            of = self.te.fp8
+            backends = backends_of(layer, self.config.backends)
+            reason = of if isinstance(of, str) else of.why_stock(layer, x, weight, backends)
         if reason is not None:
             return reason
         if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:

@@ -14,10 +14,10 @@ tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax 
 blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
 =========  =============================  ==============================================================================
 
-CUDA graphs
-    are TransformerEngine's matter as they are without flux. A captured call reads the flag above, keeps its amaxes in
-    the layer's buffers, and neither registers nor reduces them: the graph's owner does, between replays. Amaxes
-    that tensorwise scaling reduces are part of the graph, and of the stream in which fused kernels run.
+CUDA graphs are TransformerEngine's matter as they are without flux. A captured call reads the flag of
+:meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and neither registers nor reduces them:
+the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are part of the graph, and of the stream
+in which fused kernels run.
 
 Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
 ``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
@@ -47,7 +47,7 @@ from packaging.version import Version
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed
-from megatron_flux.layers.precision import LinearState, Precision, Saved
+from megatron_flux.layers.precision import LinearState, Precision, Saved, WeightedNorm
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
 from megatron_flux.patch.te_wgrad import gemm_options
 
@@ -191,9 +191,7 @@ class TransformerEngineFp8:
         """Run ``linear`` of :mod:`megatron_flux.layers` in FP8; ``operands`` beside ``x``, the weight first."""
         cls = type(layer)  # a module is slow to say that it has no such attribute
         with getattr(cls, "prepare_forward_ctx", cls.prepare_forward)(layer, x) as x:
-            returns_norm = options.get("returned") is not None
-            call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options, returns_norm=returns_norm)
-            return linear(x, *operands, precision=call, **options)
+            return linear(x, *operands, precision=Fp8Call(self, layer, x, operands[0], options), **options)
 
 
 class Fp8Call(Precision):
@@ -206,15 +204,11 @@ class Fp8Call(Precision):
     gathered_dtype, epilogue_bias = torch.float8_e4m3fn, True  # the bias is added before the result is rounded
 
     def __init__(
-        self,
-        te: TransformerEngineFp8,
-        layer: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        has_norm: bool,
-        returns_norm: bool = False,
+        self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]
     ) -> None:
-        """Ask the layer for its quantizers. ``returns_norm``: the norm's output is wanted as it was before them."""
+        """Ask the layer for its quantizers. ``options``: of the linear."""
+        has_norm = "norm" in options
+        self._returns_norm = options.get("returned") is not None  # the norm's output, as it was before it was quantised
         self._te, self._api, api = te, te.api, te.api
         self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
         self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
@@ -239,7 +233,6 @@ class Fp8Call(Precision):
         self._grad, self._need_wgrad = grad, grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
         self._x_again: Rows | None = None  # quantised once more, where x was saved as it came
-        self._returns_norm = returns_norm
         # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
         # by name are slow to get, and with a gradient of x they do not matter.
         trained = grad and (x.requires_grad or any(p.requires_grad for p in layer.parameters(recurse=False)))
@@ -281,12 +274,7 @@ class Fp8Call(Precision):
         return quantized
 
     def operands(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: Any = None,
-        norm_weight: torch.Tensor | None = None,
-        norm_bias: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, norm: WeightedNorm | None = None
     ) -> tuple[Fp8Operand, Fp8Operand, torch.Tensor | None, Saved]:
         """See the protocol."""
         flat = x.contiguous().view(-1, x.shape[-1])
@@ -297,9 +285,9 @@ class Fp8Call(Precision):
         if norm is None:
             quantized = quantizer(flat)
         else:
-            quantized, mean, deviation = norm.forward(
-                flat, norm_weight, norm_bias, None if self._returns_norm else quantizer
-            )
+            kernels, norm_weight, norm_bias = norm
+            how = None if self._returns_norm else quantizer
+            quantized, mean, deviation = kernels.forward(flat, norm_weight, norm_bias, how)
             if self._returns_norm:
                 norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
             statistics = flat, norm_weight, mean, deviation

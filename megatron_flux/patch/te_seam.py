@@ -27,14 +27,12 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import DelayedWgrad, Norm, Returned
 from megatron_flux.patch import seams, te_wgrad
@@ -82,8 +80,8 @@ def load(*, strict: bool = False) -> TransformerEngine:
     usable = release is not None and release in SUPPORTED_TE
     if release is not None and release >= Version(_BEYOND) and not strict:
         file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
-        tree = file and Path(file).resolve().parents[1]
-        usable = tree and not seams.changed(tree, NEWEST_SEAMS, f"TransformerEngine {installed}", known)
+        found = f"TransformerEngine {installed}"
+        usable = file is not None and not seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS, found, known)
     if release is None or not usable:
         raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {known}")
     try:
@@ -116,7 +114,7 @@ class TransformerEngine:
         """Find the symbols of ``installed``, a build of ``release``. Raises ImportError, AttributeError: one is
         missing.
         """
-        self.installed, self._release = installed, release
+        self.installed = installed
         kernels = "transformer_engine_torch"
         self.norms = {
             "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
@@ -133,30 +131,30 @@ class TransformerEngine:
         self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
         resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
-        self.fp8 = self._find_fp8()
-
-    def _find_fp8(self) -> TransformerEngineFp8 | str:
-        """Return what flux uses of it in FP8, or why that cannot be used."""
-        if self._release not in SUPPORTED_FP8:
-            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
-        try:
-            return TransformerEngineFp8(self._release)
-        except (ImportError, AttributeError) as error:
-            return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
+        self.fp8: TransformerEngineFp8 | str = f"fp8 with TransformerEngine {installed}, supported is {SUPPORTED_FP8}"
+        """What flux uses of it in FP8, or why that cannot be used."""
+        if release in SUPPORTED_FP8:
+            try:
+                self.fp8 = TransformerEngineFp8(release)
+            except (ImportError, AttributeError) as error:
+                self.fp8 = f"fp8: TransformerEngine {installed} is not as expected ({one_line(error)})"
 
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool = False) -> str | None:
         """Return why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
 
         ``weight`` is ``layer.weight``, which is slow to get. ``fp8``: the call is to run FP8, whose own reasons
-        :meth:`why_stock_fp8` has.
+        :attr:`fp8` has.
         """
         if any(_userbuffers(layer)):
             return "userbuffers (tp_comm_overlap)"
         symmetric = getattr(layer, "symmetric_ar_type", None)
         if symmetric is not None and layer.parallel_mode == "row" and not layer.sequence_parallel:
             return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
-        if layer.wgrad_store.delay_wgrad_compute() and (reason := self._why_not_delayed(layer, weight)) is not None:
-            return reason
+        if layer.wgrad_store.delay_wgrad_compute():
+            if not self._delays_wgrad:
+                return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
+            if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+                return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
         if not fp8 and self.in_fp8():
             return "fp8 (autocast)"
         if self._fp8_calibration():
@@ -188,21 +186,10 @@ class TransformerEngine:
         module: Any = importlib.import_module("transformer_engine.pytorch.cpu_offload")
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
 
-    def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
-        if not self._delays_wgrad:
-            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
-        if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
-            return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
-        return None
-
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
         """Return what takes this call's wgrad if it is delayed, else None. ``bias``: as of ``te_wgrad.delayed``."""
         store = layer.wgrad_store
         return te_wgrad.delayed(self._gemm, store, bias) if store.delay_wgrad_compute() else None
-
-    def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
-        """Return why it must run a call under its FP8 autocast itself, or None."""
-        return self.fp8 if isinstance(self.fp8, str) else self.fp8.why_stock(layer, x, weight, backends)
 
     @staticmethod
     def returned(layer: Any) -> Returned | None:
@@ -240,4 +227,4 @@ def _norm(
         found = kernel_backward(dy, x, *statistics, weight, sms_backward, zero_centered)
         return found if has_mean else (*found, None)
 
-    return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
+    return Norm(forward, backward)

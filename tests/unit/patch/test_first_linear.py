@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_flux import UserError, patched
-from megatron_flux.patch import first_linear
+from megatron_flux.patch import first_linear, patcher
 from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
 
 Calls = list[str]
@@ -17,6 +17,7 @@ Calls = list[str]
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Return what was switched on, on rank 0 of a process that has just begun."""
     monkeypatch.setattr(first_linear, "_settled", False)
+    monkeypatch.setattr(patcher, "was_patched", False)
     monkeypatch.setattr(first_linear, "_handle", None)
     monkeypatch.setenv("MEGATRON_FLUX", "1")
     found: Calls = []

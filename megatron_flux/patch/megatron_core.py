@@ -100,6 +100,13 @@ def te_classes() -> dict[str, type]:
     return {kind: getattr(module, name) for kind, name in _TE_CLASSES.items()} if getattr(module, "HAVE_TE", 0) else {}
 
 
+def linear_classes() -> dict[str, type]:
+    """Return all classes of linears by kind; imports megatron-core's layers."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return {"column": ColumnParallelLinear, "row": RowParallelLinear, **te_classes()}
+
+
 def inference_classes() -> list[tuple[type, str]]:
     """Return megatron-core's inference-optimized layers, each with the kind of the class that it overrides. Imports
     nothing.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,13 +35,13 @@ from megatron_flux.patch import adapters, compiled, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
-    TE_KINDS,
     TE_NORM_COLUMN,
     TE_ROW,
     check_symbols,
     fused_mlp,
     inference_classes,
     installed_megatron_core,
+    linear_classes,
     te_classes,
 )
 from megatron_flux.patch.originals import CALLED, Originals
@@ -94,15 +94,18 @@ def patch(config: FluxConfig | None = None) -> None:
     linears = use(config)
     if is_patched():
         return
-    was_patched = True
-    replacements = replacements_of(linears)
+    was_patched = linears.patched = True
+    _install(replacements_of(linears))
+    compiled.forget(r.owner for r in _replacements)
+    total, backend = len(_replacements), linears.config.backend
+    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
+
+
+def _install(replacements: Iterable[Replacement]) -> None:
     for r in replacements:
         setattr(r.owner, r.name, r.flux)
+        _replacements.append(r)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    linears.patched, _replacements[:] = True, replacements
-    compiled.forget(r.owner for r in replacements)
-    total, backend = len(replacements), linears.config.backend
-    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
 
 
 def use(config: FluxConfig | None) -> LinearPatch:
@@ -116,16 +119,12 @@ def use(config: FluxConfig | None) -> LinearPatch:
     config = config or FluxConfig()
     check(config)
     if _linears is None:
-        added = check_symbols(strict=config.strict)
-        from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-        linears = LinearPatch(config, added, RowParallelLinear)
-        if te_classes():
-            try:
-                linears.te = te_seam.load(strict=config.strict)
-            except UnsupportedVersionError as error:
-                linears.te = str(error)
-        _linears = linears
+        added, te = check_symbols(strict=config.strict), None
+        try:
+            te = te_seam.load(strict=config.strict) if te_classes() else None
+        except UnsupportedVersionError as error:
+            te = str(error)
+        _linears = LinearPatch(config, added, linear_classes()["row"], te)
     elif config == _linears.config:
         return _linears
     else:
@@ -140,13 +139,13 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
     """Return the replacements: those that are installed, or new ones."""
     if _replacements:
         return list(_replacements)
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    methods: list[tuple[type, str, str, Any]] = [
-        (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),
-        (RowParallelLinear, "forward", "row", linears.row_forward),
-    ]
-    methods += [(cls, "forward", kind, partial(linears.te_forward, kind)) for kind, cls in te_classes().items()]
+    local = {"column": ("_forward_impl", linears.column_forward_impl), "row": ("forward", linears.row_forward)}
+    methods: list[tuple[type, str, str, Any]] = []
+    for kind, cls in linear_classes().items():
+        name, make = local.get(kind, ("forward", partial(linears.te_forward, kind)))
+        methods.append((cls, name, kind, make))
+        if kind in local or isinstance(linears.te, te_seam.TransformerEngine):
+            linears.originals[kind] = Originals(CALLED[kind], f"{cls.__qualname__}.{name}", getattr(cls, name))
     counted: list[tuple[type, str, Any]] = [
         # In training these call their base class's forward, which counts by itself.
         (cls, INFERENCE_OPTIMIZED, lambda layer, kind=kind: () if layer.training else ((kind, layer),))
@@ -155,9 +154,6 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
     if (mlp := fused_mlp()) is not None:
         counted.append((mlp, OP_FUSER, lambda m: ((TE_NORM_COLUMN, m.linear_fc1), (TE_ROW, m.linear_fc2))))
     methods += [(cls, "forward", "", partial(linears.counted_forward, *how)) for cls, *how in counted]
-    for owner, name, kind, _ in methods:
-        if kind in CALLED and (kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine)):
-            linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", getattr(owner, name))
     return [*(_replacement(*method) for method in methods), *_of_wrappers(linears)]
 
 
@@ -186,10 +182,8 @@ def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
 
 def _reach_wrappers(*_: object) -> None:
     """Replace wrappers that were imported since ``patch()``."""
-    for r in _of_wrappers(_linears) if _replacements and _linears is not None else ():
-        setattr(r.owner, r.name, r.flux)
-        _replacements.append(r)
-        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
+    if _replacements and _linears is not None:
+        _install(_of_wrappers(_linears))
 
 
 # Before a wrapper is built, its adapter's parameters are registered. patch() may be called by such a hook itself, and

@@ -49,7 +49,6 @@ from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed
 from megatron_flux.layers.precision import LinearState, Precision, Saved, WeightedNorm
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
-from megatron_flux.patch.te_wgrad import gemm_options
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
@@ -81,6 +80,19 @@ _API_BY_RELEASE = {
     "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
 }
 """Symbols that older releases lack; see the module."""
+
+
+def gemm_options(linear: LinearState, dtype: torch.dtype, split_accumulator: bool) -> dict[str, Any]:
+    """Return how TransformerEngine's GEMM makes the weight gradient: into ``main_grad``, or in ``dtype``."""
+    main_grad = linear.main_grad
+    return {
+        "layout": "NT",
+        "grad": True,
+        "out": main_grad,
+        "out_dtype": dtype if main_grad is None else main_grad.dtype,
+        "accumulate": main_grad is not None and not linear.overwrite_main_grad,
+        "use_split_accumulator": split_accumulator,
+    }
 
 
 class TransformerEngineFp8:

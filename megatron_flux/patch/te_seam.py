@@ -8,7 +8,7 @@ Used of it
       and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
       userbuffers, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of a module;
       weights that are distributed once more (2.19), which say so;
-    * where wgrad is delayed, its GEMM and the module's store (:mod:`megatron_flux.patch.te_wgrad`);
+    * where wgrad is delayed, its GEMM and the module's store (:meth:`TransformerEngine.delayed`);
     * that a ``LayerNormLinear`` returns the norm's output as well, also gathered, where its attributes say so.
 
 Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
@@ -35,9 +35,11 @@ from packaging.version import Version
 
 from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import DelayedWgrad, Norm, Returned
-from megatron_flux.patch import seams, te_wgrad
+from megatron_flux.layers.backward import unread_gradient
+from megatron_flux.layers.precision import LinearState
+from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
-from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8, gemm_options
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
@@ -55,7 +57,7 @@ NEWEST_SEAMS = {
 """Code that flux's layers do anew, with digests of :data:`NEWEST`; scripts/seams.py prints them."""
 
 DELAYS_WGRAD = SpecifierSet(">=2.11")
-"""Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""
+"""Releases whose ``general_gemm`` is called without a workspace."""
 
 _userbuffers = attrgetter(
     "ub_overlap_ag_fprop",
@@ -187,9 +189,31 @@ class TransformerEngine:
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
 
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
-        """Return what takes this call's wgrad if it is delayed, else None. ``bias``: as of ``te_wgrad.delayed``."""
-        store = layer.wgrad_store
-        return te_wgrad.delayed(self._gemm, store, bias) if store.delay_wgrad_compute() else None
+        """Return what takes this call's wgrad if it is delayed, else None.
+
+        With ``delay_wgrad_compute`` (Megatron's combined 1F1B with expert parallelism) backward puts operands and a
+        function into the module's ``wgrad_store``. ``backward_dw``, which is stock's, takes the oldest, and does the
+        rest: ``weight.grad``, the bias's gradient, and the hooks of Megatron's DistributedDataParallel.
+
+        ``bias``: of a column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy``
+        sums it.
+        """
+        store, gemm = layer.wgrad_store, self._gemm
+        if not store.delay_wgrad_compute():
+            return None
+
+        def put(linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
+            parameter = linear.parameter
+            how = gemm_options(linear, parameter.dtype, split_accumulator)
+
+            def wgrad_gemm(x: Any, dy: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+                dw, db, *_ = gemm(x, dy, bias=bias, **how)
+                return dw, db
+
+            store.put([x, dy], wgrad_gemm)
+            return None if linear.main_grad is None else unread_gradient(parameter, parameter.dtype)
+
+        return put
 
     @staticmethod
     def returned(layer: Any) -> Returned | None:

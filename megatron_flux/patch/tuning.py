@@ -34,7 +34,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.ops.tuner import keys
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import TE_KINDS, TE_NORM_COLUMN, TE_ROW, fused_mlp, inference_classes, te_classes
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW, fused_mlp, inference_classes, linear_classes
 from megatron_flux.patch.reasons import asks_for_graphs, backends_of
 
 logger = logging.getLogger("megatron_flux")
@@ -160,12 +160,10 @@ def _call(linear: _Linear, wanted: _Wanted) -> OperatorCall:
 
 def _linears(chunk: torch.nn.Module, linears: LinearPatch, sequence: int, micro_batch_size: int) -> Iterator[_Linear]:
     """Yield the linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    kinds = {"column": ColumnParallelLinear, "row": RowParallelLinear, **te_classes()}
+    kinds = linear_classes()
     optimized, fuser = tuple(cls for cls, _ in inference_classes()), fused_mlp()
     fused = {child for mlp in chunk.modules() if fuser and isinstance(mlp, fuser) for child in mlp.children()}
-    numbers = _layer_numbers(chunk) if te_classes() and linears.config.fp8 else {}
+    numbers = _layer_numbers(chunk) if linears.te is not None and linears.config.fp8 else {}
     for layer in chunk.modules():
         kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
         stock = layer in fused or (isinstance(layer, optimized) and not layer.training)
@@ -174,7 +172,7 @@ def _linears(chunk: torch.nn.Module, linears: LinearPatch, sequence: int, micro_
         if backends_of(layer, linears.config.backends) == STOCK:
             continue
         length = sequence // (getattr(layer.config, "context_parallel_size", None) or 1)
-        with _autocast_of(layer, numbers.get(layer) if kind in TE_KINDS else None):
+        with _autocast_of(layer, numbers.get(layer)):
             linear = _linear(layer, kind, linears, length, micro_batch_size, next(chunk.parameters()).device)
         if linear is not None:
             yield linear
@@ -184,7 +182,7 @@ def _linear(
     layer: Any, kind: str, linears: LinearPatch, length: int, micro_batch_size: int, device: torch.device
 ) -> _Linear | None:
     """Return ``layer`` with sequences of ``length`` tokens on all ranks of its group; None: it runs stock."""
-    over_te, row, weight = kind in TE_KINDS, kind in ("row", TE_ROW), getattr(layer, "weight", None)
+    over_te, row, weight = kind not in ("column", "row"), kind in ("row", TE_ROW), getattr(layer, "weight", None)
     if weight is not None:
         dtype, device, shape = weight.dtype, weight.device, tuple(weight.shape)
     elif over_te:  # its parameters are split

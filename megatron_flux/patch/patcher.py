@@ -119,7 +119,8 @@ def use(config: FluxConfig | None) -> LinearPatch:
     config = config or FluxConfig()
     check(config)
     if _linears is None:
-        added, te = check_symbols(strict=config.strict), None
+        added = check_symbols(strict=config.strict)
+        te: te_seam.TransformerEngine | str | None
         try:
             te = te_seam.load(strict=config.strict) if te_classes() else None
         except UnsupportedVersionError as error:

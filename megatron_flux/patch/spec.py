@@ -4,10 +4,9 @@ For those who want no class of another package changed. A subclass has its base'
 replaces the one method that :func:`megatron_flux.patch` would, by the same code; configuration and counts are the
 process's. While ``patch()`` is on, it does as its base does, so that no call is counted twice.
 
-megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction
-(``get_mlp_module_spec_for_backend`` and the like), not for a whole layer: there :func:`flux_spec` turns the finished
-spec into one that runs flux. What no spec reaches stays stock, and is called ``not patched`` in the report: the output
-layer.
+megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction, not for a whole layer:
+there :func:`flux_spec` turns the finished spec into one that runs flux. The output layer, which no spec reaches, stays
+stock, and is called ``not patched`` in the report.
 
 Left to megatron-core, with one warning each, or an error under ``strict``:
     * down projections of multi-latent attention, which megatron-core compares with its own classes;

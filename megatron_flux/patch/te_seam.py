@@ -1,9 +1,8 @@
 """Assumptions about TransformerEngine, in one place and checked when ``patch()`` is called.
 
 Used of it
-    * the norm kernels that its ``LayerNormLinear`` calls: ``layernorm_fwd``, ``layernorm_bwd``, ``rmsnorm_fwd`` and
-      ``rmsnorm_bwd`` of the compiled module ``transformer_engine_torch``, with the module's own ``eps``,
-      ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
+    * the norm kernels that its ``LayerNormLinear`` calls, with the module's own ``eps``, ``zero_centered_gamma`` and SM
+      margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8, of which :mod:`megatron_flux.patch.te_fp8` has all else,
       and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
       userbuffers, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of a module;
@@ -11,9 +10,9 @@ Used of it
     * where wgrad is delayed, its GEMM and the module's store (:meth:`TransformerEngine.delayed`);
     * that a ``LayerNormLinear`` returns the norm's output as well, also gathered, where its attributes say so.
 
-Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
-beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a symbol,
-leaves its layers stock with that reason.
+All of it is the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A
+release beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a
+symbol, leaves its layers stock with that reason.
 
 ``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
 layers were asked for.
